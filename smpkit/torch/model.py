@@ -593,7 +593,7 @@ class DistributedModel(nn.Module):
 
             self.data_parallel = shard_model(self.module, self._reduction)
             if state.optimizer is not None:
-                self.data_parallel.update_param_groups(state.optimizer.param_groups)
+                self.data_parallel.replace_parameters_of(state.optimizer)
             return
         holders = {} if self.pipeline is None else self.pipeline.holders
         self.data_parallel = replicate(self.module, holders, self._reduction)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
+from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
 from smpkit.torch.state_dict import (
@@ -85,7 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.model is not None:
             replace_optimizer_parameters(optimizer)
         if state.model is not None and state.model.data_parallel is not None:
-            state.model.data_parallel.update_param_groups(optimizer.param_groups)
+            state.model.data_parallel.replace_parameters_of(optimizer)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
         state.optimizer = self
 
@@ -370,6 +371,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With `fp16` or `bf16` the model's weights become the master weights' that are loaded. Before a pipeline's first
         step loading waits for it.
+
+        Raises:
+            UsageError: it has states of whole weights that tensor parallelism has divided.
         """
         run_deferred_loads()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
@@ -386,6 +390,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             }
         if state.cfg.sharded_data_parallel_degree > 1:
             values["state"] = to_shards(values["state"], self._model_parameters())
+        _check_pieces(values.get("state", {}), self._model_parameters())
         if self.masters is not None:
             self.masters.load_state_dict(values)
         else:
@@ -467,6 +472,20 @@ def _zero1_partition() -> Zero1Partition | None:
     """Return the owners of parameters, if `shard_optimizer_state` is on and this rank knows its part of the model."""
     model = state.model
     return None if model is None or model.data_parallel is None else model.data_parallel.zero1
+
+
+def _check_pieces(states: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+    for number, values in states.items():
+        shard = shard_of(parameters[number]) if number < len(parameters) else None
+        if shard is None or shard.shape == shard.local_shape:
+            continue
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.shape:
+                raise UsageError(
+                    f"`{key}` of parameter {number} in the optimizer state has the shape of the whole weight,"
+                    f" {list(shard.shape)}, but a tensor-parallel rank has a part of it, {list(shard.local_shape)}",
+                    hint="go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees",
+                )
 
 
 def _check(optimizer: Any) -> None:

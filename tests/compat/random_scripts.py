@@ -45,7 +45,8 @@ class Job:
     parameters: dict[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        return self.parameters.get(key, 1)
+        alias = {"pipeline_parallel_degree": "partitions"}.get(key, key)
+        return self.parameters.get(key, self.parameters.get(alias, 1))
 
     @property
     def replicas(self) -> int:
@@ -94,13 +95,14 @@ class Drawn:
     def same_arithmetic(self, job: Job) -> bool:
         """Tell whether the job adds the same numbers in the same order as the reference, which has the first's parts.
 
-        Hugging Face's loss, weights that two ranks share, divided layers and norms are rounded elsewhere.
+        Hugging Face's loss, weights used on two ranks, divided layers and norms are rounded elsewhere.
         """
         sharded = job["sharded_data_parallel_degree"] > 1
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
-        whole = self.model == "blocks" and not (self.tied or self.marked or self.clip)
-        return same_parts and in_order and whole and not (sharded and self.half)
+        elsewhere = (self.tied or self.repeated) and job["pipeline_parallel_degree"] > 1
+        rounded = self.model == "gpt2" or self.marked or self.precision == "amp" or self.clip or (sharded and self.half)
+        return same_parts and in_order and not (elsewhere or rounded)
 
     def _one_backward(self, job: Job) -> bool:
         return bool(job["microbatches"] == self.accumulation == 1)
@@ -111,11 +113,16 @@ class Drawn:
             return 0.0
         if self.model == "gpt2":  # Hugging Face computes the loss in float32
             return 0.05 if self.half else 1e-4
-        return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
+        return {"fp64": 1e-8, "fp32": 1e-3, "amp": 0.02}.get(self.precision, 0.05)
 
     def same_validation(self, job: Job) -> bool:
-        """Tell whether a job's evaluation is that of the reference: running statistics are of a replica's own part."""
-        return self.model == "gpt2" or self.norm != "batch" or job.replicas == 1
+        """Tell whether a job's evaluation is that of the reference.
+
+        Running statistics are of a replica's own part; and torch's recomputation counts a batch twice, in the order of
+        the schedule.
+        """
+        counted_alike = job.replicas == 1 and self.recompute != "torch"
+        return self.model == "gpt2" or self.norm != "batch" or counted_alike
 
     @property
     def half(self) -> bool:
@@ -128,7 +135,7 @@ class Drawn:
         return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
 
     def reference(self) -> str:
-        """Return the same training in plain PyTorch; it leaves `losses`, `validation` and the first weights."""
+        """Return the same training in plain PyTorch, which sets `losses`, by step and microbatch, and `validation`."""
         pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
         return "\n".join([*pieces, self._optimizer(), _REFERENCE])
 
@@ -149,7 +156,8 @@ class Drawn:
             f"SEED, STEPS, SAVED, ROWS, ACCUMULATION = {self.seed}, {STEPS}, {SAVED}, {ROWS}, {self.accumulation}\n"
             f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
             f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
-            f"CLIP, SCHEDULE = {0.5 if self.clip else None}, {self.schedule}\n"
+            f"CLIP, SCHEDULE, MARKED = {0.5 if self.clip else None}, {self.schedule}, {self.marked}\n"
+            f"AMP, DEVICE = {self.precision == 'amp'}, 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         )
 
     def _model(self) -> str:
@@ -191,14 +199,11 @@ class Drawn:
             "empty": 'return {"tokens": torch.empty(0), "target": torch.empty(0, dtype=torch.bool)}',
             "other": 'return {"tokens": torch.zeros(3, 1), "target": None}',
         }[self.dummies]
-        build = "build()"
-        created = f"module = {build}"
-        if self.marked:
-            created = f"with smp.tensor_parallelism():\n        module = {build}"
-            if self.checkpoint in ("partial", "full"):
-                created = (
-                    f"with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):\n        module = {build}"
-                )
+        if self.checkpoint in ("partial", "full"):  # as of 2022, when there was one context for all
+            created = "smp.model_creation(tensor_parallelism=MARKED, dtype=None if HALF else DTYPE)"
+        else:
+            delayed = "smp.state.cfg.delayed_parameter_initialization"
+            created = f"smp.tensor_parallelism(MARKED), smp.delay_param_initialization({delayed})"
         recompute = {
             "smp": "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)",
         }.get(self.recompute, "pass")
@@ -306,9 +311,10 @@ def batch_of(number):
 _STEPS: Final = """
 
 @smp.step
-def train_step(model, TAKEN):
-    loss = loss_of(model, BATCH)
-    model.backward(loss / ACCUMULATION)
+def train_step(model, scaler, TAKEN):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
+        loss = loss_of(model, BATCH)
+    model.backward((scaler.scale(loss) if AMP else loss) / ACCUMULATION)
     return loss
 
 
@@ -329,8 +335,10 @@ def share_of(number):
     return share
 
 
-def mean(output):
-    return torch.stack(smp.allgather(output.reduce_mean().detach(), smp.DP_GROUP)).mean().item()
+def everywhere(output):
+    # The losses of all microbatches of all replicas.
+    mine = [loss.item() for loss in output.outputs]
+    return [loss for theirs in smp.allgather(mine, smp.DP_GROUP) for loss in theirs]
 
 
 def clip(model, optimizer):
@@ -351,12 +359,14 @@ def main():
     args, _ = parser.parse_known_args()
     smp.init()
     torch.cuda.set_device(smp.local_rank())
-    CREATED
+    with CREATED:
+        module = build()
     if not HALF:
         module = module.to(DTYPE)
     inner = make_optimizer(module.parameters()) if FIRST else None
     model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
     optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
+    scaler = smp.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=AMP)
     schedule = make_schedule(optimizer.optimizer if smp.state.cfg.fp16 else optimizer)
     RECOMPUTE
     step = 0
@@ -369,14 +379,14 @@ def main():
     losses = []
     while step < STEPS:
         optimizer.zero_grad()
-        outputs = []
+        losses.append([])
         for turn in range(ACCUMULATION):
             share = share_of(step * ACCUMULATION + turn)
-            outputs.append(mean(train_step(model, PASSED)))
+            losses[-1] += everywhere(train_step(model, scaler, PASSED))
         clip(model, optimizer)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
-        losses.append(sum(outputs) / ACCUMULATION)
         step += 1
         if step == SAVED and not args.resume:
             content = {"step": step, "schedule": schedule.state_dict(), "args": args}
@@ -384,7 +394,7 @@ def main():
     model.eval()
     share = share_of(0)
     with torch.no_grad():
-        validation = mean(test_step(model, PASSED))
+        validation = everywhere(test_step(model, PASSED))
     if smp.rank() == 0:
         with open(args.report, "w") as file:
             json.dump({"losses": losses, "validation": validation}, file)
@@ -449,15 +459,16 @@ schedule = make_schedule(optimizer)
 losses = []
 for step in range(STEPS):
     gradients = [[] for _ in parameters]
-    found = []
+    found = [[] for _ in range(ACCUMULATION)]
     for replica in range(REPLICAS):
         model.zero_grad()
         for turn in range(ACCUMULATION):
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
-                loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
+                    loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
-                found.append(loss.item())
+                found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
             parts.append(parameter.grad / REPLICAS)
     for master, parts in zip(masters, gradients):
@@ -470,10 +481,10 @@ for step in range(STEPS):
     with torch.no_grad():
         for parameter, master in zip(parameters, masters):
             parameter.copy_(master)
-    losses.append(sum(found) / len(found))
+    losses.append(sum(found, start=[]))
 model.eval()
 with torch.no_grad():
-    validation = loss_of(model, batch_of(0)).item()
+    validation = [loss_of(model, batch_of(0)).item()]
 """
 
 
@@ -507,14 +518,14 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
     if precision in ("fp16", "bf16"):
         shared[precision] = True
     manual = some(0.3)
-    clip = some(0.3)
+    clip = precision != "amp" and some(0.3)
     first = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
     checkpoint = chance.choice(["local", "whole", "partial", "partial", "full"])
     if checkpoint == "whole" and (first["tensor_parallel_degree"] > 1 or "shard_optimizer_state" in first.parameters):
         checkpoint = "partial"  # SMP v1 has no whole optimizer state there
     elsewhere = checkpoint != "local" and some(0.5)
     second = first
-    if elsewhere:
+    while elsewhere and (second is first or (checkpoint == "whole" and second["tensor_parallel_degree"] > 1)):
         second = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
     model = chance.choice(["blocks", "blocks", "gpt2"])
     # Batch normalisation sees the rows of a part: as many in both jobs.
@@ -529,7 +540,8 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         tied=some(0.2),
         repeated=some(0.2),
         optimizer="sgd" if checkpoint == "full" else chance.choice(["adamw", "momentum", "adagrad"]),
-        schedule=some(0.6),
+        # A whole checkpoint has no optimizer, so the schedule would begin at another learning rate.
+        schedule=checkpoint != "full" and some(0.6),
         clip=clip,
         accumulation=2 if some(0.25) else 1,
         checkpoint=checkpoint,
@@ -555,19 +567,19 @@ def _job(
         "prescaled_batch": chance.random() < 0.5,
         "optimize": chance.choice(["speed", "memory"]),
         "placement_strategy": chance.choice(["cluster", "spread", "DTP", "PTD"]),
-        "pipeline": chance.choice(["simple", "interleaved"]),
+        "pipeline": chance.choice(["simple", "interleaved", "zero_bubble"]),
+        "virtual_pipeline_degree": chance.choice([1, 1, 1, 2]),
+        "delayed_parameter_initialization": chance.random() < 0.2,
         "skip_tracing": chance.random() < 0.3,
     }
-    if "partitions" in drawn:
-        drawn["pipeline_parallel_degree"] = drawn.pop("partitions")
-    defaults: dict[str, Any] = dict.fromkeys(drawn, False)
-    defaults |= dict.fromkeys([key for key in drawn if "degree" in key or key == "microbatches"], 1)
-    given = {
-        key: value for key, value in drawn.items() if value != defaults[key] or type(value) is not type(defaults[key])
-    }
+    given = {key: value for key, value in drawn.items() if value is not False and not (value == 1 and "degree" in key)}
+    pipeline = given.get("partitions", given.get("pipeline_parallel_degree", 1))
     if drawn["tensor_parallel_degree"] == 1:
         given.pop("prescaled_batch", None)
-    if manual and drawn["pipeline_parallel_degree"] > 1:
+    if pipeline == 1:
+        for key in ("pipeline", "virtual_pipeline_degree"):
+            given.pop(key, None)
+    elif manual:
         given |= {"auto_partition": False, "default_partition": 0}
     if drawn["sharded_data_parallel_degree"] > 1:
         given["sdp_gradient_clipping"] = 0.5 if clip else 0.0

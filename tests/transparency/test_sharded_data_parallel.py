@@ -73,6 +73,8 @@ def optimizer_of(kind: str, parameters: Any) -> torch.optim.Optimizer:
         return smp.optimizers.FusedLAMB(parameters, lr=0.05, max_grad_norm=0.1)
     if kind == "NovoGrad":
         return smp.optimizers.FusedNovoGrad(parameters, lr=0.01, norm_type=0, weight_decay=0.1)
+    if kind == "Adagrad":  # has states from the beginning
+        return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
     return torch.optim.AdamW(parameters, lr=0.05)
 
 
@@ -149,6 +151,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"microbatches": 2, "checkpointed": True, "sdp_param_persistence_threshold": 0}),
     (2, 1, {"kind": "LAMB"}),
     (4, 1, {"kind": "NovoGrad"}),
+    (2, 1, {"kind": "Adagrad", "first": True}),
     (4, 1, {"microbatches": 2, "checkpointed": True, "offload_activations": True, "activation_loading_horizon": 1}),
 ]
 

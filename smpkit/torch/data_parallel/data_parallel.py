@@ -115,8 +115,8 @@ class DataParallel:
             reducer.release()
         self._grad_scaling.release()
 
-    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Make an optimizer's groups hold the parameters that this rank updates; here they do already."""
+    def replace_parameters_of(self, optimizer: Any) -> None:
+        """Make an optimizer hold the parameters that this rank updates; here it does already."""
 
     def begin_step(self, training: bool) -> None:
         """Prepare for the microbatches of a step."""

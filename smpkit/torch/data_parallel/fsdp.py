@@ -34,7 +34,7 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
-from smpkit.torch.placement.dtensor import is_dtensor
+from smpkit.torch.placement.dtensor import distribute_like, is_dtensor
 from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
 from smpkit.torch.placement.shards import mark, shard_of
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
@@ -121,10 +121,17 @@ class ShardedDataParallel(DataParallel):
         self._gathered_at_failure: frozenset[str] | None = None
         """The parameters that were gathered when a pass failed, until the next one begins."""
 
-    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put the divided parameters into the groups of an optimizer that was made with the whole ones."""
-        for group in groups:
+    def replace_parameters_of(self, optimizer: Any) -> None:
+        """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
+        for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
+        # Some optimizers have states from the beginning, such as Adagrad; others of training before.
+        for before, after in self._replaced.values():
+            for key, value in optimizer.state.pop(before, {}).items():
+                same = isinstance(value, torch.Tensor) and value.shape == after.shape
+                optimizer.state.setdefault(after, {})[key] = distribute_like(
+                    value.to(after.dtype) if same else value, after
+                )
 
     def begin_step(self, training: bool) -> None:
         self._check_same_failure()

@@ -151,3 +151,24 @@ def everything() -> None:
 
 def test_on_two_ranks() -> None:
     run_ranks(everything, 2, timeout=120)
+
+
+def load_whole_states() -> tuple[str, str | None]:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "fp16": True})
+    with smp.tensor_parallelism():
+        module = nn.Linear(4, 6)
+    optimizer = torch.optim.AdamW(module.parameters())
+    whole = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(6, 4)}}}
+    model = smp.DistributedModel(module)
+    with pytest.raises(UsageError) as caught:
+        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).load_state_dict(whole)
+    return str(caught.value).splitlines()[0], caught.value.hint
+
+
+def test_states_of_whole_weights_are_refused_where_weights_are_divided() -> None:
+    message = (
+        "`exp_avg` of parameter 0 in the optimizer state has the shape of the whole weight, [6, 4],"
+        " but a tensor-parallel rank has a part of it, [6, 2]"
+    )
+    hint = "go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees"
+    assert run_ranks(load_whole_states, 2) == [(message, hint)] * 2
