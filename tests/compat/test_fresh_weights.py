@@ -303,7 +303,7 @@ def garbage(loads: bool) -> float:
     from transformers import BertConfig, BertForMaskedLM, initialization
 
     start(1)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     with smp.tensor_parallelism(), initialization.no_init_weights():
         module = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=8))
     model = smp.DistributedModel(module)
