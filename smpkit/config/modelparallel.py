@@ -204,7 +204,7 @@ class ModelParallelConfig(Section):
     """Internal to v1: checkpoint only the attention blocks of distributed transformers. Off with a pipeline."""
 
     match_weights: bool = Field(default=False, alias="_match_weights")
-    """Internal to v1: distributed modules take over the weights of the originals instead of fresh ones."""
+    """In scripts of v1: distributed modules keep the weights of the originals instead of drawing fresh ones."""
 
     static_mode: bool = False
     """Internal to v1, and without effect here: schedules are always static."""

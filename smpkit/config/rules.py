@@ -281,7 +281,6 @@ _NOTICES = (
     _gathers_blocks("sdp_hierarchical_allgather", True, "the communication library chooses how a block is gathered"),
     _no_tensor_parallelism("prescaled_batch", False),
     _no_tensor_parallelism("tensor_parallel_seed", 0),
-    _no_tensor_parallelism("_match_weights", False),
     Rule("fp16_params", lambda v, _: v["fp16_params"], "was replaced by fp16 in release 1.10", "use `fp16: true`"),
     _internal("_fp32_grad_accumulation", False),
     _internal("load_partition", False),

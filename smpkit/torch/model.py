@@ -44,6 +44,7 @@ from smpkit.torch.placement.measure import MeasureOptions
 from smpkit.torch.placement.placement import pp_rank_of
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
 from smpkit.torch.placement.trace import units_of
+from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -98,6 +99,10 @@ class DistributedModel(nn.Module):
         replace_at_degree_1: whether modules that are marked for tensor parallelism are replaced at degree 1, too, so
             that the model has the modules and names of higher degrees (`transformer.seq_layers`). None: only in
             scripts that import `smdistributed`, as SMP v1 did.
+        fresh_weights: whether replaced modules draw new weights, as their arguments say (`initializer_range`,
+            `use_normal_initialization`), instead of keeping those of the modules that they replace. None: only in
+            scripts that import `smdistributed`, as SMP v1 did, there only where nothing has written the weights since
+            the constructor of the replaced module, and not with `_match_weights`.
 
     Raises:
         UsageError: before `smp.init()`, a second model, a wrapped model, or an argument out of its range.
@@ -117,6 +122,7 @@ class DistributedModel(nn.Module):
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
         replace_at_degree_1: bool | None = None,
+        fresh_weights: bool | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
@@ -141,7 +147,7 @@ class DistributedModel(nn.Module):
         # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
         # as an optimizer that the script made before its model, must keep the new one.
         replaces = state.is_v1_script if replace_at_degree_1 is None else replace_at_degree_1
-        module = distribute(module, at_degree_1=replaces)
+        module = distribute(module, at_degree_1=replaces, fresh=_has_fresh_weights(fresh_weights))
         _renew_optimizer_parameters()
         # On the classes of the modules that stay: SMP v1 scripts call `super()._orig_forward()`.
         expose_original_forwards(module)
@@ -163,6 +169,7 @@ class DistributedModel(nn.Module):
             self._replicate()
 
         self.updates = UpdateCheck(module)
+        self._unwritten = UnwrittenCheck(module) if state.is_v1_script else None
         _alias_module(module)
         refuse_assignment(module)
         if self.pipeline is None:
@@ -188,6 +195,7 @@ class DistributedModel(nn.Module):
             number = random_number() if state.tp_size > 1 and self.training else 0
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             self._run_hooks(self._post_partition_hooks)
+            self._check_unwritten()
             self.updates.note_forward()
             if self.data_parallel is not None:
                 self.data_parallel.begin_pass_outside_step(self.training)
@@ -281,6 +289,7 @@ class DistributedModel(nn.Module):
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
         self._run_hooks(self._post_partition_hooks)
+        self._check_unwritten()
         self.updates.note_forward()
         if self.offloading is not None:
             self.offloading.begin_step(self.module)
@@ -617,6 +626,12 @@ class DistributedModel(nn.Module):
             where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
             raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
 
+    def _check_unwritten(self) -> None:
+        """Refuse to run with weights that nothing has written; scripts may load them until the first step."""
+        if self._unwritten is not None:
+            self._unwritten.check(self.holds)
+            self._unwritten = None
+
     def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
         while hooks:
             hook = hooks.pop(next(iter(hooks)))
@@ -654,6 +669,13 @@ def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableH
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
+
+
+def _has_fresh_weights(asked: bool | None) -> Callable[[nn.Module], bool]:
+    """Return what tells whether a module that is replaced is to draw new weights."""
+    if asked is None and state.is_v1_script and not state.cfg.match_weights:
+        return has_remembered_weights
+    return lambda _: bool(asked)
 
 
 def _renew_optimizer_parameters() -> None:

@@ -44,7 +44,8 @@ def train(degree: int, folder: str, v1: bool, save_at: int, resume: bool) -> tup
     if v1:
         sys.path.append(str(DROP_IN_PATH))
         importlib.import_module("smdistributed.modelparallel.torch")
-    smp.init({"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True})
+    parameters = {"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True}
+    smp.init({**parameters, "_match_weights": True})
     with smp.tensor_parallelism():
         module = gpt2()
     model: Any = smp.DistributedModel(module) if v1 else smp.DistributedModel(module, replace_at_degree_1=True)

@@ -126,7 +126,7 @@ def test_a_rule_that_reads_a_wrong_value_is_silent() -> None:
         ({"shard_optimizer_state": True}, ["shard_optimizer_state"]),
         (
             {"prescaled_batch": True, "tensor_parallel_seed": 3, "_match_weights": True},
-            ["_match_weights", "prescaled_batch", "tensor_parallel_seed"],
+            ["prescaled_batch", "tensor_parallel_seed"],
         ),
         ({"prescaled_batch": False, "tensor_parallel_seed": 0}, []),
         ({"fp16_params": True}, ["fp16_params"]),

@@ -110,18 +110,23 @@ def set_delayed_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
     setattr(parameter, _DELAYED, False)
 
 
-def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int) -> None:
+def initialize(
+    root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int, prefix: str = ""
+) -> None:
     """Allocate and initialise the delayed ones of `parameters` on `device`.
 
     One seed gives one model at every degree: of a parameter that is divided over tensor-parallel ranks, the whole is
     initialised for a moment. Half precision is initialised in float32 and rounded, because not every initialiser
     supports it.
 
+    Args:
+        prefix: the name of `root` in the model: modules of other names draw other numbers.
+
     Raises:
         UsageError: there is no initialiser for one of them.
     """
     pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
-    for name, module in root.named_modules():
+    for name, module in root.named_modules(prefix=prefix):
         module_initializer: Initializer | None = vars(module).pop(_INITIALIZER, None)
         if module_initializer is not None:
             module_initializer({id(parameter) for parameter in module.parameters() if id(parameter) in pending}, device)

@@ -30,6 +30,7 @@ from smpkit.torch.core.tensor_spec import map_tensors, spec_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.unwritten import checksum_of_bits
 from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 from smpkit.torch.tensor_parallel.module import global_shape
 
@@ -39,11 +40,12 @@ __all__ = ["CallConsistencyCheck", "ModelComparison", "common_seed", "compare_mo
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def compare_models(root: nn.Module, names: Sequence[str]) -> ModelComparison:
+def compare_models(root: nn.Module, names: Sequence[str], fresh: Sequence[bool] = ()) -> ModelComparison:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
 
     Args:
         names: of the modules that tensor parallelism is about to treat.
+        fresh: which of those that it replaces may get fresh weights, as this rank sees it.
 
     Raises:
         UsageError: parameters or those modules differ.
@@ -54,17 +56,20 @@ def compare_models(root: nn.Module, names: Sequence[str]) -> ModelComparison:
     reports: list[Any] = [None] * state.tp_size
     with waiting("the comparison of models between tensor-parallel ranks", group):
         dist.all_gather_object(
-            reports, (own_description, _parameter_checksums(root), torch.initial_seed()), group=group
+            reports, (own_description, _parameter_checksums(root), torch.initial_seed(), [*fresh]), group=group
         )
     first, first_rank = reports[0][0], dist.get_global_rank(group, 0)
-    for rank, (their_description, _, _) in zip(dist.get_process_group_ranks(group), reports, strict=True):
+    for rank, (their_description, *_) in zip(dist.get_process_group_ranks(group), reports, strict=True):
         if their_description != first:
             raise UsageError(
                 f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
                 f" {_first_difference(first, their_description)}",
                 hint="build the same model on every rank",
             )
-    return ModelComparison(all(sums == reports[0][1] for _, sums, _ in reports), reports[0][2])
+    same_weights = all(each[1] == reports[0][1] for each in reports)
+    # What one rank has loaded is to be kept.
+    fresh = tuple(map(all, zip(*(each[3] for each in reports), strict=True)))
+    return ModelComparison(same_weights, reports[0][2], fresh)
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,12 @@ class ModelComparison:
         same_weights: whether all models have equal values, so nothing needs to be sent; else those of tp_rank 0 are
             taken.
         seed: that of tp_rank 0, with which delayed weights are initialised.
+        fresh: which replaced modules get fresh weights: those of which all ranks say so.
     """
 
     same_weights: bool
     seed: int
+    fresh: tuple[bool, ...] = ()
 
     def first(self, whole: torch.Tensor) -> torch.Tensor:
         """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
@@ -101,17 +108,8 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
 def _parameter_checksums(root: nn.Module) -> list[int]:
     """Return a checksum of each parameter; 0 for delayed ones, and for pieces, which differ between the ranks."""
     return [
-        0 if is_delayed(each) or shard_of(each) is not None else _checksum_of_bits(each) for each in root.parameters()
+        0 if is_delayed(each) or shard_of(each) is not None else checksum_of_bits(each) for each in root.parameters()
     ]
-
-
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum_of_bits(tensor: torch.Tensor) -> int:
-    # Of the bits, not the values: NaN is then equal to itself, and the sum is exact in any order.
-    bits = tensor.detach().contiguous().view(_INTEGERS[min(tensor.element_size(), 8)])
-    return int(bits.sum(dtype=torch.int64))
 
 
 def common_seed() -> int:

@@ -75,6 +75,7 @@ class ReplacementRule:
         to_distributed: from the original's whole state to the distributed module's whole state; None: not known, and
             the distributed module starts with weights of its own.
         from_distributed: the reverse.
+        keeps_weights: whether the script itself gave `to_distributed`, to keep weights where SMP v1 drew fresh ones.
         finish: called with the original and the distributed module when that has its weights, to hand over what else
             users expect there (`config`, say).
         refusal: returns why one instance cannot be replaced; None if it can.
@@ -88,6 +89,7 @@ class ReplacementRule:
     arguments: Callable[[nn.Module], CallArguments] | None = None
     to_distributed: Translation | None = None
     from_distributed: Translation | None = None
+    keeps_weights: bool = False
     finish: Callable[[nn.Module, nn.Module], None] | None = None
     refusal: Callable[[nn.Module], str | None] | None = None
 
@@ -238,6 +240,7 @@ def tp_register_with_module(
         return_hook,
         to_distributed=to_distributed,
         from_distributed=from_distributed,
+        keeps_weights=to_distributed is not None,
     )
     # A class that smpkit knows keeps its way of reading arguments, so instances made before this call can be replaced.
     known = _rules.get(qualified_name(module_cls))

@@ -53,15 +53,18 @@ from smpkit.torch.tensor_parallel.replaced import record_replacement
 __all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
 
 
-def distribute(root: nn.Module, *, at_degree_1: bool = False) -> nn.Module:
+def distribute(
+    root: nn.Module, *, at_degree_1: bool = False, fresh: Callable[[nn.Module], bool] = lambda _: False
+) -> nn.Module:
     """Replace what is marked in a model and return the model: another object only if it was replaced as a whole.
 
-    Modules keep their weights where a translation is known, so one seed gives one model at every degree. All ranks of a
-    tensor-parallel group call this together.
+    Modules keep their weights where a translation is known, and else draw new ones that depend on the seed and their
+    names only: one seed gives one model at every degree. All ranks of a tensor-parallel group call this together.
 
     Args:
         at_degree_1: whether one rank has distributed modules, too, so that a model has the same modules and names at
             every degree.
+        fresh: whether a module that is replaced is to draw new weights though a translation is known.
 
     Raises:
         UsageError: the model differs between tensor-parallel ranks, or a marked module cannot be made as registered.
@@ -76,8 +79,12 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False) -> nn.Module:
         if not finder.targets:
             return root
     # Before anything is sent for a single module: ranks that found other modules would wait for each other.
-    comparison = compare_models(root, [*finder.skipped, *(target.name for target in finder.targets)])
-    for target in finder.targets:
+    names = [*finder.skipped, *(target.name for target in finder.targets)]
+    comparison = compare_models(
+        root, names, [_may_be_fresh(target) and fresh(target.module) for target in finder.targets]
+    )
+    for target, is_fresh in zip(finder.targets, comparison.fresh, strict=True):
+        target.is_fresh = is_fresh
         if target.rewrite is not None:
             for parameter in target.module.parameters():
                 if not is_delayed(parameter):
@@ -141,6 +148,8 @@ class _Target:
     rule: ReplacementRule | None = None
     replacement: nn.Module | None = None
     rewrite: Rewrite | None = None
+    is_fresh: bool = False
+    """Whether it draws new weights, instead of translating those of the module."""
 
 
 class _Finder:
@@ -224,6 +233,10 @@ def _make(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Modu
         return kind(*args, **kwargs)
 
 
+def _may_be_fresh(target: _Target) -> bool:
+    return target.rule is not None and not target.rule.keeps_weights
+
+
 # --- replace it -------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +246,10 @@ def _replace(root: nn.Module, target: _Target, comparison: ModelComparison | Non
     assert rule is not None
     assert replacement is not None
     if comparison is not None:
-        load_replacement_weights(root, target.name, module, replacement, rule.to_distributed, comparison)
+        if target.is_fresh:
+            draw_fresh_weights(target.name, module, replacement, comparison.seed)
+        else:
+            load_replacement_weights(root, target.name, module, replacement, rule.to_distributed, comparison)
     _keep_frozen(module, replacement)
     inherit_partition(target.name, module, replacement)
     replacement.train(module.training)
@@ -298,7 +314,7 @@ def load_replacement_weights(
     """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
 
     Where `module` has no memory yet, `replacement` gets its own when the model is placed. Without a translation it
-    draws weights of its own.
+    draws weights of its own, by the seed and its name.
 
     Args:
         root: the model, `name` that of `module` in it.
@@ -313,9 +329,23 @@ def load_replacement_weights(
 
         set_initializer(replacement, fill)
     if not is_delayed_source:
-        parameters = list(replacement.parameters())
-        device = next((each.device for each in module.parameters()), state.device)
-        initialize(replacement, parameters, device, comparison.seed)
+        initialize(replacement, list(replacement.parameters()), _device_of(module), comparison.seed, name)
+
+
+def draw_fresh_weights(name: str, module: nn.Module, replacement: nn.Module, seed: int) -> None:
+    """Give `replacement` the weights that its own initialisers draw; without memory in `module`, when it is placed."""
+
+    def draw(wanted: Collection[int], device: torch.device) -> None:
+        initialize(replacement, [each for each in replacement.parameters() if id(each) in wanted], device, seed, name)
+
+    if any(map(is_delayed, module.parameters())):
+        set_initializer(replacement, draw)
+    else:
+        draw({id(each) for each in replacement.parameters()}, _device_of(module))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((each.device for each in module.parameters()), state.device)
 
 
 def _load_shards(
@@ -465,6 +495,12 @@ def _report(finder: _Finder) -> Iterator[str]:
         kinds[was if target.replacement is None else f"{was} -> {type(target.replacement).__name__}"] += 1
     distributed = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
     yield f"{_over_ranks()}: {distributed}."
+    fresh = sum(target.is_fresh for target in finder.targets)
+    if fresh:
+        yield (
+            f"  fresh weights, as in SMP v1, for {fresh} of {len(finder.targets)}: nothing was loaded into what they"
+            " replace; `_match_weights: true` keeps the weights of the script"
+        )
     for sentence in finder.skipped.values():
         yield f"  not distributed: {sentence}"
     for name in sorted(_unused_overrides(finder.targets)):

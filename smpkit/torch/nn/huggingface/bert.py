@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from smpkit.torch.nn.huggingface.heads import HuggingFaceEncoder, refuse_arguments, register_model
+from smpkit.torch.nn.huggingface.heads import ENCODER_CALLS, HuggingFaceEncoder, register_model
 from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename_inside, same
-from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
 __all__ = [
     "register_encoder",
@@ -78,39 +75,6 @@ def _arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _call(
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    encoder_hidden_states: torch.Tensor | None = None,
-    encoder_attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - goes with the states
-    past_key_values: Any = None,
-    use_cache: bool | None = None,  # noqa: ARG001 - no cache is made
-    **kwargs: Any,
-) -> tuple[tuple[Any], dict[str, Any]]:
-    refuse_arguments(
-        encoder_hidden_states=encoder_hidden_states,
-        past_key_values=past_key_values,
-        output_attentions=kwargs.get("output_attentions"),
-        output_hidden_states=kwargs.get("output_hidden_states"),
-    )
-    return ((hidden_states, _additive_mask(attention_mask, hidden_states)),), {}
-
-
-def _additive_mask(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask of (batch, 1, 1, length) that is added to scores, for one of (batch, 1, length, length).
-
-    Ranks that bring their own samples need one each: a rank whose samples have no padding is handed none.
-    """
-    if mask is None:
-        if default_layout() is not Layout.SHARD_BATCH:
-            return None
-        return torch.zeros((hidden.shape[0], 1, 1, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    rows = mask[:, :, :1, :]  # all positions see the same ones
-    if rows.dtype is not torch.bool:
-        return rows
-    return torch.zeros_like(rows, dtype=hidden.dtype).masked_fill(~rows, torch.finfo(hidden.dtype).min)
-
-
 def _refusal(config: Any) -> str | None:
     if config.is_decoder or config.add_cross_attention:
         return "it is a decoder"
@@ -120,7 +84,7 @@ def _refusal(config: Any) -> str | None:
 
 def register_encoder(original: str) -> None:
     """Let an encoder that is made as BERT's be replaced."""
-    register_model(original, HuggingFaceEncoder, _arguments, _call, lambda _: encoder_names(), _refusal)
+    register_model(original, HuggingFaceEncoder, _arguments, ENCODER_CALLS, lambda _: encoder_names(), _refusal)
 
 
 register_encoder("transformers.models.bert.modeling_bert.BertEncoder")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import nn
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.heads import LM_HEAD_CALLS, HuggingFaceLMHead, register_model
 from smpkit.torch.nn.huggingface.names import WeightMapping, rename, same, transposed, with_causal_masks
 
 __all__ = [
@@ -92,41 +91,8 @@ def _arguments(config: Any) -> dict[str, Any]:
         "scale_attention_scores": config.scale_attn_weights,
         "scale_attn_by_layer_idx": config.scale_attn_by_inverse_layer_idx,
         "attention_in_fp32": config.reorder_and_upcast_attn,
+        "masks_are_whole": True,
     }
-
-
-def _call(
-    input_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    token_type_ids: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-    encoder_hidden_states: torch.Tensor | None = None,
-    encoder_attention_mask: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    return_dict: bool | None = None,
-    logits_to_keep: int = 0,
-) -> tuple[tuple[Any], dict[str, Any]]:
-    cross = () if encoder_hidden_states is None else (encoder_hidden_states, encoder_attention_mask)
-    return lm_head_call(
-        input_ids,
-        attention_mask,
-        position_ids,
-        labels,
-        cross,
-        use_cache=use_cache,
-        return_dict=return_dict,
-        past_key_values=past_key_values,
-        token_type_ids=token_type_ids,
-        inputs_embeds=inputs_embeds,
-        output_attentions=output_attentions,
-        output_hidden_states=output_hidden_states,
-        logits_to_keep=logits_to_keep,
-    )
 
 
 def _names_of(module: nn.Module) -> list[WeightMapping]:
@@ -135,11 +101,11 @@ def _names_of(module: nn.Module) -> list[WeightMapping]:
 
 
 _PLACE: Final = "transformers.models.gpt2.modeling_gpt2"
-register_model(f"{_PLACE}.GPT2LMHeadModel", HuggingFaceLMHead, _arguments, _call, _names_of)
+register_model(f"{_PLACE}.GPT2LMHeadModel", HuggingFaceLMHead, _arguments, LM_HEAD_CALLS, _names_of)
 register_model(
     f"{_PLACE}.GPT2Model",
     HuggingFaceLMHead,
     lambda config: {**_arguments(config), "add_lm_head": False, "tie_lm_head": False},
-    _call,
+    LM_HEAD_CALLS,
     _names_of,
 )

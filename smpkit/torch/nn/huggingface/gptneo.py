@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
-
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.heads import LM_HEAD_CALLS, HuggingFaceLMHead, register_model
 from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename, same, with_causal_masks
 
 __all__ = ["translate_hf_state_dict_to_smdistributed_gptneo", "translate_state_dict_to_hf_gptneo"]
@@ -85,40 +83,10 @@ def _arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _call(
-    input_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    token_type_ids: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    return_dict: bool | None = None,
-    logits_to_keep: int = 0,
-) -> tuple[tuple[Any], dict[str, Any]]:
-    return lm_head_call(
-        input_ids,
-        attention_mask,
-        position_ids,
-        labels,
-        use_cache=use_cache,
-        return_dict=return_dict,
-        past_key_values=past_key_values,
-        token_type_ids=token_type_ids,
-        inputs_embeds=inputs_embeds,
-        output_attentions=output_attentions,
-        output_hidden_states=output_hidden_states,
-        logits_to_keep=logits_to_keep,
-    )
-
-
 register_model(
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM",
     HuggingFaceLMHead,
     _arguments,
-    _call,
+    LM_HEAD_CALLS,
     lambda _: _names(),
 )

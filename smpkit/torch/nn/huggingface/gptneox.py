@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import nn
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.heads import LM_HEAD_CALLS, HuggingFaceLMHead, register_model
 from smpkit.torch.nn.huggingface.names import WeightMapping, heads, rename, same, with_causal_masks
 
 __all__ = ["translate_hf_state_dict_to_smdistributed_gptneox", "translate_state_dict_to_hf_gptneox"]
@@ -94,6 +93,7 @@ def _arguments(config: Any) -> dict[str, Any]:
         "attention_dense_bias": config.attention_bias,
         "rotary_dim": int(head_size * rope["partial_rotary_factor"]),
         "rotary_base": rope["rope_theta"],
+        "masks_are_whole": True,
     }
 
 
@@ -107,34 +107,6 @@ def _rope(config: Any) -> dict[str, Any]:
     return {**older, **(getattr(config, "rope_parameters", None) or {})}
 
 
-def _call(
-    input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    labels: torch.Tensor | None = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    return_dict: bool | None = None,
-    logits_to_keep: int = 0,
-) -> tuple[tuple[Any], dict[str, Any]]:
-    return lm_head_call(
-        input_ids,
-        attention_mask,
-        position_ids,
-        labels,
-        use_cache=use_cache,
-        return_dict=return_dict,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        output_attentions=output_attentions,
-        output_hidden_states=output_hidden_states,
-        logits_to_keep=logits_to_keep,
-    )
-
-
 def _refusal(config: Any) -> str | None:
     kind = _rope(config)["rope_type"]
     return None if kind == "default" else f"its positions rotate by `{kind}`"
@@ -144,7 +116,7 @@ register_model(
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM",
     HuggingFaceLMHead,
     _arguments,
-    _call,
+    LM_HEAD_CALLS,
     _names_of,
     _refusal,
 )

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.nn.huggingface.calls import CallReader, CallRules, check_given_once, refuse_recorded_outputs
 from smpkit.torch.nn.huggingface.generation import generate
 from smpkit.torch.nn.huggingface.names import WeightMapping, translation
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead, Inputs
 from smpkit.torch.tensor_parallel.layers.options import IGNORED_OPTIONS, LayerOptions, activation_of
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
+from smpkit.torch.tensor_parallel.layouts import Layout
 from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 
-__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "lm_head_call", "refuse_arguments", "register_model"]
+__all__ = ["ENCODER_CALLS", "LM_HEAD_CALLS", "HuggingFaceEncoder", "HuggingFaceLMHead", "register_model"]
 
 
 def _with_options(kind: type) -> inspect.Signature:
@@ -41,22 +44,67 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 
     __signature__ = _with_options(DistributedTransformerLMHead)
 
-    def forward(self, inputs: Inputs) -> Any:
-        """Return a `CausalLMOutputWithCrossAttentions`, or without a head a `BaseModelOutputWithPast`."""
-        from transformers import modeling_outputs
+    needs_cross_states = False
 
+    def forward(
+        self,
+        inputs: Inputs,
+        *,
+        cross: tuple[torch.Tensor | None, ...] = (None, None),
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Return a `CausalLMOutputWithCrossAttentions`, or without a head a `BaseModelOutputWithPast`.
+
+        Args:
+            inputs: as of a DistributedTransformerLMHead without cross attention.
+            cross: the states to attend to, if there are any, and their mask.
+            num_items_in_batch: divide the sum of the losses by this.
+            logits_to_keep: return those of so many last positions, or of these positions; 0 for all.
+            return_dict: False for a tuple; None for what the configuration says.
+        """
         config: Any = self.config
+        refuse_recorded_outputs(config)
         if inputs[1] is None and inputs[3] is not None and not getattr(config, "use_cache", True):
             inputs = (inputs[0], _packed_sequence_mask(inputs[3]), *inputs[2:])
-        result = super().forward(inputs)
+        if self.add_cross_attention:
+            inputs = (*inputs[:4], *cross, inputs[4])
+        elif cross[0] is not None:
+            raise UsageError(
+                "`encoder_hidden_states` are given, and the model has no cross attention",
+                hint="leave them out, or make it with `add_cross_attention=True` in its configuration",
+            )
+        output = self._output(self.run(inputs, num_items_in_batch), logits_to_keep)
+        is_dict = getattr(config, "return_dict", True) if return_dict is None else return_dict
+        return output if is_dict else output.to_tuple()
+
+    def _output(self, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kept: int | torch.Tensor) -> Any:
+        from transformers import modeling_outputs
+
         if self.lm_head is None:
             assert isinstance(result, torch.Tensor)
             return modeling_outputs.BaseModelOutputWithPast(last_hidden_state=result)
         gather = functools.partial(gather_logits, num_classes=self.vocab_size, boundary=self.boundary)
+        keeps_all = isinstance(kept, int) and kept == 0
         if isinstance(result, tuple):
+            if not keeps_all:
+                raise UsageError(
+                    "`logits_to_keep` is given with `labels`, which are compared with the logits of all positions",
+                    hint="leave one of them out",
+                )
             output = modeling_outputs.CausalLMOutputWithCrossAttentions(loss=result[0], logits=result[1])
             return with_lazy_logits(output, gather)
-        return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=gather(result))
+        logits = gather(result)
+        if not keeps_all:
+            logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
+        return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=logits)
+
+    def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the embeddings of token types, which are words of the vocabulary here."""
+        if token_types is None:
+            return None
+        return self._embed_words(token_types.reshape(-1, ids.shape[1]))
 
     def generate(self, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
         """Return what `generate` of the replaced model would, for the same arguments, computed without a cache.
@@ -77,12 +125,32 @@ class HuggingFaceEncoder(DistributedTransformer):
 
     __signature__ = _with_options(DistributedTransformer)
 
-    def forward(self, inputs: LayerInputs) -> Any:
-        """Return a `BaseModelOutputWithPastAndCrossAttentions`."""
+    def forward(self, inputs: LayerInputs, *, return_dict: bool | None = None) -> Any:
+        """Return a `BaseModelOutputWithPastAndCrossAttentions`, or with `return_dict=False` a tuple."""
         from transformers import modeling_outputs
 
-        hidden = super().forward(inputs)[0]
+        refuse_recorded_outputs(self.config)
+        hidden, mask = inputs
+        assert hidden is not None
+        hidden = super().forward((hidden, self._agreed_mask(mask, hidden)))[0]
+        if return_dict is False:
+            return (hidden,)
         return modeling_outputs.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+
+    def _agreed_mask(self, mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return a mask of four dimensions, of the form that the other ranks of the group have, whatever their samples.
+
+        From one of (batch, length) Hugging Face makes one with a row for each position, all equal, or passes it on as
+        it is (for flash attention); and none where nothing is padding.
+        """
+        samples, length = hidden.shape[:2]
+        if mask is None:
+            if state.tp_size == 1 or self.boundary is not Layout.SHARD_BATCH:
+                return None
+            return hidden.new_zeros((samples, 1, length, length))
+        if mask.dim() == 2:
+            return mask[:, None, None, :].bool().expand(-1, -1, length, -1)
+        return mask[:, None].bool() if mask.dim() == 3 else mask
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -92,7 +160,7 @@ def register_model(
     original: str,
     distributed: type[nn.Module],
     init_hook: Callable[[Any], dict[str, Any]],
-    forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]],
+    calls: CallRules,
     names: Callable[[nn.Module], Sequence[WeightMapping]],
     refusal: Callable[[Any], str | None] | None = None,
 ) -> None:
@@ -101,6 +169,7 @@ def register_model(
     Args:
         original: its qualified name.
         init_hook: the distributed class's arguments, from the config.
+        calls: how its calls are read.
         names: of the tensors of a distributed module.
         refusal: why a model of this config cannot be replaced; None if it can.
     """
@@ -118,7 +187,7 @@ def register_model(
             original,
             distributed,
             init_hook=lambda config: ((), init_hook(config)),
-            forward_hook=forward_hook,
+            forward_hook=CallReader(original, calls),
             arguments=lambda module: ((module.config,), {}),
             to_distributed=translation(names, to_hf=False),
             from_distributed=translation(names, to_hf=True),
@@ -138,44 +207,38 @@ def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def refuse_arguments(**given: Any) -> None:
-    """Raise UnsupportedError if an argument is given that distributed models do not take."""
-    for name, value in given.items():
-        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
-            raise UnsupportedError(
-                f"a model that tensor parallelism has replaced cannot be called with `{name}`",
-                hint="leave it out, or load the weights (`original_state_dict`) into the original model",
-            )
+def _lm_head_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of HuggingFaceLMHead."""
+    tokens = check_given_once(given.get("input_ids"), given.get("inputs_embeds"))
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None:
+        positions = positions.reshape(-1, tokens.shape[1])  # one row is for all samples
+        if mask is None and given.get("use_cache") is False:
+            mask = _packed_sequence_mask(positions)
+    inputs: list[Any] = [
+        tokens,
+        None if mask is None else _mask_of(mask, tokens),
+        given.get("token_type_ids"),
+        positions,
+    ]
+    options = {name: given[name] for name in ("return_dict", "logits_to_keep", "num_items_in_batch") if name in given}
+    states = given.get("encoder_hidden_states")
+    if states is not None:
+        options["cross"] = (states, given.get("encoder_attention_mask"))
+    return ((*inputs, given.get("labels")),), options
 
 
-def lm_head_call(
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    cross: tuple[torch.Tensor | None, ...] = (),
-    *,
-    use_cache: bool | None,
-    return_dict: bool | None = None,
-    **refused: Any,
-) -> tuple[tuple[Any], dict[str, Any]]:
-    """Return the one argument of DistributedTransformerLMHead.
-
-    Args:
-        cross: states and their mask, for models with cross attention.
-        use_cache: no cache is made, but with False positions tell of several sequences packed into a sample.
-        return_dict: only False matters, which is refused.
-        refused: arguments that must not be given.
-    """
-    refuse_arguments(**refused)
-    if return_dict is False:
-        raise UnsupportedError(
-            "a model that tensor parallelism has replaced cannot be called with `return_dict=False`",
-            hint="leave it out: `output[0]` reads what comes first of either",
+def _mask_of(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return a mask of (samples, length), or of four dimensions with a row for each position."""
+    if mask.dim() == 4:
+        return mask.expand(-1, -1, tokens.shape[1], -1) if mask.shape[2] == 1 else mask
+    if mask.numel() != tokens.shape[0] * tokens.shape[1]:
+        samples, length = tokens.shape[:2]
+        raise UsageError(
+            f"`attention_mask` is {list(mask.shape)}, for {samples} samples of {length} positions",
+            hint=f"give [{samples}, {length}], or [{samples}, 1, {length}, {length}]",
         )
-    if position_ids is not None and attention_mask is None and use_cache is False:
-        attention_mask = _packed_sequence_mask(position_ids)
-    return ((input_ids, attention_mask, None, position_ids, *cross, labels),), {}
+    return mask.reshape(tokens.shape[:2])
 
 
 def _packed_sequence_mask(positions: torch.Tensor) -> torch.Tensor:
@@ -187,4 +250,41 @@ def _packed_sequence_mask(positions: torch.Tensor) -> torch.Tensor:
     begins = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
     sequence = begins.cumsum(-1)
     others = sequence.unsqueeze(1) != sequence.unsqueeze(2)
-    return torch.zeros(others.shape, device=positions.device).masked_fill(others, -torch.inf).unsqueeze(1)
+    length = positions.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=positions.device).triu(1)
+    return torch.zeros(others.shape, device=positions.device).masked_fill(others | later, -torch.inf).unsqueeze(1)
+
+
+LM_HEAD_CALLS: Final = CallRules(
+    honoured=frozenset(
+        {
+            "attention_mask",
+            "encoder_attention_mask",
+            "encoder_hidden_states",
+            "input_ids",
+            "inputs_embeds",
+            "labels",
+            "logits_to_keep",
+            "num_items_in_batch",
+            "position_ids",
+            "return_dict",
+            "token_type_ids",
+        }
+    ),
+    translate=_lm_head_call,
+)
+"""Of language models. No cache is made, but without one positions tell of sequences packed into a sample."""
+
+
+def _encoder_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
+    return ((given["hidden_states"], given.get("attention_mask")),), options
+
+
+ENCODER_CALLS: Final = CallRules(
+    honoured=frozenset({"attention_mask", "hidden_states", "return_dict"}),
+    # Positions are in the embeddings; an encoder makes no cache, and has no other states that a mask could be for.
+    ignored=frozenset({"encoder_attention_mask", "position_ids", "use_cache"}),
+    translate=_encoder_call,
+)
+"""Of BERT's encoder and those that are made as it is."""

@@ -34,7 +34,14 @@ from smpkit.torch.tensor_parallel.layers.options import LayerOptions
 from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "check_norms", "gather_mask", "optional_layernorm"]
+__all__ = [
+    "DistributedAttentionLayer",
+    "FlashAttentionLayer",
+    "additive_mask",
+    "check_norms",
+    "gather_mask",
+    "optional_layernorm",
+]
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -135,8 +142,9 @@ class DistributedAttentionLayer(DistributedModule):
 
         Args:
             inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
-                States are (batch, length, hidden_size). Masks are added to the scores, and None or broadcast to (batch,
-                heads of this rank, length, length): (batch, 1, 1, length) as a rule. Where positions rotate queries and
+                States are (batch, length, hidden_size). Masks are added to the scores, or True where positions may be
+                attended to; they are None or broadcast to (batch, heads, length, length), with all heads or those of
+                this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and
                 keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
         """
         hidden, states, mask, positions = self._inputs(inputs)
@@ -231,8 +239,15 @@ class DistributedAttentionLayer(DistributedModule):
     ) -> tuple[torch.Tensor | None, bool]:
         """Return the tensor to add to the scores, and whether to apply a causal mask as well."""
         options, causal = self.options, self.causal_mask_size is not None
-        if mask is not None and not self.in_stack:
-            mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)
+        if mask is not None:
+            mask = additive_mask(mask, query.dtype)
+            if not self.in_stack:
+                num_samples = query.shape[0] // (state.tp_size if self.boundary is Layout.SHARD_BATCH else 1)
+                mask = gather_mask(mask, num_samples, self.boundary)
+            if state.tp_size > 1 and mask.dim() == 4 and mask.shape[1] == self.num_attention_heads > 1:
+                mask = mask.tensor_split(state.tp_size, dim=1)[state.tp_rank]
+            if options.masks_are_whole and mask.shape[-2] == query.shape[2]:
+                causal = False
         if not options.use_alibi and options.window_size is None:
             return mask, causal
         distance = relative_positions(query.shape[2], key.shape[2], query.device)
@@ -247,8 +262,20 @@ class DistributedAttentionLayer(DistributedModule):
 
 
 def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:
-    """Return the mask of all samples of the group; one that is the same for all of `num_samples` stays as it is."""
-    return gather_indices(mask, boundary) if mask.shape[0] == num_samples else mask
+    """Return the mask (or positions) of all samples of the group; given once for all `num_samples` of a rank, or each.
+
+    Ranks with samples of their own may each give another one for all of theirs.
+    """
+    gathered = gather_indices(mask, boundary)
+    is_shared = mask.shape[0] == 1 and num_samples > 1 and gathered is not mask
+    return gathered.repeat_interleave(num_samples, 0) if is_shared else gathered
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores; of a boolean mask, which is True where positions may be attended to."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> None:

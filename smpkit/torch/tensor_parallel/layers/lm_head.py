@@ -12,7 +12,7 @@ Shapes, of this rank's samples outside of the stack of layers and of what its la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import gather_mask, optional_layernorm
+from smpkit.torch.tensor_parallel.layers.attention import additive_mask, gather_mask, optional_layernorm
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding, gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
@@ -146,28 +146,38 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.lm_head is not None and tie_lm_head:
             self.lm_head.weight = self.word_embedding.weight
 
+    needs_cross_states: ClassVar[bool] = True
+    """Whether cross attention cannot be left out of a call."""
+
     def forward(self, inputs: Inputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return logits, or `(loss, logits)` if there are labels, or hidden states without a head.
 
         Args:
             inputs: `(input_ids, attention_mask, token_type_ids, position_ids, labels)`, or with cross attention
                 `(input_ids, attention_mask, token_type_ids, position_ids, cross_states, cross_mask, labels)`; all but
-                `input_ids` may be None. Positions, (batch, length) or (1, length), are looked up in the position
-                embedding and rotate queries and keys; None is 0, 1, 2, .... Masks of (batch, length) are 1 where
-                positions may be attended to, as in Hugging Face's models; masks of four dimensions are added to the
-                scores. With a causal mask each label is compared with the logits of the position before, so that
-                `labels` may be `input_ids`; labels of -100 count for nothing.
+                `input_ids` may be None; these may also be embeddings, (batch, length, hidden_size). Positions, (batch,
+                length) or (1, length), are looked up in the position embedding and rotate queries and keys; None is 0,
+                1, 2, .... Masks of (batch, length) are 1 where positions may be attended to, as in Hugging Face's
+                models; masks of four dimensions are added to the scores, or True where positions may be attended to.
+                With a causal mask each label is compared with the logits of the position before, so that `labels` may
+                be `input_ids`; labels of -100 count for nothing.
 
         Raises:
             UsageError: the tuple has another length, or positions are given that nothing here reads.
         """
+        return self.run(inputs)
+
+    def run(
+        self, inputs: Inputs, num_items: torch.Tensor | int | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Do what `forward` does; the loss is the sum over labels, divided by `num_items` if that is given."""
         ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
         hidden = self._embed(ids, token_types, positions)
         masks = [self._additive_mask(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
         if self.add_cross_attention:
-            assert states is not None
-            # Whole: their length has nothing to do with that of the sequences, and need not divide.
-            states = to_stack_layout(states, self.boundary, self.inner, whole=True)
+            if states is not None:
+                # Whole: their length has nothing to do with that of the sequences, and need not divide.
+                states = to_stack_layout(states, self.boundary, self.inner, whole=True)
             hidden = self.transformer((hidden, states, *masks))[0]
         elif positions is not None and self.transformer.rotates:
             hidden = self.transformer((hidden, masks[0], self._for_stack_samples(positions, ids.shape[0])))[0]
@@ -179,13 +189,13 @@ class DistributedTransformerLMHead(DistributedModule):
             return from_stack_layout(hidden, self.boundary, self.inner)
         logits = self.lm_head(hidden)
         whole = gather_logits(logits, self.vocab_size, self.boundary) if self.whole_logits else logits
-        return whole if labels is None else (self._loss(logits, labels), whole)
+        return whole if labels is None else (self._loss(logits, labels, num_items), whole)
 
     def _inputs(self, inputs: Inputs) -> list[Any]:
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
-        needed = {"input_ids", "cross_states"} & set(names)
+        needed = {"input_ids", *(["cross_states"] if self.needs_cross_states else [])} & set(names)
         if not isinstance(inputs, (tuple, list)) or len(inputs) != len(names):  # type: ignore[redundant-expr]
             raise UsageError(f"DistributedTransformerLMHead takes one tuple ({', '.join(names)})")
         given = dict(zip(names, inputs, strict=True))
@@ -205,18 +215,35 @@ class DistributedTransformerLMHead(DistributedModule):
         self, ids: torch.Tensor, token_types: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the sum of the embeddings, normalised and with dropout, as the layers take it."""
-        hidden: torch.Tensor = self.word_embedding(self._in_stack_layout(ids, lookup=True))
+        hidden = self._embed_words(ids)
         if self.position_embedding is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+            else:  # given: ranks with their own samples may have other ones
+                positions = positions.expand(ids.shape[0], -1)
             hidden = hidden + self.position_embedding(self._in_stack_layout(positions, of=ids.shape[0]))
-        if self.token_type_embedding is not None:
-            types = torch.zeros_like(ids) if token_types is None else token_types
-            hidden = hidden + self.token_type_embedding(self._in_stack_layout(types))
+        types = self._embed_token_types(token_types, ids)
+        if types is not None:
+            hidden = hidden + types
         if self.embedding_layernorm is not None:
             hidden = self.embedding_layernorm(hidden)
         dropped: torch.Tensor = self.dropout(hidden)
         return dropped
+
+    def _embed_words(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens, as the layers take them; given ones as they are."""
+        if ids.is_floating_point():
+            return to_stack_layout(ids, self.boundary, self.inner)
+        embedded: torch.Tensor = self.word_embedding(self._in_stack_layout(ids, lookup=True))
+        return embedded
+
+    def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+        if self.token_type_embedding is None:
+            return None
+        if token_types is None:
+            token_types = torch.zeros(ids.shape[:2], dtype=torch.int64, device=ids.device)
+        embedded: torch.Tensor = self.token_type_embedding(self._in_stack_layout(token_types))
+        return embedded
 
     def _in_stack_layout(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
         """Return the indices that this rank looks up inside the stack, from those that it was given outside.
@@ -236,16 +263,19 @@ class DistributedTransformerLMHead(DistributedModule):
         """Return a mask to add to the scores of the samples that the stack has."""
         if mask is None:
             return None
-        if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length] of the least number and 0
-            mask = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
-        return self._for_stack_samples(mask, num_samples)
+        if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length]
+            mask = mask[:, None, None, :] != 0
+        return self._for_stack_samples(additive_mask(mask, dtype), num_samples)
 
     def _for_stack_samples(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
         """Return a mask or positions of the samples that the stack has."""
         return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
         # Shift the labels, not the logits: a slice of these would be a copy of the largest tensor there is.
         if self.is_causal:
             labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
-        return cross_entropy(logits, labels, num_classes=self.vocab_size, boundary=self.boundary)
+        how: dict[str, Any] = {"num_classes": self.vocab_size, "boundary": self.boundary}
+        if num_items is None:
+            return cross_entropy(logits, labels, **how)
+        return cross_entropy(logits, labels, reduction="sum", **how) / num_items

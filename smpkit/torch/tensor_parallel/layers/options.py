@@ -42,6 +42,7 @@ class LayerOptions:
         scale_attention_scores: divide scores by the root of the head size.
         scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
         layer_idx: position of the layer, from 0; a stack counts by itself.
+        masks_are_whole: a mask that has a row for each position says all that it sees: none is causal beside it.
         attention_in_fp32: compute attention in float32 at least.
         query_key_value_bias, attention_dense_bias, mlp_bias: whether these linear layers have one.
         parallel_residual: `x + attention(norm(x)) + mlp(norm(x))`, with one exchange for both; needs pre_layernorm.
@@ -58,6 +59,7 @@ class LayerOptions:
     scale_attention_scores: bool = True
     scale_attn_by_layer_idx: bool = False
     layer_idx: int | None = None
+    masks_are_whole: bool = False
     attention_in_fp32: bool = False
     query_key_value_bias: bool = True
     attention_dense_bias: bool = True

@@ -26,6 +26,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layers.attention import (
     DistributedAttentionLayer,
+    additive_mask,
     check_norms,
     gather_mask,
     optional_layernorm,
@@ -212,7 +213,7 @@ class DistributedTransformerLayer(DistributedModule):
         if self.options.parallel_residual:
             return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
         hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
-        if self.cross_attention is not None:
+        if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.output(hidden), *inputs[1:])
 
@@ -320,6 +321,7 @@ class DistributedTransformer(DistributedModule):
         hidden, states, mask, cross_mask, positions = unpack_inputs(
             inputs, cross=self.add_cross_attention, rotates=self.rotates
         )
+        mask, cross_mask = (None if each is None else additive_mask(each, hidden.dtype) for each in (mask, cross_mask))
         mask, cross_mask, positions = (
             None if each is None else gather_mask(each, hidden.shape[0], self.boundary)
             for each in (mask, cross_mask, positions)
@@ -327,10 +329,11 @@ class DistributedTransformer(DistributedModule):
         hidden = to_stack_layout(hidden, self.boundary, self.inner)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
-        if states is None:
+        if not self.add_cross_attention:
             hidden = self.seq_layers((hidden, mask) if positions is None else (hidden, mask, positions))[0]
         else:
-            states = to_stack_layout(states, self.boundary, self.inner, whole=True)
+            if states is not None:
+                states = to_stack_layout(states, self.boundary, self.inner, whole=True)
             hidden = self.seq_layers((hidden, states, mask, cross_mask))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)

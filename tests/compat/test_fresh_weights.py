@@ -1,0 +1,329 @@
+"""In scripts of SMP v1 distributed modules draw weights of their own, unless the script has written others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.drop_in import DROP_IN_PATH
+from smpkit.errors import UsageError
+from tests.ranks import run_ranks
+
+STEPS = 3
+
+
+def import_v1() -> None:
+    sys.path.append(str(DROP_IN_PATH))
+    importlib.import_module("smdistributed.modelparallel.torch")
+
+
+def start(degree: int = 1, **more: Any) -> None:
+    import_v1()
+    smp.init({"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True, **more})
+
+
+def gpt2_config() -> Any:
+    from transformers import GPT2Config
+
+    off: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    off |= {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.05}
+    return GPT2Config(vocab_size=96, n_positions=12, n_embd=32, n_layer=2, n_head=4, **off)
+
+
+def gpt2() -> Any:
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel(gpt2_config())
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=x, attention_mask=torch.ones_like(x), labels=x)["loss"]
+    model.backward(loss)
+    return loss
+
+
+# --- ways in which public scripts switch initialisation off -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def switched_off(way: str) -> Iterator[None]:
+    from transformers import PreTrainedModel, initialization
+    from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
+
+    if way == "init_weights":
+        with patched(PreTrainedModel, "init_weights", lambda _: None):
+            yield
+    elif way == "_init_weights":
+        with patched(GPT2PreTrainedModel, "_init_weights", lambda *_: None):
+            yield
+    elif way == "no_init_weights":
+        with initialization.no_init_weights():
+            yield
+    else:
+        yield
+
+
+Case = tuple[int, str, int, bool, bool, int]
+ONE_RANK: list[Case] = [
+    (1, "on", 6, False, False, 1),
+    (1, "on", 5, False, False, 1),
+    (1, "init_weights", 5, True, True, 1),
+    (1, "skip_init", 5, False, False, 1),
+]
+TWO_RANKS: list[Case] = [
+    (2, "no_init_weights", 5, False, False, 1),
+    (2, "_init_weights", 5, True, False, 1),
+    (1, "no_init_weights", 5, False, False, 2),
+]
+FOUR_RANKS: list[Case] = [(4, "no_init_weights", 5, True, True, 1), (2, "init_weights", 5, False, False, 2)]
+
+
+def made(way: str) -> Any:
+    with switched_off(way):
+        if way == "skip_init":  # as `torch.nn.utils.skip_init` does
+            with torch.device("meta"):
+                module = gpt2()
+            return module.to_empty(device="cpu")
+        return gpt2()
+
+
+def train(degree: int, way: str, seed: int, marks_late: bool, half: bool, pipeline: int) -> list[float]:
+    """Return the losses; the ranks of a tensor-parallel group may have any seeds but that of the first."""
+    start(degree, pipeline_parallel_degree=pipeline)
+    torch.manual_seed(seed if smp.tp_rank() == 0 else 77)
+    if marks_late:
+        module = made(way)
+        smp.set_tensor_parallelism(module)
+    else:
+        with smp.tensor_parallelism():
+            module = made(way)
+    if half:
+        module = module.half().float()  # moved and cast, but not written
+    model: Any = smp.DistributedModel(module)
+    embedding, norm = model.get_module().word_embedding.weight, model.get_module().layernorm
+    assert embedding.std().item() == pytest.approx(0.05, rel=0.1)
+    assert torch.equal(norm.weight, torch.ones(32))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(train_step(model, tokens(0)).reduce_mean().item())
+        optimizer.step()
+    smp.shutdown()
+    return losses
+
+
+def train_all(cases: list[Case]) -> list[list[float]]:
+    return [train(*case) for case in cases]
+
+
+def test_scripts_that_switch_initialisation_off_train_one_model_at_every_degree() -> None:
+    other, losses, *more = run_ranks(train_all, 1, ONE_RANK)[0]
+    assert losses[-1] < losses[0]
+    assert other != losses
+    for of_rank in (more, *run_ranks(train_all, 2, TWO_RANKS), *run_ranks(train_all, 4, FOUR_RANKS)):
+        for each in of_rank:
+            assert each == pytest.approx(losses, rel=1e-5)
+
+
+# --- what the script has written stays --------------------------------------------------------------------------------
+
+
+def load_state(module: Any, other: Any) -> None:
+    module.load_state_dict(other.state_dict())
+
+
+def assign_state(module: Any, other: Any) -> None:
+    module.load_state_dict(other.state_dict(), assign=True)
+
+
+def pairs(module: Any, other: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    theirs = other.state_dict()
+    for name, mine in module.named_parameters(remove_duplicate=False):  # an untied head, where nothing was initialised
+        yield mine, theirs[name]
+
+
+def copy_data(module: Any, other: Any) -> None:
+    for mine, theirs in pairs(module, other):
+        mine.data.copy_(theirs)  # no version counter sees this
+
+
+def assign_data(module: Any, other: Any) -> None:
+    for mine, theirs in pairs(module, other):
+        mine.data = theirs
+
+
+def initialise_again(module: Any, _: Any) -> None:
+    module.tie_weights()
+    for each in module.parameters():
+        nn.init.normal_(each, 0.0, 0.3)
+
+
+WRITERS: list[Callable[[Any, Any], None]] = [load_state, assign_state, copy_data, assign_data, initialise_again]
+
+
+def loaded(folder: str) -> None:
+    """Each way of writing weights is one after which they stay."""
+    from transformers import GPT2LMHeadModel
+
+    import_v1()
+    torch.manual_seed(1)
+    gpt2().save_pretrained(folder)
+    for write in (*WRITERS, None):
+        for way in ("on", "no_init_weights"):
+            start(2)
+            torch.manual_seed(2)
+            with smp.tensor_parallelism():
+                if write is None:
+                    module: Any = GPT2LMHeadModel.from_pretrained(folder)
+                else:
+                    module = made(way)
+                    write(module, gpt2())
+            expected = {name: value.clone() for name, value in module.state_dict().items()}
+            kept = smp.DistributedModel(module).original_state_dict()
+            for name, value in kept.items():
+                assert torch.equal(value, expected[name]), (write, way, name)
+            smp.shutdown()
+
+
+def test_what_was_loaded_stays(tmp_path: Path) -> None:
+    run_ranks(loaded, 2, str(tmp_path))
+
+
+def one_rank_loads() -> None:
+    """The first rank's weights are those of all, so that what it has loaded is kept."""
+    start(2)
+    torch.manual_seed(2)
+    with smp.tensor_parallelism():
+        module, other = gpt2(), gpt2()
+    if smp.tp_rank() == 0:
+        load_state(module, other)
+    kept = smp.DistributedModel(module).original_state_dict()
+    assert torch.equal(kept["transformer.wpe.weight"], other.state_dict()["transformer.wpe.weight"])
+
+
+def keywords() -> None:
+    for config, argument, fresh in [
+        ({}, None, True),
+        ({}, False, False),
+        ({"_match_weights": True}, None, False),
+        ({"_match_weights": True}, True, True),
+    ]:
+        start(1, **config)
+        with smp.tensor_parallelism():
+            module = gpt2()
+        before = module.state_dict()["transformer.wpe.weight"].clone()
+        after = smp.DistributedModel(module, fresh_weights=argument).original_state_dict()["transformer.wpe.weight"]
+        assert torch.equal(before, after) is not fresh, (config, argument)
+        smp.shutdown()
+
+
+class Layers(nn.Module):
+    """Several modules that are replaced, one of a table that is given."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.given = nn.Embedding.from_pretrained(table, freeze=False)
+        self.table = nn.Embedding(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+
+def single_modules() -> None:
+    """Modules of one class draw different weights, and a table that was handed over stays."""
+    start(1)
+    table = torch.randn(8, 8)
+    with smp.tensor_parallelism():
+        module = Layers(table)
+    first = module.first.weight.detach().clone()
+    model: Any = smp.DistributedModel(module).get_module()
+    assert torch.equal(model.given.weight, table)
+    assert not torch.equal(model.first.weight, first)
+    assert not torch.equal(model.first.weight, model.second.weight)
+    assert model.table.weight.std() < 0.1  # N(0, initializer_range), where torch has N(0, 1)
+
+
+def elsewhere() -> None:
+    """Scripts of `smpkit.torch` keep their weights, and may ask for fresh ones."""
+    for asked in (None, True):
+        smp.init({"tensor_parallel_degree": 2, "ddp": True})
+        torch.manual_seed(4)
+        with smp.tensor_parallelism():
+            module = gpt2()
+        before = module.state_dict()["transformer.wpe.weight"].clone()
+        after = smp.DistributedModel(module, fresh_weights=asked).original_state_dict()["transformer.wpe.weight"]
+        assert torch.equal(before, after) is (asked is None)
+        smp.shutdown()
+
+
+def on_one_rank() -> None:
+    keywords()
+    single_modules()
+
+
+def on_two_ranks() -> None:
+    elsewhere()  # first: the others import v1's name
+    one_rank_loads()
+
+
+def test_who_decides() -> None:
+    run_ranks(on_one_rank, 1)
+    run_ranks(on_two_ranks, 2)
+
+
+# --- weights that nothing has written ---------------------------------------------------------------------------------
+
+
+def garbage(loads: bool) -> float:
+    """A model of which no initialiser has run: its encoder is replaced and fresh, the rest is not."""
+    from transformers import BertConfig, BertForMaskedLM, initialization
+
+    start(1)
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    with smp.tensor_parallelism(), initialization.no_init_weights():
+        module = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=8))
+    model = smp.DistributedModel(module)
+    if loads:
+        # As scripts do it: after wrapping, before the first step.
+        model.load_state_dict({name: torch.full_like(value, 0.01) for name, value in model.state_dict().items()})
+        x = torch.ones(2, 4, dtype=torch.long)
+        return train_step(model, x).reduce_mean().item()
+    with pytest.raises(UsageError, match=r"parameters were never initialised.*embeddings.*weight"):
+        train_step(model, torch.ones(2, 4, dtype=torch.long))
+    with pytest.raises(UsageError, match="parameters were never initialised"):
+        model(torch.ones(2, 4, dtype=torch.long))
+    return 0.0
+
+
+def both() -> None:
+    garbage(loads=False)
+    smp.shutdown()
+    assert garbage(loads=True) > 0
+
+
+def test_weights_that_nothing_has_written_are_named() -> None:
+    run_ranks(both, 1)

@@ -1,0 +1,310 @@
+"""Replaced Hugging Face models take every argument of the classes that they replace: honoured, neutral, or refused.
+
+Each call is compared with the same call of the model that is not replaced: outputs, and gradients of all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import SmpkitError, UnsupportedError, UsageError
+from smpkit.torch.tensor_parallel.state_dict import with_original_names
+from tests.ranks import run_ranks
+from tests.transparency.tensor_parallel_models import whole_gradients
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, gpt, masked
+
+SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 6, 23, 16, 4
+LEAST = torch.finfo(torch.float64).min
+
+Arguments = dict[str, Any]
+Case = Callable[[slice], Arguments]
+"""Makes the arguments for some of the samples."""
+
+# --- what is given ----------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TOKENS = drawn(0, SAMPLES, LENGTH)
+PADDING = torch.ones(SAMPLES, LENGTH, dtype=torch.int64)
+PADDING[1, -2:] = PADDING[3, -1:] = 0
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+SEEN = CAUSAL & PADDING[:, None, None, :].bool()  # [samples, 1, length, length]
+PREFIX = SEEN | (torch.arange(LENGTH) < 3)  # the first positions see each other in both directions
+ROWS = SEEN | torch.eye(LENGTH, dtype=torch.bool)  # rows that differ, for encoders too
+OF_HEADS = ROWS & (drawn(5, SAMPLES, HEADS, LENGTH, LENGTH) % 3 > 0) | torch.eye(LENGTH, dtype=torch.bool)
+POSITIONS = (torch.arange(LENGTH) + torch.arange(SAMPLES).unsqueeze(1)).contiguous()
+STATES = normal(1, SAMPLES, 5, WIDTH)
+STATES_MASK = torch.tensor([[1, 1, 1, 0, 1]] * SAMPLES)
+
+
+def additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, LEAST)
+
+
+def divided(**arguments: Any) -> Case:
+    """Give each group of samples its part of every tensor that has one for each."""
+
+    def of(part: slice) -> Arguments:
+        return {
+            name: value[part] if isinstance(value, Tensor) and value.shape[:1] == (SAMPLES,) else value
+            for name, value in arguments.items()
+        }
+
+    return of
+
+
+def shared_by_group(part: slice) -> Arguments:
+    """A mask for all samples of a rank, which is another one on each."""
+    return {"input_ids": TOKENS[part], "attention_mask": additive(OF_HEADS[part][:1, :1])}
+
+
+IDS: Arguments = {"input_ids": TOKENS}
+ALWAYS: dict[str, Case] = {
+    "labels": divided(**IDS, labels=TOKENS.masked_fill(PADDING == 0, -100)),
+    "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS),
+    "boolean padding": divided(**IDS, attention_mask=PADDING.bool()),
+    "padding in floating point": divided(**IDS, attention_mask=PADDING.double() * 2),
+    "mask with rows": divided(**IDS, attention_mask=additive(SEEN), labels=TOKENS),
+    "mask of heads": divided(**IDS, attention_mask=additive(OF_HEADS & CAUSAL)),
+    "mask for all": divided(**IDS, attention_mask=additive(CAUSAL[None, None])),
+    "positions": divided(**IDS, position_ids=POSITIONS, labels=TOKENS),
+    "positions for all": divided(**IDS, position_ids=torch.arange(2, 2 + LENGTH).unsqueeze(0)),
+    "embeddings": divided(inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), labels=TOKENS),
+    "num_items_in_batch": divided(**IDS, labels=TOKENS, num_items_in_batch=torch.tensor(7)),
+    "last logits": divided(**IDS, logits_to_keep=2),
+    "chosen logits": divided(**IDS, logits_to_keep=torch.tensor([0, 3])),
+    "tuple": divided(**IDS, labels=TOKENS, return_dict=False),
+    "tuple of logits": divided(**IDS, return_dict=False),
+    "nothing asked": divided(
+        **IDS,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=False,
+        output_attentions=False,
+        output_hidden_states=None,
+        return_dict=True,
+        logits_to_keep=0,
+        head_mask=torch.ones(2, HEADS),
+    ),
+}
+TYPES: dict[str, Case] = {
+    "token types": divided(**IDS, token_type_ids=drawn(3, SAMPLES, LENGTH), labels=TOKENS),
+    "types of embeddings": divided(
+        inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), token_type_ids=drawn(3, SAMPLES, LENGTH)
+    ),
+}
+WHOLE: dict[str, Case] = {
+    "both directions": divided(**IDS, attention_mask=additive(PREFIX), labels=TOKENS),
+    "mask of a row": divided(**IDS, attention_mask=additive(PADDING[:, None, None, :].bool())),
+    "shared by group": shared_by_group,
+}
+BOOLEAN: dict[str, Case] = {
+    "boolean rows": divided(**IDS, attention_mask=SEEN),
+    "boolean, both directions": divided(**IDS, attention_mask=PREFIX),
+    "boolean heads": divided(**IDS, attention_mask=OF_HEADS),
+}
+CROSS: dict[str, Case] = {
+    "states": divided(**IDS, encoder_hidden_states=STATES, labels=TOKENS),
+    "masked states": divided(**IDS, encoder_hidden_states=STATES, encoder_attention_mask=STATES_MASK),
+    "no states": divided(**IDS, labels=TOKENS),
+}
+ENCODER: dict[str, Case] = {
+    "labels": divided(**IDS, labels=TOKENS),
+    "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS),
+    "no padding": divided(**IDS, attention_mask=torch.ones_like(PADDING)),
+    "rank without padding": divided(**IDS, attention_mask=PADDING.clone().index_fill_(0, torch.tensor([0, 1]), 1)),
+    "boolean padding": divided(**IDS, attention_mask=PADDING.bool()),
+    "mask with rows": divided(**IDS, attention_mask=additive(ROWS), labels=TOKENS),
+    "mask of a row": divided(**IDS, attention_mask=additive(PADDING[:, None, None, :].bool())),
+    "mask of heads": divided(**IDS, attention_mask=additive(OF_HEADS)),
+    "mask for all": divided(**IDS, attention_mask=additive(CAUSAL[None, None])),
+    "shared by group": shared_by_group,
+    "token types": divided(**IDS, token_type_ids=TOKENS % 2),
+    "positions": divided(**IDS, position_ids=POSITIONS),
+    "embeddings": divided(inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), labels=TOKENS),
+    "tuple": divided(**IDS, labels=TOKENS, return_dict=False),
+    "states of a decoder": divided(**IDS, encoder_attention_mask=STATES_MASK),
+    "nothing asked": divided(**IDS, output_attentions=False, output_hidden_states=None, head_mask=[None, None]),
+}
+BOOLEAN_ENCODER: dict[str, Case] = {
+    "boolean rows": divided(**IDS, attention_mask=ROWS),
+    "boolean heads": divided(**IDS, attention_mask=OF_HEADS),
+}
+
+
+def eager(build: Callable[[], Any]) -> Any:
+    model = build()
+    model.set_attn_implementation("eager")
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Case]]] = {
+    "GPT2": (BUILDERS["GPT2"], {**ALWAYS, **TYPES, **WHOLE, **BOOLEAN}),
+    "GPT2 with cross attention": (lambda: gpt("GPT2LMHeadModel", add_cross_attention=True), CROSS),
+    "GPTJ": (BUILDERS["GPTJ"], {**ALWAYS, **TYPES, **WHOLE}),
+    "GPTNeo": (BUILDERS["GPTNeo"], {**ALWAYS, **TYPES}),
+    "GPTNeoX": (BUILDERS["GPTNeoX"], {**ALWAYS, **WHOLE, **BOOLEAN}),
+    "Bert": (BUILDERS["Bert"], {**ENCODER, **BOOLEAN_ENCODER}),
+    "eager Bert": (lambda: eager(lambda: masked("Bert")), ENCODER),
+    "Roberta": (BUILDERS["Roberta"], {**ENCODER, **BOOLEAN_ENCODER, "token types": divided(**IDS)}),
+}
+
+# --- compared with the model that is not replaced ---------------------------------------------------------------------
+
+Run = tuple[str, int, bool, str, bool]  # model, tensor degree, prescaled_batch, optimize, train
+
+
+def loss_of_items(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **_: Any) -> Tensor:
+    """Hugging Face's loss of causal models, without its rounding to float32."""
+    targets = functional.pad(labels[:, 1:], (0, 1), value=-100)
+    how = "mean" if num_items_in_batch is None else "sum"
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=how)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def built(name: str) -> Any:
+    module = MODELS[name][0]()
+    if "Bert" not in name and name != "Roberta":
+        module.loss_function = loss_of_items
+    return module
+
+
+def called(model: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Return a number to go backward from, and the logits."""
+    arguments = {key: each.detach().clone() if isinstance(each, Tensor) else each for key, each in arguments.items()}
+    output = model(**arguments)
+    if isinstance(output, tuple):
+        *losses, logits = output[: 1 + ("labels" in arguments)]
+    else:
+        losses, logits = [output[key] for key in ("loss",) if key in output], output["logits"]
+    return losses[0] if losses else logits.pow(2).mean(), logits
+
+
+def compare(run: Run, only: set[str] | None) -> Iterator[str]:
+    """Yield what differs between a model and its replacement."""
+    name, degree, prescaled, optimize, trains = run
+    smp.init({"tensor_parallel_degree": degree, "ddp": True, "prescaled_batch": prescaled, "optimize": optimize})
+    plain, module = built(name).train(trains), built(name).train(trains)
+    vars(module).pop("_loss_function", None)
+    smp.set_tensor_parallelism(module)
+    model: Any = smp.DistributedModel(module, replace_at_degree_1=True)
+    groups = 1 if prescaled else degree
+    size = SAMPLES // groups
+    parts = [slice(start, start + size) for start in range(0, SAMPLES, size)]
+    own = 0 if prescaled else smp.tp_rank()
+    for case, arguments in MODELS[name][1].items():
+        if only is not None and case not in only:
+            continue
+        plain.zero_grad()
+        model.zero_grad()
+        expected = [called(plain, arguments(part)) for part in parts]
+        torch.stack([objective for objective, _ in expected]).mean().backward()
+        try:
+            objective, logits = called(model, arguments(parts[own]))
+            objective.backward()
+            torch.testing.assert_close(logits, expected[own][1], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(objective, expected[own][0], rtol=1e-9, atol=1e-9)
+            gradients = {key: each for key, each in whole_gradients(model).items() if each is not None}
+            theirs = dict(plain.named_parameters())
+            for key, each in with_original_names(model.get_module(), gradients).items():
+                wanted = theirs[key].grad if key in theirs else None
+                if wanted is not None:
+                    assert torch.allclose(each, wanted, rtol=1e-8, atol=1e-9), f"the gradient of {key} differs"
+        except (AssertionError, SmpkitError, TypeError) as error:
+            yield f"{run}, {case}: {type(error).__name__}: {str(error)[:300]}"
+    smp.shutdown()
+
+
+def compare_all(runs: list[Run], only: set[str] | None) -> list[str]:
+    return [problem for run in runs for problem in compare(run, only)]
+
+
+def check(degree: int, runs: list[Run], only: set[str] | None = None) -> None:
+    for problems in run_ranks(compare_all, degree, runs, only, timeout=600):
+        assert not problems, "\n".join(problems)
+
+
+SELECTED = {"padding", "token types", "boolean heads", "both directions", "embeddings", "masked states", "no states"}
+SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch", "nothing asked"}
+
+
+def test_a_selection_on_one_rank() -> None:
+    check(1, [(name, 1, True, "speed", True) for name in ("GPT2", "Bert")], SELECTED)
+
+
+def test_a_selection_on_two_ranks() -> None:
+    modes = [(False, "speed"), (True, "memory"), (False, "memory"), (True, "speed")]
+    check(2, [(name, 2, *modes[index % 4], index % 2 == 0) for index, name in enumerate(MODELS)], SELECTED)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_every_argument(name: str) -> None:
+    check(1, [(name, 1, True, "speed", trains) for trains in (False, True)])
+    modes = [(prescaled, optimize) for prescaled in (False, True) for optimize in ("speed", "memory")]
+    check(2, [(name, 2, *mode, trains) for mode in modes for trains in (False, True)])
+
+
+# --- refused by name --------------------------------------------------------------------------------------------------
+
+
+def refusals() -> None:
+    smp.init()
+    module = built("GPT2")
+    smp.set_tensor_parallelism(module)
+    model: Any = smp.DistributedModel(module, replace_at_degree_1=True)
+    refused: Arguments = {
+        "past_key_values": object(),
+        "use_cache": True,
+        "output_attentions": True,
+        "output_hidden_states": True,
+        "head_mask": torch.zeros(2, HEADS),
+        "is_causal": False,
+        "seq_idx": TOKENS,
+    }
+    for name, value in refused.items():
+        with pytest.raises(UnsupportedError, match=f"cannot be called with `{name}`"):
+            model(input_ids=TOKENS, **{name: value})
+    with pytest.raises(UsageError, match="called with neither of `input_ids`, `inputs_embeds`"):
+        model(labels=TOKENS)
+    with pytest.raises(UsageError, match="called with both of"):
+        model(input_ids=TOKENS, inputs_embeds=STATES)
+    with pytest.raises(UsageError, match="the model has no cross attention"):
+        model(input_ids=TOKENS, encoder_hidden_states=STATES)
+    with pytest.raises(UsageError, match=r"`attention_mask` is \[4, 5\], for 4 samples of 6 positions"):
+        model(input_ids=TOKENS, attention_mask=STATES_MASK)
+    with pytest.raises(UsageError, match="`logits_to_keep` is given with `labels`"):
+        model(input_ids=TOKENS, labels=TOKENS, logits_to_keep=1)
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(TOKENS, input_ids=TOKENS)
+    module.config.output_hidden_states = True
+    with pytest.raises(UnsupportedError, match="the configuration has `output_hidden_states`"):
+        model(input_ids=TOKENS)
+    smp.shutdown()
+    smp.init()
+    module = built("Bert")
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module, replace_at_degree_1=True)
+    with pytest.raises(UnsupportedError, match="cannot be called with `output_hidden_states`"):
+        model(input_ids=TOKENS, output_hidden_states=True)
+    smp.shutdown()
+
+
+def test_what_is_refused() -> None:
+    run_ranks(refusals, 1)
