@@ -41,7 +41,7 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.measure import MeasureOptions
-from smpkit.torch.placement.placement import pp_rank_of
+from smpkit.torch.placement.placement import Placement, pp_rank_of
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
@@ -161,6 +161,8 @@ class DistributedModel(nn.Module):
         self.pipeline = _make_pipeline(module, MeasureOptions(trace_execution_times, trace_memory_usage))
         self.partitioned = self.pipeline is None
         """Whether this rank has its part: at once without a pipeline, else from the first step on."""
+        self.placement = Placement(self.module)
+        """Which ranks hold each parameter and what they do with it; all of a pipeline hold all until the first step."""
         self.offloading = Offloading() if state.cfg.offload_activations else None
         # Replicas come last: they are compared and copied where the weights will stay. `begin_step` does it for a
         # pipeline.
@@ -277,7 +279,7 @@ class DistributedModel(nn.Module):
         if self.pipeline is not None and not self.partitioned:
             # What the constructor does last without a pipeline, now that ranks know their parts. All of it is
             # collective, so every rank of the pipeline runs this in its first step.
-            self.pipeline.prepare(function, first)
+            self.placement = self.pipeline.prepare(function, first)
             self._restore_random()
             self.partitioned = True
             self._replicate()
@@ -431,7 +433,7 @@ class DistributedModel(nn.Module):
         return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in self.module.named_buffers() if runs_here(*pair, self._placement))
+        return (pair for pair in self.module.named_buffers() if runs_here(*pair, self._pp_rank_of_unit))
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules that this rank holds, and those above them."""
@@ -439,7 +441,7 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules that this rank holds, and those above them, with their names."""
-        placement = self._placement or {}
+        placement = self._pp_rank_of_unit or {}
         return (
             (name, module)
             for name, module in self.module.named_modules()
@@ -448,14 +450,11 @@ class DistributedModel(nn.Module):
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank holds the data of a parameter."""
-        if self.pipeline is None or not self.partitioned:
-            return True
-        return state.pp_rank in self.pipeline.holders[id(parameter)]
+        return self.placement.of(parameter).is_here
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank keeps the optimizer's state of a parameter, or would."""
-        zero1 = None if self.data_parallel is None else self.data_parallel.zero1
-        return self.holds(parameter) and (zero1 is None or zero1.owns(parameter))
+        return self.placement.of(parameter).is_owned_here
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters whose optimizer state this rank keeps.
@@ -465,7 +464,7 @@ class DistributedModel(nn.Module):
         return (pair for pair in self.local_named_parameters() if self.owns(pair[1]))
 
     @property
-    def _placement(self) -> Mapping[str, int] | None:
+    def _pp_rank_of_unit(self) -> Mapping[str, int] | None:
         """The pipeline rank of each unit; None as long as every rank holds the whole model."""
         assignment = None if self.pipeline is None else self.pipeline.assignment
         return None if assignment is None else assignment.partition_of
@@ -532,7 +531,7 @@ class DistributedModel(nn.Module):
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
         run_deferred_loads()
-        held = local_state_names(self.module, self.holds, self._placement)
+        held = local_state_names(self.module, self.holds, self._pp_rank_of_unit)
         own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
 
@@ -574,7 +573,7 @@ class DistributedModel(nn.Module):
         """Return the names of the entries of `state_dict()` that this rank holds; None if those are all."""
         if self.pipeline is None or not self.partitioned:
             return None
-        return local_state_names(self.module, self.holds, self._placement)
+        return local_state_names(self.module, self.holds, self._pp_rank_of_unit)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.
@@ -600,12 +599,12 @@ class DistributedModel(nn.Module):
         if state.cfg.sharded_data_parallel_degree > 1:
             from smpkit.torch.data_parallel.fsdp import shard_model  # torch's fully_shard takes a second to load
 
-            self.data_parallel = shard_model(self.module, self._reduction)
+            self.data_parallel = shard_model(self.module, self.placement, self._reduction)
+            self.placement = Placement(self.module)  # of the parts, which have taken the parameters' places
             if state.optimizer is not None:
                 self.data_parallel.replace_parameters_of(state.optimizer)
             return
-        holders = {} if self.pipeline is None else self.pipeline.holders
-        self.data_parallel = replicate(self.module, holders, self._reduction)
+        self.data_parallel = replicate(self.module, self.placement, self._reduction)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.

@@ -381,13 +381,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values["state"] = merge_shards(values["state"])
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_on_all_ranks(values["state"])
-        zero1 = _zero1_partition()
-        if zero1 is not None:
+        if state.model is not None and _zero1_partition() is not None:
+            parameters, owns = self._model_parameters(), state.model.owns
             if state_dict.get(PARTIAL_KEY):
-                values["state"] = gather_owned(values["state"], self._model_parameters(), zero1.owns)
-            values["state"] = {
-                n: each for n, each in values["state"].items() if zero1.owns(self._model_parameters()[n])
-            }
+                values["state"] = gather_owned(values["state"], parameters, owns)
+            values["state"] = {n: each for n, each in values["state"].items() if owns(parameters[n])}
         if state.cfg.sharded_data_parallel_degree > 1:
             values["state"] = to_shards(values["state"], self._model_parameters())
         _check_pieces(values.get("state", {}), self._model_parameters())

@@ -157,13 +157,12 @@ def _translated_modules(model: Model) -> Iterator[TranslatedModule]:
 
 def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
     """Return the pipeline rank that gathers a module, and by name the rank of each tensor that it does not hold."""
+    named = module.named_parameters(remove_duplicate=False)
+    places = {name: model.placement.of(each) for name, each in named}
     # The lowest rank that holds the whole module, if there is one.
-    if model.pipeline is None or not model.partitioned:
-        return 0, {}
-    holders = {name: model.pipeline.holders[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
-    common = frozenset.intersection(*holders.values())
-    source = min(common) if common else min(map(min, holders.values()))
-    return source, {name: min(ranks) for name, ranks in holders.items() if source not in ranks}
+    common = frozenset(range(state.pp_size)).intersection(*(each.pp_ranks for each in places.values()))
+    source = min(common) if common else min(each.first_pp_rank for each in places.values())
+    return source, {name: each.first_pp_rank for name, each in places.items() if source not in each.pp_ranks}
 
 
 class _MetaState(Mapping[str, torch.Tensor]):

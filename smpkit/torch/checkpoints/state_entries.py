@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
+from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.placement.dtensor import local_tensor_of
+from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
 from smpkit.torch.state_dict import PARTIAL_KEY
@@ -66,9 +68,9 @@ class Model(Protocol):
     """What checkpoints need of a wrapped model."""
 
     module: nn.Module
+    placement: Placement
     pipeline: Any
     partitioned: bool
-    data_parallel: Any
 
     def holds(self, parameter: Any) -> bool: ...
     def owns(self, parameter: Any) -> bool: ...
@@ -135,7 +137,7 @@ def model_entries(model: Model) -> list[StateEntry]:
             continue
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             continue  # without memory yet, so without a value
-        found.append(_entry(f"{MODEL}{name}", value, (name,), value, _holders_of(model, value)))
+        found.append(_entry(f"{MODEL}{name}", value, (name,), value, model.placement.of(value).holders))
     return found
 
 
@@ -149,11 +151,10 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
     saved = optimizer.local_state_dict(gather_if_shard=False)
     del saved[PARTIAL_KEY]
     if not _has_torch_layout(saved):
-        return [
-            StateEntry(opaque_state_name(), saved, (), None, (), _holders(frozenset({state.pp_rank}), state.tp_rank))
-        ]
+        holders = frozenset(state.group(CommGroup.RDP_GROUP))
+        return [StateEntry(opaque_state_name(), saved, (), None, (), holders)]
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
-    everywhere = _holders(frozenset(range(state.pp_size)), None)
+    everywhere = frozenset(range(state.size))
     found = [StateEntry(GROUPS, saved["param_groups"], ("param_groups",), None, (), everywhere)]
     if SCALER_KEY in saved:
         found.append(StateEntry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
@@ -161,7 +162,7 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
         parameter, name = parameters[index], names[index]
         if not model.owns(parameter):
             continue
-        holders = _state_holders(model, parameter)
+        holders = model.placement.of(parameter).state_holders
         for key, value in states.items():
             full = f"{STATES}{_state_name(name, key, value, parameter)}"
             place = (_MASTERS, index) if key == MASTER_KEY else ("state", index, key)
@@ -252,53 +253,6 @@ def _compact(value: Any) -> Any:
         return value
     plain = value.detach()
     return plain if plain.untyped_storage().nbytes() <= plain.nbytes else plain.clone()
-
-
-def _holders_of(model: Model, value: object) -> frozenset[int]:
-    """Return the ranks that hold the same part of an entry of the model's state."""
-    if isinstance(value, DTensor):
-        return _ranks_with_same_shard(value)
-    shard = shard_of(value) if isinstance(value, torch.Tensor) else None
-    divided = shard is not None and shard.is_distributed
-    return _holders(_pp_ranks(model, value), state.tp_rank if divided else None)
-
-
-def _state_holders(model: Model, parameter: torch.Tensor) -> frozenset[int]:
-    """Return the ranks that keep the same optimizer states of a parameter."""
-    zero1 = None if model.data_parallel is None else model.data_parallel.zero1
-    if zero1 is not None and zero1.is_sharded(parameter):
-        return frozenset({state.rank})
-    return _holders_of(model, parameter)
-
-
-def _ranks_with_same_shard(tensor: DTensor) -> frozenset[int]:
-    """Return the ranks that hold the same part of a tensor of sharded data parallelism."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    # In a mesh dimension that shards the tensor, only this rank's coordinate; all coordinates where it is replicated.
-    index = tuple(
-        position if placement.is_shard() else slice(None)
-        for position, placement in zip(coordinate, tensor.placements, strict=True)
-    )
-    return frozenset(tensor.device_mesh.mesh[index].reshape(-1).tolist())
-
-
-def _pp_ranks(model: Model, value: object) -> frozenset[int]:
-    """Return the pipeline ranks that hold a parameter; for other values only this rank, as no other is known to."""
-    if model.pipeline is None or not model.partitioned:
-        return frozenset(range(state.pp_size))
-    found: frozenset[int] = model.pipeline.holders.get(id(value), frozenset({state.pp_rank}))
-    return found
-
-
-def _holders(pp_ranks: frozenset[int], tp_rank: int | None) -> frozenset[int]:
-    """Return the ranks with one of these pipeline ranks and this tensor-parallel rank; None: any."""
-    found = set[int]()
-    for rank in range(state.size):
-        coordinates = state.mesh.coordinates(rank)
-        if coordinates.pp in pp_ranks and tp_rank in (None, coordinates.tp):
-            found.add(rank)
-    return frozenset(found)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class WrappedModel(Protocol):
 
     module: nn.Module
     partitioned: bool
+    placement: Any
     pipeline: Any
     data_parallel: Any
     offloading: Any

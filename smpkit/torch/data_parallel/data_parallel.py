@@ -21,11 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.data_parallel.buckets import ReduceTarget
 from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
-from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
+from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
+from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import is_tp_shard
 
 if TYPE_CHECKING:
@@ -53,17 +52,12 @@ class ReductionOptions:
     gradient_as_bucket_view: bool
 
 
-def replicate(
-    module: nn.Module, holders: Mapping[int, frozenset[int]], reduction: ReductionOptions
-) -> DataParallel | None:
-    """Make this rank's part of `module` equal to its replicas', and return what keeps it so; None if it has none.
-
-    Args:
-        holders: the pipeline ranks that hold each parameter (by its id); empty without a pipeline.
-    """
+def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> DataParallel | None:
+    """Make this rank's part of `module` equal to its replicas', and return what keeps it so; None if it has none."""
     if state.cfg.ddp and state.dp_size > 1:
-        check_same_model(module)
-    placements = place_parameters(module, holders)
+        check_same_model(module, placement)
+    placement.make_groups()
+    placements = placement.local
     if all(each.replica_group is None and each.reduce_group is None and each.grad_scale == 1 for each in placements):
         return None
     return DataParallel(module, placements, reduction)
@@ -101,13 +95,10 @@ class DataParallel:
 
     def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
         return GradientReducer(
-            [(each.name, each.parameter, self._reduce_target_of(each)) for each in placements],
+            [(each.name, each.parameter, reduce_target_of(each)) for each in placements],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
             as_view=reduction.gradient_as_bucket_view,
         )
-
-    def _reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
-        return ReduceTarget(placement.reduce_group) if self.zero1 is None else self.zero1.reduce_target_of(placement)
 
     def release(self) -> None:
         """Remove the hooks from the parameters, at shutdown."""
@@ -202,7 +193,7 @@ class DataParallel:
             if each.reduce_group not in (None, self.group):
                 raise UnsupportedError(
                     f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
-                    f"ranks {dist.get_process_group_ranks(each.reduce_group)}",
+                    f"ranks {list(each.reduce_ranks)}",
                     hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
                 )
         self._overlapped_reducer.set_comm_hook(hook_state, hook)
@@ -263,13 +254,8 @@ def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) 
 
 def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
     """Return the rank in the replica of `rank` that holds this parameter's values; all ranks are global ones."""
-    assert placement.replica_group is not None
     wanted = state.mesh.coordinates(rank)
-    in_replica = [
-        each
-        for each in dist.get_process_group_ranks(placement.replica_group)
-        if state.mesh.coordinates(each).rdp == wanted.rdp
-    ]
+    in_replica = [each for each in placement.replica_ranks if state.mesh.coordinates(each).rdp == wanted.rdp]
     # A whole parameter has several such ranks, one for each tp_rank: the one beside `rank` if it is among them.
     same_tp = [each for each in in_replica if state.mesh.coordinates(each).tp == wanted.tp]
     return same_tp[0] if same_tp else in_replica[0]

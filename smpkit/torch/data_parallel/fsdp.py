@@ -13,7 +13,7 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,8 +35,8 @@ from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
 from smpkit.torch.placement.dtensor import distribute_like, is_dtensor
-from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
-from smpkit.torch.placement.shards import mark, shard_of
+from smpkit.torch.placement.placement import ParameterPlacement, Placement
+from smpkit.torch.placement.shards import copy_mark_to
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedDataParallel", "shard_model"]
 
 
-def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataParallel:
+def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> ShardedDataParallel:
     """Divide a model over this rank's sharding group, and return its `ShardedDataParallel`.
 
     Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
@@ -56,9 +56,9 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
         UsageError: the ranks' models differ.
         UnsupportedError: a gradient that is not simply averaged over the replicas.
     """
-    check_same_model(module)
-    placements = place_parameters(module, {})
-    for each in placements:
+    check_same_model(module, placement)
+    placement.make_groups()
+    for each in placement:
         if each.grad_scale != 1:
             raise UnsupportedError(
                 f"`{each.name}` has a gradient that is multiplied by {each.grad_scale:g}, which sharded data "
@@ -67,10 +67,7 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
             )
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
-    replaced: dict[int, tuple[nn.Parameter, str]] = {
-        id(each.parameter): (each.parameter, each.name) for each in placements
-    }
-    by_id = {id(each.parameter): each for each in placements}
+    by_id = {id(each.parameter): each for each in placement}
     mesh = _mesh()
     kept = _kept_in_float32(module)
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
@@ -88,7 +85,7 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
     set_shard_attributes(module.parameters())
-    return ShardedDataParallel(module, replaced, reduction, mesh.get_group("shard"))
+    return ShardedDataParallel(module, placement, reduction, mesh.get_group("shard"))
 
 
 class ShardedDataParallel(DataParallel):
@@ -99,7 +96,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(
         self,
         module: nn.Module,
-        replaced: dict[int, tuple[nn.Parameter, str]],
+        before: Iterable[ParameterPlacement],
         reduction: ReductionOptions,
         shard_group: dist.ProcessGroup,
     ) -> None:
@@ -110,11 +107,11 @@ class ShardedDataParallel(DataParallel):
         self._root = module
         self._has_replicate_groups = state.rdp_size > state.cfg.sharded_data_parallel_degree
         now = dict(module.named_parameters())
-        self._replaced = {key: (before, now[name]) for key, (before, name) in replaced.items()}
-        for before, after in self._replaced.values():
-            shard = shard_of(before)
-            if shard is not None:
-                mark(after, shard)
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """By the id of each parameter from before: it, so that the id stays its own, and what has taken its place."""
+        for each in before:
+            self._replaced[id(each.parameter)] = each.parameter, now[each.name]
+            copy_mark_to(now[each.name], each.parameter)
         self._was_called = False
         """Whether the model has been called; before that `fully_shard` has no state to reset."""
         module.register_forward_pre_hook(self._mark_called)

@@ -14,7 +14,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.placement import Placement
 
 __all__ = ["broadcast_tensors", "check_same_model"]
 
@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 CHUNK_BYTES = 64 * 1024 * 1024  # of one broadcast, at most: bounds the memory that packing needs
 
 
-def check_same_model(module: nn.Module) -> None:
+def check_same_model(module: nn.Module, placement: Placement) -> None:
     """Raise on every data-parallel rank if their models differ in names, shapes, dtypes or trainability.
 
     Pieces of tensor-parallel parameters are compared among the ranks that hold the same piece. Without this check the
@@ -32,7 +32,7 @@ def check_same_model(module: nn.Module) -> None:
     Raises:
         UsageError: names the first difference and the two ranks.
     """
-    pieces, whole = _describe(module)
+    pieces, whole = _describe(module, placement)
     _check_same(whole, state.process_group(CommGroup.DP_GROUP))
     if pieces:
         _check_same(pieces, state.process_group(CommGroup.RDP_GROUP))
@@ -87,16 +87,16 @@ def _fill_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _describe(module: nn.Module) -> tuple[list[str], list[str]]:
+def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[str]]:
     """Return lines that describe the pieces of tensor-parallel parameters, and lines for everything else."""
     pieces: list[str] = []
     whole: list[str] = []
-    for name, param in module.named_parameters():
-        shard = shard_of(param)
-        line = f"parameter {name} {tuple(param.shape)} {param.dtype}" + ("" if param.requires_grad else " frozen")
+    for each in placement:
+        param, shard = each.parameter, each.shard
+        line = f"parameter {each.name} {tuple(param.shape)} {param.dtype}" + ("" if param.requires_grad else " frozen")
         if shard is not None:
             line += f" of {shard.shape} along {shard.dim} in {shard.parts}, {shard.group.value} x {shard.scale}"
-        (pieces if shard is not None and shard.is_distributed else whole).append(line)
+        (pieces if each.is_tp_shard else whole).append(line)
     return pieces, whole + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,42 +25,32 @@ from smpkit.torch.data_parallel.buckets import ReduceTarget
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.placement import ParameterPlacement
 
-__all__ = ["Zero1Partition"]
+__all__ = ["Zero1Partition", "reduce_target_of"]
 
 _CHUNK_BYTES = 25 * 1024 * 1024
 _CHUNKS_IN_FLIGHT = 4  # bounds the memory that packing needs
 
 
+def reduce_target_of(placement: ParameterPlacement) -> ReduceTarget:
+    """Return where a parameter's gradient goes."""
+    owner = None if placement.owner is None else placement.reduce_ranks.index(placement.owner)
+    return ReduceTarget(placement.reduce_group, owner)
+
+
 class Zero1Partition:
-    """Assigns each parameter an owner among the ranks that hold it.
+    """Lets the owner of each parameter alone update it, and gives the result to the others.
 
     Args:
-        placements: of this rank's parameters; in the same order on all ranks that hold the same, which must come to
-            the same owners without a message.
+        placements: of this rank's parameters; in the same order on all ranks that hold the same.
     """
 
-    def __init__(self, placements: Sequence[ParameterPlacement]) -> None:
-        self._placements = list(placements)
-        self._owners = _assign_owners(self._placements)
-        groups = {id(each.parameter): each.reduce_group for each in self._placements}
-        self._owned = {id_ for id_, owner in self._owners.items() if owner == dist.get_rank(groups[id_])}
-
-    def reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
-        """Return where a parameter's gradient goes."""
-        return ReduceTarget(placement.reduce_group, self._owners.get(id(placement.parameter)))
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Tell whether this rank keeps the optimizer state of a parameter that it holds."""
-        return id(parameter) in self._owned or id(parameter) not in self._owners
-
-    def is_sharded(self, parameter: torch.Tensor) -> bool:
-        """Tell whether several ranks share the states of parameters like this one."""
-        return id(parameter) in self._owners
+    def __init__(self, placements: Iterable[ParameterPlacement]) -> None:
+        self._placements = [each for each in placements if each.owner is not None]
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:
         """Hide gradients of parameters that others own: the optimizer would make states for them."""
-        hidden = [(each.parameter, each.parameter.grad) for each in self._placements if not self.owns(each.parameter)]
+        hidden = [(each.parameter, each.parameter.grad) for each in self._placements if not each.is_owned_here]
         for parameter, _ in hidden:
             parameter.grad = None
         try:
@@ -76,7 +66,7 @@ class Zero1Partition:
         for chunk in self._chunks():
             if len(pending) == _CHUNKS_IN_FLIGHT:  # before the next is packed
                 pending.popleft().finish()
-            pending.append(_PendingBroadcast.start(chunk, self.reduce_target_of(chunk[0])))
+            pending.append(_PendingBroadcast.start(chunk, reduce_target_of(chunk[0])))
         for pending_broadcast in pending:
             pending_broadcast.finish()
 
@@ -85,10 +75,9 @@ class Zero1Partition:
         chunks: list[list[ParameterPlacement]] = []
         filled: dict[object, tuple[list[ParameterPlacement], int]] = {}
         for each in self._placements:
-            target = self.reduce_target_of(each)
-            if target.owner is None or not each.parameter.requires_grad:
+            if not each.parameter.requires_grad:
                 continue
-            key = (target, each.parameter.dtype, each.parameter.device)
+            key = (each.reduce_ranks, each.owner, each.parameter.dtype, each.parameter.device)
             size = each.parameter.numel() * each.parameter.element_size()
             chunk, used = filled.get(key, ([], 0))
             if not chunk or used + size > _CHUNK_BYTES:
@@ -130,25 +119,3 @@ class _PendingBroadcast:
         # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.
         for each, piece in zip(self.chunk, pieces, strict=True):
             each.parameter.copy_(piece.view(each.parameter.shape))
-
-
-def _assign_owners(placements: Sequence[ParameterPlacement]) -> dict[int, int]:
-    """Return the owner of each parameter (by its id), as an index in the group that averages its gradient.
-
-    The largest parameter first, each to the rank that owns the fewest bytes: no rank then owns more than the mean and
-    one parameter.
-    """
-    owners: dict[int, int] = {}
-    bytes_owned: dict[tuple[dist.ProcessGroup, bool], list[int]] = {}
-    for each in sorted(
-        placements, key=lambda each: each.parameter.numel() * each.parameter.element_size(), reverse=True
-    ):
-        if each.reduce_group is None:
-            continue
-        # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
-        key = (each.reduce_group, each.parameter.requires_grad)
-        owned = bytes_owned.setdefault(key, [0] * dist.get_world_size(each.reduce_group))
-        owner = owned.index(min(owned))
-        owned[owner] += each.parameter.numel() * each.parameter.element_size()
-        owners[id(each.parameter)] = owner
-    return owners

@@ -28,7 +28,8 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
-from smpkit.torch.placement.shards import is_tp_shard, shard_of
+from smpkit.torch.placement.placement import placement_of
+from smpkit.torch.placement.shards import is_tp_shard
 
 __all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "norms_of", "warn_of_torch_clipping"]
 
@@ -90,7 +91,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
     pairs = list(gradients)
-    locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if _is_counted_here(parameter)]
+    locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if placement_of(parameter).is_counted_here]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
     group = state.process_group(CommGroup.WORLD if _replicas_hold_shards() else CommGroup.MP_GROUP)
     if dist.get_world_size(group) == 1:
@@ -105,30 +106,6 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         dist.all_reduce(packed, op=dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM, group=group)
     total = packed[0] if is_max_norm else packed[0] ** (1.0 / norm_type)
     return total.masked_fill(packed[1] != 0, float("nan"))
-
-
-def _is_counted_here(parameter: torch.Tensor) -> bool:
-    """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
-    shard = shard_of(parameter)
-    is_piece = shard is not None and shard.is_distributed
-    model = state.model
-    zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
-    if zero1 is not None and zero1.is_sharded(parameter):
-        if not zero1.owns(parameter):
-            return False
-        # Owners are found in the group that averages the gradient. In RDP_GROUP every tensor-parallel rank has an owner
-        # of a whole parameter; pieces differ, and in DP_GROUP there is one owner over all tensor-parallel ranks.
-        one_owner = is_piece or shard is None or shard.group is CommGroup.DP_GROUP
-        return one_owner or state.tp_rank == 0
-    degree = state.cfg.sharded_data_parallel_degree
-    if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole model: the first one counts
-        return False
-    if not is_piece and state.tp_rank > 0:
-        return False
-    if model is None or model.pipeline is None:
-        return True
-    holders: frozenset[int] = model.pipeline.holders.get(id(parameter), frozenset({state.pp_rank}))
-    return state.pp_rank == min(holders)
 
 
 def _replicas_hold_shards() -> bool:

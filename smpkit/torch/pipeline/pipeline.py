@@ -39,7 +39,7 @@ from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.measure import MeasureOptions, measure
-from smpkit.torch.placement.placement import holders_of, keep_local_parameters
+from smpkit.torch.placement.placement import Placement, keep_local_parameters
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
@@ -78,7 +78,6 @@ class Pipeline:
         self.assignment: Assignment | None = None
         self.resumed: Assignment | None = None
         """The assignment restored from a checkpoint; reused if it fits."""
-        self.holders: dict[int, frozenset[int]] = {}
         self._failure: str | None = None
         """The error of a step that has failed on this rank and not on all of them."""
         # One rank of the job: where data is sharded wrongly, it is so everywhere.
@@ -112,7 +111,7 @@ class Pipeline:
 
     # --- partitioning ----------------------------------------------------------------------------------------------
 
-    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None:
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Placement:
         """Partition the model at the first step: agree on an assignment, place the modules, make the executor.
 
         Raises:
@@ -127,24 +126,24 @@ class Pipeline:
         else:
             text, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
-        placement = self.assignment.partition_of
-        self._on_placement(self._root, placement)
-        refuse_compiled(self._root, placement)
-        self.holders = holders_of(self._root, placement, state.pp_size)
+        pp_rank_of_unit = self.assignment.partition_of
+        self._on_placement(self._root, pp_rank_of_unit)
+        refuse_compiled(self._root, pp_rank_of_unit)
+        placement = Placement(self._root, pp_rank_of_unit)
         # Tied tensors are found by their memory, which `keep_local_parameters` frees where other ranks hold it.
-        self._tied = find_tied(self._root, placement, state.pp_rank)
-        keep_local_parameters(self._root, placement, self.holders, state.pp_rank, state.device)
-        mark_nonresident_parameters(self._root, self.holders, state.pp_rank)
+        self._tied = find_tied(self._root, pp_rank_of_unit, state.pp_rank)
+        keep_local_parameters(self._root, placement, pp_rank_of_unit, state.device)
+        mark_nonresident_parameters(placement)
         stage = StageContext(
             state.pp_rank,
             state.pp_size,
             state.device,
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
-            self.holders,
+            placement,
             _broadcast_from_first_pipeline if state.tp_size > 1 else None,
         )
-        install(self._root, placement, stage)
+        install(self._root, pp_rank_of_unit, stage)
         self._parameters = list(self._root.parameters())
         if stage.parameter_owners:
             # Operations between units see parameters of other ranks as stage tensors. The mode that gives such
@@ -156,6 +155,7 @@ class Pipeline:
             recorder.attach(self._executor)
         if state.rank == 0:
             announce([*self._measurement_lines(), *self.assignment.log_lines()])
+        return placement
 
     def _check_weights(self) -> None:
         if self._measured and any(is_delayed(parameter) for parameter in self._root.parameters()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.step_hints import StepHints
 from smpkit.torch.pipeline.transport import Transport
+from smpkit.torch.placement.placement import ParameterPlacement
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
@@ -31,7 +32,7 @@ class StageContext:
         device: where this rank computes.
         transport: the way to the other ranks.
         random: streams of random numbers.
-        owners: by id of a parameter, the ranks that hold it.
+        placement: of the model's parameters.
         from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
             to it; called on pp_rank 0. None: there is one pipeline.
     """
@@ -43,7 +44,7 @@ class StageContext:
         device: torch.device,
         transport: Transport,
         random: RandomStreams,
-        owners: Mapping[int, frozenset[int]],
+        placement: Iterable[ParameterPlacement],
         from_first_pipeline: Callable[[str], str] | None = None,
     ) -> None:
         self.rank = rank
@@ -51,7 +52,8 @@ class StageContext:
         self.device = device
         self.transport = transport
         self.random = random
-        self.parameter_owners = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
+        self._pp_ranks = {id(each.parameter): each.pp_ranks for each in placement if len(each.pp_ranks) < size}
+        self.parameter_owners = {key: min(ranks) for key, ranks in self._pp_ranks.items()}
         """By id of a parameter that not every rank holds, the first rank that does."""
         self.root_gradients = RootGradients()
         self.output_specs = OutputSpecs(self.parameter_owners)
@@ -70,7 +72,6 @@ class StageContext:
         """All others."""
         self.container_modules: set[str] = set()
         """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
-        self._owners = owners
         self._first_trainable: bytes | None = None
         self._trainable_entry = ""
 
@@ -117,8 +118,8 @@ class StageContext:
 
     def holds(self, rank: int, parameter: torch.Tensor) -> bool:
         """Return whether a rank holds a parameter."""
-        owners = self._owners.get(id(parameter))
-        return owners is None or rank in owners
+        pp_ranks = self._pp_ranks.get(id(parameter))
+        return pp_ranks is None or rank in pp_ranks
 
     def synchronize(self) -> None:
         """Wait for the current stream, to time the GPU's work and not its launch."""

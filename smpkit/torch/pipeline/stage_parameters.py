@@ -43,7 +43,7 @@ from smpkit.torch.pipeline.stage_tensor import (
     make_stage_tensor,
     microbatch_between_units,
 )
-from smpkit.torch.placement.placement import names_by_module, pp_rank_of
+from smpkit.torch.placement.placement import Placement, names_by_module, pp_rank_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
@@ -324,17 +324,14 @@ class _NonResidentParameter(_NonResident, nn.Parameter):
     """A parameter of another rank."""
 
 
-def mark_nonresident_parameters(root: nn.Module, holders: Mapping[int, frozenset[int]], rank: int) -> None:
+def mark_nonresident_parameters(placement: Placement) -> None:
     """Make code raise that computes with the numbers of weights that this rank does not hold.
 
     They stay the same objects. Parameters of the user's own classes are left alone, since those may behave otherwise.
-
-    Args:
-        holders: by parameter (its id), the pipeline ranks that hold it.
     """
-    for name, parameter in root.named_parameters():
-        if rank not in holders[id(parameter)] and type(parameter) is nn.Parameter:
-            _as_nonresident(parameter, _NonResidentParameter, (name, min(holders[id(parameter)])))
+    for each in placement:
+        if not each.is_here and type(each.parameter) is nn.Parameter:
+            _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
 
 
 def _as_nonresident(tensor: torch.Tensor, kind: type[_NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Where parameters are placed: which ranks hold each, and which of these average its gradient.
+"""Where parameters are placed: one record for each, which whoever reduces, updates, counts or saves it reads.
 
-The ranks of a pipeline first apply an assignment (`keep_local_parameters`): each keeps the weights of its own units,
-and those that several ranks use. Then `place_parameters` returns for every parameter that a rank holds::
+`Placement` has them by parameter. It is made when the model is wrapped, and anew where that is not final: when a
+pipeline applies its assignment at the first step (`keep_local_parameters`: each rank keeps the weights of its own
+units, and those that several ranks use), and when sharded data parallelism has put parts in the place of parameters.
+Without any parallelism the records say the trivial thing. Who has a part in what::
 
-    parameter                        replica group               reduce group               gradient scale
+    parameter                        replica ranks               reduce ranks               gradient scale
     ordinary                         DP_GROUP                    DP_GROUP                   1
     piece of a tensor-parallel one   RDP_GROUP                   RDP_GROUP                  TpShard.scale
     whole, beside such pieces        DP_GROUP                    TpShard.group              TpShard.scale
@@ -16,57 +18,40 @@ back the division of the average by the number of these ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.delayed import initialize
-from smpkit.torch.placement.shards import copy_mark_to, is_tp_shard, shard_of
+from smpkit.torch.placement.dtensor import is_dtensor
+from smpkit.torch.placement.shards import TpShard, copy_mark_to, shard_of
 
 __all__ = [
     "ParameterPlacement",
-    "holders_of",
+    "Placement",
     "keep_local_parameters",
     "names_by_module",
-    "place_parameters",
+    "placement_of",
     "pp_rank_of",
     "running_pp_rank_of",
 ]
 
 
-def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
-    """Return, by parameter (its id), the pipeline ranks that hold it.
-
-    A parameter of one unit is on one rank; one that several units share is on each of theirs; one that belongs to a
-    module that spans ranks is on all.
-    """
-    holders: dict[int, frozenset[int]] = {}
-    for unit, rank in placement.items():
-        for parameter in root.get_submodule(unit).parameters():
-            holders[id(parameter)] = holders.get(id(parameter), frozenset()) | {rank}
-    for parameter in root.parameters():
-        holders.setdefault(id(parameter), frozenset(range(size)))
-    return holders
-
-
 def keep_local_parameters(
-    root: nn.Module,
-    placement: Mapping[str, int],
-    holders: Mapping[int, frozenset[int]],
-    rank: int,
-    device: torch.device,
+    root: nn.Module, placement: Placement, pp_rank_of_unit: Mapping[str, int], device: torch.device
 ) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""
-    held = [parameter for parameter in root.parameters() if rank in holders[id(parameter)]]
-    initialize(root, held, device, torch.initial_seed())
-    for parameter in root.parameters():
-        if rank in holders[id(parameter)]:
+    initialize(root, [each.parameter for each in placement.local], device, torch.initial_seed())
+    for each in placement:
+        parameter = each.parameter
+        if each.is_here:
             parameter.data = parameter.data.to(device)
         else:
             # The object stays, with its shape: an optimizer that was made earlier holds it. Its values are one element
@@ -76,7 +61,7 @@ def keep_local_parameters(
                 parameter.shape
             )
     for module, names in names_by_module(root).items():
-        is_here = any(pp_rank_of(name, placement) in (None, rank) for name in names)
+        is_here = any(pp_rank_of(name, pp_rank_of_unit) in (None, state.pp_rank) for name in names)
         target = device if is_here else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
@@ -114,85 +99,190 @@ def running_pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
     return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParameterPlacement:
-    """A parameter that this rank holds.
+    """The place of one parameter, seen from this rank; groups of ranks are those that it would have if it were here.
 
     Args:
-        replica_group: the ranks that hold equal values; None where no other does.
-        reduce_group: the ranks that average its gradient; None where there is nothing to average.
+        name: in the model; empty for a tensor that is no parameter of it.
         pp_ranks: the pipeline ranks that hold it.
-        grad_scale: what every gradient is multiplied by as it arises.
+        shard: its place in the whole one under tensor parallelism; None for an ordinary one.
+        holders: the ranks that have the same part of it.
+        replica_ranks: those of them that data parallelism keeps equal; this rank alone where there are no others.
+        reduce_ranks: the ranks that average its gradient; this rank alone where there is nothing to average.
+        owner: the rank that keeps its optimizer state, where `shard_optimizer_state` gives it to one; else None.
     """
 
     name: str
     parameter: nn.Parameter
-    replica_group: dist.ProcessGroup | None
-    reduce_group: dist.ProcessGroup | None
     pp_ranks: frozenset[int]
-    grad_scale: float
+    shard: TpShard | None
+    holders: frozenset[int]
+    replica_ranks: tuple[int, ...]
+    reduce_ranks: tuple[int, ...]
+    owner: int | None = None
+
+    @functools.cached_property
+    def is_here(self) -> bool:
+        """Whether this rank holds it."""
+        return state.pp_rank in self.pp_ranks
+
+    @property
+    def first_pp_rank(self) -> int:
+        """The pipeline rank that stands for all that hold it."""
+        return min(self.pp_ranks)
 
     @property
     def is_tp_shard(self) -> bool:
         """Whether the tensor-parallel ranks hold different values."""
-        return is_tp_shard(self.parameter)
+        return self.shard is not None and self.shard.is_distributed
+
+    @property
+    def grad_scale(self) -> float:
+        """What every gradient is multiplied by as it arises."""
+        return len(self.pp_ranks) * (1.0 if self.shard is None else self.shard.scale)
+
+    @functools.cached_property
+    def is_owned_here(self) -> bool:
+        """Whether this rank keeps its optimizer state, or would."""
+        return self.is_here and self.owner in (None, state.rank)
+
+    @property
+    def state_holders(self) -> frozenset[int]:
+        """The ranks that keep the same optimizer state of it."""
+        return self.holders if self.owner is None else frozenset({self.owner})
+
+    @functools.cached_property
+    def is_counted_here(self) -> bool:
+        """Whether this rank counts its gradient in the norm of the model's, of all ranks that have the same one."""
+        is_first_of_tp = self.is_tp_shard or state.tp_rank == 0
+        if self.owner is not None:
+            # Each group that averages a gradient has an owner. In RDP_GROUP that is one on every tensor-parallel rank,
+            # which for a whole parameter have the same gradient; in DP_GROUP it is one over all of them.
+            is_one_of_many = self.shard is not None and self.shard.sees_scaled_batch
+            return self.owner == state.rank and (is_first_of_tp or not is_one_of_many)
+        degree = state.cfg.sharded_data_parallel_degree
+        if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole model: the first one counts
+            return False
+        return is_first_of_tp and state.pp_rank == self.first_pp_rank
+
+    @functools.cached_property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The group of `replica_ranks`, after `Placement.make_groups`; None where this rank is alone."""
+        return extra_group(self.replica_ranks) if len(self.replica_ranks) > 1 else None
+
+    @functools.cached_property
+    def reduce_group(self) -> dist.ProcessGroup | None:
+        """The group of `reduce_ranks`, after `Placement.make_groups`; None where this rank is alone."""
+        return extra_group(self.reduce_ranks) if len(self.reduce_ranks) > 1 else None
 
 
-def place_parameters(module: nn.Module, holders: Mapping[int, frozenset[int]]) -> list[ParameterPlacement]:
-    """Return this rank's parameters, in the module's order; all ranks call this.
+class Placement:
+    """The records of all parameters of `root`, in its order, of other ranks' too.
 
     Args:
-        holders: the pipeline ranks that hold each parameter (by its id); empty without a pipeline.
+        pp_rank_of_unit: the assignment of a pipeline; None where every pipeline rank holds the whole model, as it does
+            until the first step.
     """
-    alone = frozenset({state.pp_rank})
-    named = [(name, each, holders.get(id(each), alone)) for name, each in module.named_parameters()]
-    local = [(name, each, pp_ranks) for name, each, pp_ranks in named if state.pp_rank in pp_ranks]
-    needed_groups: set[_GroupKey] = set()
-    for _, each, pp_ranks in local:
-        needed_groups |= {(pp_ranks, _replica_group_kind(each)), (pp_ranks, _reduce_group_kind(each))}
-    groups = _make_groups(needed_groups)
-    placements = []
-    for name, each, pp_ranks in local:
-        shard = shard_of(each)
-        grad_scale = len(pp_ranks) * (1.0 if shard is None else shard.scale)
-        replica_group = groups[pp_ranks, _replica_group_kind(each)]
-        reduce_group = groups[pp_ranks, _reduce_group_kind(each)]
-        placements.append(ParameterPlacement(name, each, replica_group, reduce_group, pp_ranks, grad_scale))
-    return placements
+
+    def __init__(self, root: nn.Module, pp_rank_of_unit: Mapping[str, int] | None = None) -> None:
+        everywhere = frozenset(range(state.pp_size))
+        on_units = {} if pp_rank_of_unit is None else _pp_ranks_by_parameter(root, pp_rank_of_unit)
+        ranks_on = functools.cache(_ranks_on)
+        found = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
+        shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
+        is_final = pp_rank_of_unit is not None or state.pp_size == 1
+        owners = _assign_owners([each for each in found if each.is_here]) if shards_states and is_final else {}
+        # The records hold the parameters, so no other object gets one of these ids.
+        self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in found}
+        # Nobody knows of a tensor that the script has added meanwhile.
+        self._pp_ranks_of_others = everywhere if pp_rank_of_unit is None else frozenset({state.pp_rank})
+
+    def __iter__(self) -> Iterator[ParameterPlacement]:
+        return iter(self._by_id.values())
+
+    @property
+    def local(self) -> list[ParameterPlacement]:
+        """The records of the parameters that this rank holds."""
+        return [each for each in self if each.is_here]
+
+    def of(self, value: Any) -> ParameterPlacement:
+        """Return the record of a parameter; of anything else one that says so much as can be known of it."""
+        found = self._by_id.get(id(value))
+        return _place("", value, self._pp_ranks_of_others) if found is None else found
+
+    def make_groups(self) -> None:
+        """Make the process groups of this rank's parameters; all ranks call this."""
+        # Sorted: making a group is a collective, and ranks that made theirs in different orders would deadlock.
+        for ranks in sorted({ranks for each in self.local for ranks in (each.replica_ranks, each.reduce_ranks)}):
+            if len(ranks) > 1:
+                extra_group(ranks)
 
 
-def _replica_group_kind(parameter: nn.Parameter) -> CommGroup:
-    return CommGroup.RDP_GROUP if is_tp_shard(parameter) else CommGroup.DP_GROUP
+def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
+    """Return the record of a parameter of the wrapped model; where no model is wrapped, a tensor is this rank's own."""
+    model = state.model
+    if model is None:
+        return _place("", tensor, frozenset({state.pp_rank}))
+    found: ParameterPlacement = model.placement.of(tensor)
+    return found
 
 
-def _reduce_group_kind(parameter: nn.Parameter) -> CommGroup:
-    shard = shard_of(parameter)
-    return CommGroup.DP_GROUP if shard is None else shard.group
+_RanksOn = Callable[[frozenset[int], bool, int], tuple[int, ...]]
 
 
-_GroupKey = tuple[frozenset[int], CommGroup]
-
-
-def _make_groups(needed_groups: set[_GroupKey]) -> dict[_GroupKey, dist.ProcessGroup | None]:
-    groups: dict[_GroupKey, dist.ProcessGroup | None] = {}
-    # Sorted: making a group is a collective, and ranks that made theirs in different orders would deadlock.
-    for key in sorted(needed_groups, key=lambda key: (sorted(key[0]), key[1].value)):
-        ranks = _members(*key)
-        groups[key] = extra_group(ranks) if len(ranks) > 1 else None
-    return groups
-
-
-def _members(pp_ranks: frozenset[int], kind: CommGroup) -> tuple[int, ...]:
-    """Return the global ranks on `pp_ranks` that a group of this kind has, seen from this rank's tp and rdp rank."""
-    local = state.mesh.coordinates(state.rank)
-    members = []
+def _ranks_on(pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tuple[int, ...]:
+    """Return the global ranks on `pp_ranks`, of this tp_rank or any, in every `replica_step`-th replica from this."""
+    mine = state.mesh.coordinates(state.rank)
+    found = []
     for rank in range(state.size):
-        position = state.mesh.coordinates(rank)
-        same_tp, same_rdp = position.tp == local.tp, position.rdp == local.rdp
-        if not state.cfg.ddp:
-            included = same_tp and same_rdp
-        else:
-            included = same_tp or kind is CommGroup.DP_GROUP
-        if included and position.pp in pp_ranks:
-            members.append(rank)
-    return tuple(members)
+        other = state.mesh.coordinates(rank)
+        is_in_replica = (other.rdp - mine.rdp) % replica_step == 0
+        if other.pp in pp_ranks and (any_tp or other.tp == mine.tp) and is_in_replica:
+            found.append(rank)
+    return tuple(found)
+
+
+def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
+    shard = shard_of(value)
+    is_whole = shard is None or not shard.is_distributed
+    replica_step = 1 if state.cfg.ddp else state.rdp_size
+    replica_ranks = ranks_on(pp_ranks, is_whole, replica_step)
+    reduce_ranks = ranks_on(pp_ranks, shard is None or not shard.sees_scaled_batch, replica_step)
+    if is_dtensor(value):  # a part of this rank's, in the same column of sharding groups
+        holders = ranks_on(pp_ranks, False, state.cfg.sharded_data_parallel_degree)
+    else:  # replicas that are not kept equal count as equal, too: a checkpoint has one
+        holders = ranks_on(pp_ranks, is_whole, 1)
+    return ParameterPlacement(name, value, pp_ranks, shard, frozenset(holders), replica_ranks, reduce_ranks)
+
+
+def _pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -> dict[int, frozenset[int]]:
+    """Return the pipeline ranks of each parameter (its id) of a unit: several, where units on them share it.
+
+    What is in no unit belongs to a module that spans ranks, and is on all.
+    """
+    found: dict[int, frozenset[int]] = {}
+    for unit, rank in pp_rank_of_unit.items():
+        for parameter in root.get_submodule(unit).parameters():
+            found[id(parameter)] = found.get(id(parameter), frozenset()) | {rank}
+    return found
+
+
+def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
+    """Return the owner of each parameter, by name, among the ranks that average its gradient.
+
+    All of them come to the same owners without a message. The largest parameter first, each to the rank that owns the
+    fewest bytes: no rank then owns more than the mean and one parameter.
+    """
+    owners: dict[str, int] = {}
+    bytes_owned: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    for each in sorted(placements, key=lambda each: each.parameter.nbytes, reverse=True):
+        ranks = each.reduce_ranks
+        if len(ranks) == 1:
+            continue
+        # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
+        owned = bytes_owned.setdefault((ranks, each.parameter.requires_grad), [0] * len(ranks))
+        index = owned.index(min(owned))
+        owned[index] += each.parameter.nbytes
+        owners[each.name] = ranks[index]
+    return owners
