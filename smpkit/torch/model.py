@@ -197,7 +197,8 @@ class DistributedModel(nn.Module):
             number = random_number() if state.tp_size > 1 and self.training else 0
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             self._run_hooks(self._post_partition_hooks)
-            self._check_unwritten()
+            if self._unwritten is not None:
+                self._check_unwritten(self._unwritten)
             self.updates.note_forward()
             if self.data_parallel is not None:
                 self.data_parallel.begin_pass_outside_step(self.training)
@@ -291,7 +292,8 @@ class DistributedModel(nn.Module):
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
         self._run_hooks(self._post_partition_hooks)
-        self._check_unwritten()
+        if self._unwritten is not None:
+            self._check_unwritten(self._unwritten)
         self.updates.note_forward()
         if self.offloading is not None:
             self.offloading.begin_step(self.module)
@@ -625,11 +627,10 @@ class DistributedModel(nn.Module):
             where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
             raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
 
-    def _check_unwritten(self) -> None:
+    def _check_unwritten(self, check: UnwrittenCheck) -> None:
         """Refuse to run with weights that nothing has written; scripts may load them until the first step."""
-        if self._unwritten is not None:
-            self._unwritten.check(self.holds)
-            self._unwritten = None
+        check.check(self.holds)
+        self._unwritten = None
 
     def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
         while hooks:
