@@ -41,7 +41,7 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.measure import MeasureOptions
-from smpkit.torch.placement.placement import Placement, pp_rank_of
+from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
@@ -435,7 +435,7 @@ class DistributedModel(nn.Module):
         return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in self.module.named_buffers() if runs_here(*pair, self._pp_rank_of_unit))
+        return (pair for pair in self.module.named_buffers() if runs_here(*pair, self.placement))
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules that this rank holds, and those above them."""
@@ -443,11 +443,10 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules that this rank holds, and those above them, with their names."""
-        placement = self._pp_rank_of_unit or {}
         return (
             (name, module)
             for name, module in self.module.named_modules()
-            if pp_rank_of(name, placement) in (None, state.pp_rank)
+            if self.placement.pp_rank_of(name) in (None, state.pp_rank)
         )
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -464,12 +463,6 @@ class DistributedModel(nn.Module):
         With `shard_optimizer_state` these are the parameters that this rank owns, whole; else all that it holds.
         """
         return (pair for pair in self.local_named_parameters() if self.owns(pair[1]))
-
-    @property
-    def _pp_rank_of_unit(self) -> Mapping[str, int] | None:
-        """The pipeline rank of each unit; None as long as every rank holds the whole model."""
-        assignment = None if self.pipeline is None else self.pipeline.assignment
-        return None if assignment is None else assignment.partition_of
 
     # --- names under tensor parallelism --------------------------------------------------------------------------
 
@@ -533,7 +526,7 @@ class DistributedModel(nn.Module):
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
         run_deferred_loads()
-        held = local_state_names(self.module, self.holds, self._pp_rank_of_unit)
+        held = local_state_names(self.module, self.placement)
         own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
 
@@ -575,7 +568,7 @@ class DistributedModel(nn.Module):
         """Return the names of the entries of `state_dict()` that this rank holds; None if those are all."""
         if self.pipeline is None or not self.partitioned:
             return None
-        return local_state_names(self.module, self.holds, self._pp_rank_of_unit)
+        return local_state_names(self.module, self.placement)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.

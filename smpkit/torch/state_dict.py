@@ -26,7 +26,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import CommGroup, RankType, allgather, recv_from, send
 from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
 from smpkit.torch.placement.dtensor import distribute_like, distribute_state, full_tensor_of, local_tensor_of
-from smpkit.torch.placement.placement import running_pp_rank_of
+from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import is_tp_shard
 from smpkit.torch.tensor_parallel.state_dict import join_state, shard_state, shards_in, with_distributed_names
 
@@ -78,16 +78,10 @@ def merge_on_first_rank(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
 # --- The state of the model -------------------------------------------------------------------------------------------
 
 
-def local_state_names(
-    module: nn.Module, holds: Callable[[torch.Tensor], bool], placement: Mapping[str, int] | None
-) -> set[str]:
-    """Return the names of the entries of `module.state_dict()` that this rank holds.
-
-    Args:
-        holds: tells whether this rank holds a parameter.
-        placement: the pipeline rank of each unit; None as long as every rank holds the whole model.
-    """
-    held_parameters = {name: holds(each) for name, each in module.named_parameters(remove_duplicate=False)}
+def local_state_names(module: nn.Module, placement: Placement) -> set[str]:
+    """Return the names of the entries of `module.state_dict()` that this rank holds."""
+    named = module.named_parameters(remove_duplicate=False)
+    held_parameters = {name: placement.of(each).is_here for name, each in named}
     return {
         name
         for name, value in module.state_dict().items()
@@ -95,13 +89,11 @@ def local_state_names(
     }
 
 
-def runs_here(name: str, value: Any, placement: Mapping[str, int] | None) -> bool:
+def runs_here(name: str, value: Any, placement: Placement) -> bool:
     """Tell whether a buffer (or extra state) is this rank's: its data are here, and its module runs here."""
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
         return False
-    if placement is None:
-        return True
-    return running_pp_rank_of(name.rpartition(".")[0], placement) in (None, state.pp_rank)
+    return placement.running_pp_rank_of(name.rpartition(".")[0]) in (None, state.pp_rank)
 
 
 def full_model_state(

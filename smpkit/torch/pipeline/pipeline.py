@@ -131,8 +131,8 @@ class Pipeline:
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)
         # Tied tensors are found by their memory, which `keep_local_parameters` frees where other ranks hold it.
-        self._tied = find_tied(self._root, pp_rank_of_unit, state.pp_rank)
-        keep_local_parameters(self._root, placement, pp_rank_of_unit, state.device)
+        self._tied = find_tied(self._root, placement)
+        keep_local_parameters(self._root, placement, state.device)
         mark_nonresident_parameters(placement)
         stage = StageContext(
             state.pp_rank,

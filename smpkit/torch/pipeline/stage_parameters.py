@@ -21,7 +21,7 @@ alone: that raises as soon as it is seen (`find_tied`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,7 +43,7 @@ from smpkit.torch.pipeline.stage_tensor import (
     make_stage_tensor,
     microbatch_between_units,
 )
-from smpkit.torch.placement.placement import Placement, names_by_module, pp_rank_of
+from smpkit.torch.placement.placement import Placement, names_by_module
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
@@ -387,12 +387,12 @@ class TiedTensor:
         )
 
 
-def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[TiedTensor]:
+def find_tied(root: nn.Module, placement: Placement) -> list[TiedTensor]:
     """Return the tensors that this rank's modules share with those of others; needs the whole model on every rank."""
     ranks_by_memory: dict[object, set[int]] = {}
     found: list[tuple[str, nn.Module, str, object, set[int]]] = []
     for module, names in names_by_module(root).items():
-        pp_ranks = {owner for name in names if (owner := pp_rank_of(name, placement)) is not None}
+        pp_ranks = {owner for name in names if (owner := placement.pp_rank_of(name)) is not None}
         if not pp_ranks:
             continue
         own: list[tuple[str, torch.Tensor]] = list(module.named_parameters(recurse=False))
@@ -404,5 +404,5 @@ def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[
     return [
         TiedTensor(name, module, key, sorted(ranks_by_memory[memory]))
         for name, module, key, memory, pp_ranks in found
-        if rank in pp_ranks and len(ranks_by_memory[memory]) > 1
+        if state.pp_rank in pp_ranks and len(ranks_by_memory[memory]) > 1
     ]

@@ -39,14 +39,10 @@ __all__ = [
     "keep_local_parameters",
     "names_by_module",
     "placement_of",
-    "pp_rank_of",
-    "running_pp_rank_of",
 ]
 
 
-def keep_local_parameters(
-    root: nn.Module, placement: Placement, pp_rank_of_unit: Mapping[str, int], device: torch.device
-) -> None:
+def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""
     initialize(root, [each.parameter for each in placement.local], device, torch.initial_seed())
     for each in placement:
@@ -61,7 +57,7 @@ def keep_local_parameters(
                 parameter.shape
             )
     for module, names in names_by_module(root).items():
-        is_here = any(pp_rank_of(name, pp_rank_of_unit) in (None, state.pp_rank) for name in names)
+        is_here = any(placement.pp_rank_of(name) in (None, state.pp_rank) for name in names)
         target = device if is_here else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
@@ -74,29 +70,6 @@ def names_by_module(root: nn.Module) -> dict[nn.Module, list[str]]:
     for name, module in root.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
-
-
-def pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
-    """Return the rank that holds a module; None if it lies above those that are placed."""
-    while True:
-        if name in placement:
-            return placement[name]
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-
-
-def running_pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
-    """Return the rank whose calls of a module change its buffers; None if all ranks run it.
-
-    Besides what is placed, a module above whose placed parts all lie on one rank runs there alone.
-    """
-    pp_rank = pp_rank_of(name, placement)
-    if pp_rank is not None:
-        return pp_rank
-    below = f"{name}." if name else ""
-    pp_ranks = {rank for unit, rank in placement.items() if unit.startswith(below)}
-    return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +151,7 @@ class ParameterPlacement:
 
 
 class Placement:
-    """The records of all parameters of `root`, in its order, of other ranks' too.
+    """The records of all parameters of `root`, in its order, of other ranks' too; and which rank has which module.
 
     Args:
         pp_rank_of_unit: the assignment of a pipeline; None where every pipeline rank holds the whole model, as it does
@@ -186,6 +159,7 @@ class Placement:
     """
 
     def __init__(self, root: nn.Module, pp_rank_of_unit: Mapping[str, int] | None = None) -> None:
+        self._pp_rank_of_unit = pp_rank_of_unit or {}
         everywhere = frozenset(range(state.pp_size))
         on_units = {} if pp_rank_of_unit is None else _pp_ranks_by_parameter(root, pp_rank_of_unit)
         ranks_on = functools.cache(_ranks_on)
@@ -210,6 +184,24 @@ class Placement:
         """Return the record of a parameter; of anything else one that says so much as can be known of it."""
         found = self._by_id.get(id(value))
         return _place("", value, self._pp_ranks_of_others) if found is None else found
+
+    def pp_rank_of(self, module: str) -> int | None:
+        """Return the pipeline rank that holds a module, by name; None if it lies above the units, or there are none."""
+        while module and module not in self._pp_rank_of_unit:
+            module = module.rpartition(".")[0]
+        return self._pp_rank_of_unit.get(module)
+
+    def running_pp_rank_of(self, module: str) -> int | None:
+        """Return the pipeline rank whose calls of a module change its buffers; None if all ranks run it.
+
+        Besides units and what is inside, a module above whose units all lie on one rank runs there alone.
+        """
+        pp_rank = self.pp_rank_of(module)
+        if pp_rank is not None:
+            return pp_rank
+        below = f"{module}." if module else ""
+        pp_ranks = {rank for unit, rank in self._pp_rank_of_unit.items() if unit.startswith(below)}
+        return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
     def make_groups(self) -> None:
         """Make the process groups of this rank's parameters; all ranks call this."""
