@@ -32,6 +32,14 @@ def masked_step(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 @smp.step
+def masked_between_step(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    first, second = model.module
+    loss: torch.Tensor = second(first(x)[mask]).square().sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
 def asking_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(x).square().sum()
     loss.item()
@@ -131,7 +139,7 @@ def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
         for step in range(8):
             x = torch.arange(16.0).view(8, 2)
             if name == "mask":
-                masked_step(model, x, torch.arange(8) < step + 1)
+                masked_between_step(model, x, torch.arange(8) < step + 1)
             else:
                 {"branch": branching_step, "draw": drawing_step, "item": asking_step, "plain": train_step}[name](
                     model, x
@@ -144,7 +152,12 @@ def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
 @pytest.mark.parametrize(
     ("name", "why", "line", "advice"),
     [
-        ("mask", "other values go between pipeline ranks than when", "model(x)[mask]", "a masked loss"),
+        (
+            "mask",
+            "other values go between pipeline ranks than when",
+            "first(x)[mask]",
+            "the same layers the same shapes",
+        ),
         ("branch", "`__bool__` asks for the value of a tensor", "if loss > 0", "branch inside one torch.nn.Module"),
         ("draw", "a random number is drawn between layers and read by Python", "drawing_step", "branch inside one"),
         ("item", "", "", ""),
