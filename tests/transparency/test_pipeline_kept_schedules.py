@@ -67,7 +67,37 @@ def masked_in_bfloat16_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+def with_numbers(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    return *some_labels(size, generator), float(torch.rand(1, generator=generator)), size % 3 + int(size / 7)
+
+
+def scaled_step(model: Any, ids: Tensor, labels: Tensor, scale: float, power: int) -> Tensor:
+    loss = functional.cross_entropy(model(ids).flatten(0, 1) * scale, labels.flatten()) ** power / (power + 1)
+    model.backward(loss)
+    return loss
+
+
+def branching_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    if loss > 2.4:
+        loss = loss * 0.5
+    else:
+        loss = (loss - 2).abs()
+    model.backward(loss)
+    return loss
+
+
+def skipping_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    if loss < 2.4:
+        model.backward(loss)
+    return loss
+
+
 CASES = {
+    "numbers": Case(Tagger, with_numbers, scaled_step),
+    "branch": Case(Tagger, some_labels, branching_step),
+    "skipped backward": Case(Tagger, some_labels, skipping_step),
     "masked": Case(Tagger, some_labels, masked_step),
     "masked, losses returned": Case(Tagger, some_labels, masked_module_step),
     "masked under autocast": Case(Tagger, some_labels, masked_in_bfloat16_step, torch.float32),
@@ -85,9 +115,9 @@ def watched(schedules: list[str]) -> Iterator[list[int]]:
         schedules.append(str(self.last_schedule))
         return outputs
 
-    def noting_abandoned(self: Executor, known: Any) -> None:
+    def noting_abandoned(self: Executor, *args: Any) -> None:
         abandoned.append(len(schedules))
-        record_again(self, known)
+        record_again(self, *args)
 
     Executor.run, Executor._record_again = noting_run, noting_abandoned  # type: ignore[assignment, method-assign]
     try:
@@ -114,3 +144,36 @@ def test_the_schedule_is_kept(degree: int) -> None:
     for found in run_ranks(train, degree, CASES, setups, degree, timeout=120):
         assert found == dict.fromkeys(found, ([], True))
         assert len(found) == len(CASES) * len(setups)
+
+
+class Detour(Tagger):
+    """Calls other layers where a value or a number says so."""
+
+    def forward(self, ids: Tensor, depth: int = 4) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers[:depth]:
+            x = layer(x) + x
+        if x.square().mean() > 2.5:
+            x = self.layers[0](x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def deep_step(model: Any, ids: Tensor, labels: Tensor, depth: int) -> Tensor:
+    loss = functional.cross_entropy(model(ids, depth).flatten(0, 1), labels.flatten())
+    model.backward(loss)
+    return loss
+
+
+def of_any_depth(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    return *tokens(size, generator), int(torch.randint(2, 5, (1,), generator=generator))
+
+
+def train_on_detours(setups: list[Setup], degree: int) -> int:
+    return len(train({"detour": Case(Detour, of_any_depth, deep_step)}, setups, degree))
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_branches_after_which_other_layers_are_called_train_right(degree: int) -> None:
+    setups = [replace(SETUP, seed=seed, pipeline=name) for seed, name in ((-1, "interleaved"), (5, "simple"))]
+    assert run_ranks(train_on_detours, degree, setups, degree, timeout=120) == [2] * degree

@@ -75,7 +75,7 @@ _T: Final = torch.Tensor
 _BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
 """Questions whose answer usually decides a branch, so that another microbatch may take another path."""
 
-_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or on what every rank has (labels, Python's own numbers)"
+_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or call the same layers in each branch"
 _SHAPES_ADVICE: Final = (
     'hand the same layers the same shapes in each step (padding, or `reduction="none"` times the mask), or '
     "put the code whose shapes depend on the data into one torch.nn.Module"
@@ -96,9 +96,7 @@ class Microbatch:
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
     departure: Departure | None = None
-    """Why it cannot follow a schedule, if so; `dynamic` is one reason, and `diverged` the other."""
-    dynamic = False
-    """Whether Python asked for a value that a branch may depend on."""
+    """Why it has diverged, or may: Python has asked for a value that a branch may depend on."""
     has_mutations = False
     """Whether a call has changed its arguments in place, on whichever rank."""
     has_backward = False
@@ -420,8 +418,8 @@ class Microbatch:
 
     def note_dynamic(self, why: str) -> None:
         """Note that another microbatch may take another path."""
-        if not self.dynamic:
-            self.dynamic, self.departure = True, Departure(why, _BRANCH_ADVICE, script_line())
+        if self.departure is None:
+            self.departure = Departure(why, _BRANCH_ADVICE, script_line())
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -527,7 +525,9 @@ class Microbatch:
 
     def _leave_record(self, line: ScriptLine | None) -> None:
         self.diverged = True
-        self.departure = Departure(
+        if self.stage.random.reads_after_draw:
+            self.note_dynamic("a random number is drawn between layers and read by Python")
+        self.departure = self.departure or Departure(
             "other values go between pipeline ranks than when this step was recorded", _SHAPES_ADVICE, line
         )
         self.stage.transport.leave_channels()

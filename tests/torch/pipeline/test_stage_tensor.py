@@ -241,7 +241,7 @@ def test_python_questions_are_counted_and_make_the_path_uncertain_only_where_a_b
     for code in (lambda x: x.sum().item(), lambda x: bool(x.any())):
         with running(OWNER, Wire()) as microbatch:
             code(value_on(OWNER))
-            counted.append((microbatch.stage.hints.python_values, microbatch.dynamic))
+            counted.append((microbatch.stage.hints.python_values, microbatch.departure is not None))
     assert counted == [({"item": 1}, False), ({"__bool__": 1}, True)]
 
 
