@@ -94,7 +94,14 @@ def skipping_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+def of_any_length(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    length = int(torch.randint(2, 9, (1,), generator=generator))
+    ids = torch.randint(TOKENS, (size, length + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
 CASES = {
+    "lengths": Case(Tagger, of_any_length, masked_step),
     "numbers": Case(Tagger, with_numbers, scaled_step),
     "branch": Case(Tagger, some_labels, branching_step),
     "skipped backward": Case(Tagger, some_labels, skipping_step),
