@@ -4,10 +4,9 @@ The first microbatch of a new kind of step runs straight through all ranks and i
 derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`). After
 the second step the schedule is made again from measured times, and tried (`replan.py`).
 
-Two kinds of step never get a schedule; their microbatches run one after the other, in program order. In the first,
-Python asked for a value that a branch may depend on: the next microbatch may take another path, and the program's own
-order cannot deadlock whatever the path. In the second, microbatches would share state that modules keep between calls
-(`module_state.py`).
+Two kinds of step have no schedule; their microbatches run one after the other, in program order, which cannot deadlock
+whatever path each of them takes. In the first, microbatches go other ways than the recorded one, in several steps. In
+the second, they would share state that modules keep between calls (`module_state.py`).
 
 A rank that a microbatch visits more than once must be able to suspend it in the middle of the user's code and work on
 another one meanwhile::
@@ -92,6 +91,10 @@ class _StepKind:
     num_diverged: int = 0
     """Steps with microbatches that diverged from the record."""
     num_conflicting: int = 0
+    numbers: Hashable = ()
+    """Python's numbers among the arguments of the step that was recorded."""
+    depends_on_numbers: bool = False
+    """Whether those decide what is called: then steps with other numbers are other kinds of step."""
     footprint: list[int] = field(default_factory=list)
     """The sizes of the blocks of host memory that one microbatch's activations take."""
 
@@ -115,7 +118,12 @@ class Executor:
         """The latest schedule of each kind of step that is known and has one."""
         return {kind: known.schedule for kind, known in self._kinds.items() if known.schedule is not None}
 
-    def _known(self, kind: Hashable) -> _StepKind:
+    def _known(self, kind: Hashable, numbers: Hashable) -> _StepKind:
+        """Return what is known of a kind of step; `numbers` count where they decide what is called."""
+        known = self._known_kind(kind)
+        return self._known_kind((kind, numbers)) if known.depends_on_numbers else known
+
+    def _known_kind(self, kind: Hashable) -> _StepKind:
         """Return what is known of a kind of step, within bounds: shapes of data may vary without end.
 
         All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
@@ -133,16 +141,23 @@ class Executor:
         return known
 
     def run(
-        self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
+        self,
+        kind: Hashable,
+        body: Callable[[int], Any],
+        count: int,
+        before_last_backward: Callable[[], None],
+        numbers: Hashable = (),
     ) -> list[Any]:
         """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
 
         Args:
             kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
             before_last_backward: called just before this rank's last backward of the step.
+            numbers: what may be different in another step of this kind; if it turns out to decide what is called, steps
+                with other numbers are of other kinds.
         """
         started = time.perf_counter()
-        known = self._known(kind)
+        known = self._known(kind, numbers)
         self.stage.output_specs = known.output_specs
         meter = Meter() if known.num_steps == _REPLAN_AFTER - 1 else None
         step = _StepRunner(self.stage, body, count, before_last_backward, self.recorder, meter)
@@ -158,6 +173,7 @@ class Executor:
             reserve(self.stage, step.outputs[0], count)
             known.footprint = offload_hooks.footprint()
             known.plan, known.is_recorded = self._make_plan(known, microbatch, count), True
+            known.numbers = numbers
             self._reserve_host_memory(known, known.plan, count)
             self.stage.transport.connect(microbatch.transfers)
         plan = known.plan if known.trial is None else known.trial.next
@@ -175,10 +191,10 @@ class Executor:
         if known.trial is not None:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
         has_diverged = any(microbatch.diverged for microbatch in step.microbatches)
-        if plan is None or has_diverged:
+        if has_diverged or known.num_diverged:
             self.stage.hints.count_unscheduled(microbatch.departure for microbatch in step.microbatches)
         if has_diverged:
-            self._record_again(known)
+            self._record_again(known, numbers)
         elif known.num_conflicting == 1 and plan is None:
             # Record the second step too: what modules make only once (a table of positions) is no conflict there.
             known.is_recorded = False
@@ -191,13 +207,16 @@ class Executor:
         live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
         offload_hooks.reserve(known.footprint, live)
 
-    def _record_again(self, known: _StepKind) -> None:
+    def _record_again(self, known: _StepKind, numbers: Hashable) -> None:
         """Record a step again whose microbatches have diverged: perhaps it has changed for good."""
         # Nothing will ever arrive in the receives that were posted for the record's transfers.
         self.stage.transport.abandon(len(self.stage.microbatches))
         known.trial = None
-        known.num_diverged += 1
         known.plan = None
+        if numbers != known.numbers:
+            known.depends_on_numbers = True
+            return
+        known.num_diverged += 1
         known.is_recorded = known.num_diverged >= _MAX_DIVERGED_STEPS
 
     def _choose_next_plan(self, known: _StepKind, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
@@ -228,8 +247,6 @@ class Executor:
 
     def _make_plan(self, known: _StepKind, microbatch: Microbatch, count: int) -> StepPlan | None:
         """Return the plan of a kind of step from its first microbatch, None if it must run in program order."""
-        if microbatch.dynamic:
-            return None
         if conflicts := gather_conflicts(microbatch, self.stage):
             known.num_conflicting += 1
             # Warn the second time only: what changes in the first step may have been made there once and for all.

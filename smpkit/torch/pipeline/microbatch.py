@@ -33,6 +33,7 @@ from smpkit.torch.core.tensor_spec import (
 )
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
+from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
 from smpkit.torch.pipeline.message_order import DIVERGED, MAX_TRANSFERS, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import (
@@ -50,6 +51,7 @@ from smpkit.torch.pipeline.output_specs import (
     has_same_specs,
     make_placeholders,
     replicated_spec_of,
+    specs_in,
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
@@ -73,10 +75,10 @@ _T: Final = torch.Tensor
 _BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
 """Questions whose answer usually decides a branch, so that another microbatch may take another path."""
 
-_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or on what every rank has (labels, Python's own numbers)"
+_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or call the same layers in each branch"
 _SHAPES_ADVICE: Final = (
-    'hand the same layers the same shapes in each step (a masked loss: `reduction="none"` times the mask; lengths: '
-    "padding), or put the code whose shapes depend on the data into one torch.nn.Module"
+    'hand the same layers the same shapes in each step (padding, or `reduction="none"` times the mask), or '
+    "put the code whose shapes depend on the data into one torch.nn.Module"
 )
 
 
@@ -94,9 +96,7 @@ class Microbatch:
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
     departure: Departure | None = None
-    """Why it cannot follow a schedule, if so; `dynamic` is one reason, and `diverged` the other."""
-    dynamic = False
-    """Whether Python asked for a value that a branch may depend on."""
+    """Why it has diverged, or may: Python has asked for a value that a branch may depend on."""
     has_mutations = False
     """Whether a call has changed its arguments in place, on whichever rank."""
     has_backward = False
@@ -168,7 +168,8 @@ class Microbatch:
         changes = bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
-            return self.run_on_owner(owner_of_operation(args, kwargs, self.stage), func, name, func, args, kwargs, mode)
+            owner = owner_of_operation(args, kwargs, self.stage)
+            return self.run_on_owner(owner, func, name, func, args, kwargs, mode, is_inferable=True)
         if not all(isinstance(each, StageTensor) for each in targets):
             return self._change_everywhere(func, name, args, kwargs, targets)
         result = self.run_on_owner(targets[0].owner, func, name, func, args, kwargs, changes_first=changes)
@@ -213,6 +214,7 @@ class Microbatch:
         *,
         stream: bool | None = None,
         changes_first: bool = False,
+        is_inferable: bool = False,
     ) -> Any:
         """Run `function` on rank `owner` and make placeholders of its result everywhere else.
 
@@ -222,6 +224,7 @@ class Microbatch:
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
             changes_first: whether it certainly changes its first argument in place.
+            is_inferable: whether every rank may run `function` on tensors without data.
         """
         stage, caller_args = self.stage, (args, kwargs)
         with _NoTorchFunction():
@@ -230,10 +233,7 @@ class Microbatch:
             # Every rank makes the same transfers, whether it sends, receives or only counts them.
             call, args, kwargs = self._look_up_call(owner, target, args, kwargs, mode)
             if call.output_spec is MISSING:
-                # The owner broadcasts a first result, which all ranks must reach in program order. While other work ran
-                # in `_diverge`, another microbatch may have made the same call.
-                self._diverge()
-                stage.output_specs.look_up(call)
+                self._begin_new_call(call, function if is_inferable else None, args, kwargs)
 
             if owner != self._rank:
                 if stream is not None:
@@ -307,6 +307,23 @@ class Microbatch:
         kwargs = describe(kwargs, key, visit) if kwargs else kwargs
         return output_specs.add_call(target, mode_key, given, tuple(key)), args, kwargs
 
+    def _begin_new_call(
+        self, call: CachedCall, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it.
+
+        Args:
+            function: what every rank may run on tensors without data, if anything.
+        """
+        output_specs = self.stage.output_specs
+        if function is not None and (inferred := infer_output(function, args, kwargs, self.stage.device)) is not None:
+            output_specs.remember_inferred(call, *inferred)
+            return
+        # All ranks must reach a broadcast in program order. While other work ran in `_diverge`, another microbatch may
+        # have made the same call.
+        self._diverge()
+        output_specs.look_up(call)
+
     def _as_local_data(
         self, call: CachedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
@@ -352,6 +369,8 @@ class Microbatch:
     def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
         device, owner, segment = self.stage.device, self._rank, self._segments[self._rank]
+        if call.is_inferred:
+            output = with_strides_of(iter(specs_in(call.output_spec)), output)
         is_one, is_new = type(output) is torch.Tensor, call.output_spec is MISSING
         tensors = [output] if is_one else tensors_in(output)
         if is_new and any(tensor.is_nested for tensor in tensors):
@@ -399,8 +418,8 @@ class Microbatch:
 
     def note_dynamic(self, why: str) -> None:
         """Note that another microbatch may take another path."""
-        if not self.dynamic:
-            self.dynamic, self.departure = True, Departure(why, _BRANCH_ADVICE, script_line())
+        if self.departure is None:
+            self.departure = Departure(why, _BRANCH_ADVICE, script_line())
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -506,7 +525,9 @@ class Microbatch:
 
     def _leave_record(self, line: ScriptLine | None) -> None:
         self.diverged = True
-        self.departure = Departure(
+        if self.stage.random.reads_after_draw:
+            self.note_dynamic("a random number is drawn between layers and read by Python")
+        self.departure = self.departure or Departure(
             "other values go between pipeline ranks than when this step was recorded", _SHAPES_ADVICE, line
         )
         self.stage.transport.leave_channels()

@@ -1,8 +1,9 @@
 """What calls return, so that ranks which do not run a call can go on without waiting for it.
 
-The rank that runs a call of a new kind broadcasts its *output spec*: the result with a TensorSpec in place of each
-tensor, and how the call mutates or aliases its arguments (`mutation.py`). From then on all others make placeholders
-from it. Equal kinds of call have equal keys: the module or operation, its mode, and the specs of its arguments.
+Others make placeholders from the *output spec* of the call: the result with a TensorSpec in place of each tensor, and
+how the call mutates or aliases its arguments (`mutation.py`). For a new kind of call, all ranks infer it alike if it is
+an operation (`inferred_outputs.py`); else the rank that runs the call broadcasts it. Equal kinds of call have equal
+keys: the module or operation, its mode, and the specs of its arguments.
 
 [Note: the latest call] Most calls have the same arguments as the same call in the microbatch before. So for each module
 and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no key is made.
@@ -29,6 +30,7 @@ from smpkit.torch.pipeline.mutation import MutationInfo
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
 __all__ = [
+    "MAX_INFERRED",
     "MISSING",
     "CachedCall",
     "Collectors",
@@ -41,10 +43,14 @@ __all__ = [
     "make_placeholders",
     "replicated_spec_of",
     "returning_collected",
+    "specs_in",
 ]
 
 MISSING: Final[Any] = object()
 """The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
+
+MAX_INFERRED: Final = 1 << 12
+"""Inferred output specs that are kept, the oldest first to go."""
 
 _Mode = tuple[object, bool, torch.dtype | None]
 
@@ -66,6 +72,8 @@ class CachedCall:
     arguments: tuple[Any, ...] | None
     """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     mode: _Mode
+    is_inferred: bool = False
+    """Whether no rank had run the call when its output spec was made."""
 
 
 def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -100,6 +108,8 @@ class OutputSpecs:
     def __init__(self, parameter_owners: Container[int] = ()) -> None:
         self._parameter_owners = parameter_owners
         self._known: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
+        self._inferred: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
+        """Apart from the others, since each rank can make them again at any time."""
         self._latest: dict[Any, CachedCall] = {}
 
     def __len__(self) -> int:
@@ -145,6 +155,13 @@ class OutputSpecs:
         """Keep what a call of a new kind returns and does."""
         self._known[call.key] = call.output_spec, call.mutation_info = output_spec, mutation_info
 
+    def remember_inferred(self, call: CachedCall, output_spec: Any, mutation_info: MutationInfo | None) -> None:
+        """Keep what a call returns and does that no rank has run yet."""
+        self._inferred[call.key] = call.output_spec, call.mutation_info = output_spec, mutation_info
+        call.is_inferred = True
+        if len(self._inferred) > MAX_INFERRED:
+            del self._inferred[next(iter(self._inferred))]
+
     def add_call(self, target: Any, mode: _Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
         """Return the call with this key, which is the latest of its target from now on.
 
@@ -152,7 +169,9 @@ class OutputSpecs:
             args: the arguments, if `key` describes nothing else.
         """
         arguments = None if args is None else _comparable(args)
-        call = self._latest[target] = CachedCall(key, *self._known.get(key, (MISSING, None)), arguments, mode)
+        known, inferred = self._known.get(key), self._inferred.get(key)
+        found = known or inferred or (MISSING, None)
+        call = self._latest[target] = CachedCall(key, *found, arguments, mode, known is None and inferred is not None)
         return call
 
 
@@ -180,16 +199,17 @@ def has_same_specs(left: Any, right: Any) -> bool:
 
 def describe_difference(left: Any, right: Any) -> str:
     """Return the first difference of two output specs, for an error."""
-    for first, now in zip(_specs_in(left), _specs_in(right), strict=False):
+    for first, now in zip(specs_in(left), specs_in(right), strict=False):
         if first != now:
             return f"{first} the first time and {now} now"
     return "another structure than before"
 
 
-def _specs_in(output_spec: Any) -> list[TensorSpec]:
+def specs_in(output_spec: Any) -> list[TensorSpec]:
+    """Return the specs in an output spec, in order."""
     if isinstance(output_spec, TensorSpec):
         return [output_spec]
-    return [spec for part in (children(output_spec) or {}).values() for spec in _specs_in(part)]
+    return [spec for part in (children(output_spec) or {}).values() for spec in specs_in(part)]
 
 
 def active_collectors() -> Callable[[], Collectors | None]:

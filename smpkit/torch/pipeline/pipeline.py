@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
+_NUMBERS: Final = (int, float)
+"""What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
 
 
@@ -220,10 +222,11 @@ class Pipeline:
         assert self._executor is not None
         trainable = bytes(map(_NEEDS_GRADIENT, self._parameters))
         self._executor.stage.set_trainable(trainable)
+        described = signature((calls[0].args, calls[0].kwargs))
         kind = (
             function,
             trainable,
-            signature((calls[0].args, calls[0].kwargs)),
+            tuple([type(part) if type(part) in _NUMBERS else part for part in described]),
             torch.is_grad_enabled(),
             self._root.training,
             torch.is_autocast_enabled(state.device.type),
@@ -240,14 +243,12 @@ class Pipeline:
             # Enter the mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their
             # own.
             with random.between_units():
-                output = body(index)
-            if random.reads_after_draw:  # a branch on a random number may differ in the next microbatch
-                current_microbatch().note_dynamic("a random number is drawn between layers and read by Python")
-            return output
+                return body(index)
 
         versions = [tied.version for tied in self._tied]
         with random.training_step(training=self._root.training):
-            outputs = self._executor.run(kind, streamed, len(calls), before_last_backward)
+            numbers = tuple([part for part in described if type(part) in _NUMBERS])
+            outputs = self._executor.run(kind, streamed, len(calls), before_last_backward, numbers)
         for tied, version in zip(self._tied, versions, strict=True):
             if tied.version != version:
                 self._executor.stage.failed_alone = True

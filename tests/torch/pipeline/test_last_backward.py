@@ -17,7 +17,7 @@ from tests.torch.pipeline.test_rerecorded import own_way
 @smp.step
 def asking_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     loss = model(inputs).square().mean()
-    if loss < 0:  # so each microbatch may go another way, and all go straight
+    if loss < 0:  # the microbatch comes back to all ranks with the answer
         loss = -loss
     model.backward(loss)
     return loss
@@ -28,14 +28,14 @@ def told(step: Callable[[], object]) -> list[str]:
     engine, events = executor(), list[str]()
     run = engine.run
 
-    def listening(kind: Any, body: Any, count: int, before_last_backward: Any) -> list[Any]:
-        return run(kind, body, count, lambda: events.append("last"))
+    def listening(kind: Any, body: Any, count: int, _: Any, *numbers: Any) -> list[Any]:
+        return run(kind, body, count, lambda: events.append("last"), *numbers)
 
     def note(kind: str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         if kind != "F":
             events.append(f"{kind}{microbatch}.{segment}")
 
-    engine.run, engine.recorder = listening, note  # type: ignore[method-assign]
+    engine.run, engine.recorder = listening, note  # type: ignore[assignment, method-assign]
     split = split_segments()
     step()
     split |= split_segments()

@@ -32,6 +32,14 @@ def masked_step(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 @smp.step
+def masked_between_step(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    first, second = model.module
+    loss: torch.Tensor = second(first(x)[mask]).square().sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
 def asking_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(x).square().sum()
     loss.item()
@@ -108,16 +116,22 @@ def test_values_that_python_needs_in_each_step_are_reported_once_at_the_line_of_
 
 @smp.step
 def branching_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().sum()
-    if loss > 0:
-        model.backward(loss)
+    first, second = model.module
+    hidden = first(x)
+    if (x + 0 * hidden).sum() > 0:
+        hidden = first(second(hidden))
+    loss: torch.Tensor = second(hidden).square().sum()
+    model.backward(loss)
     return loss
 
 
 @smp.step
 def drawing_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    noise = torch.rand(1)
-    loss: torch.Tensor = model(x).square().sum() * (2 if noise.item() < 2 else 1)
+    first, second = model.module
+    hidden = first(x)
+    if torch.rand(1).item() < 2 * (x.sum() > 0):
+        hidden = first(second(hidden))
+    loss: torch.Tensor = second(hidden).square().sum()
     model.backward(loss)
     return loss
 
@@ -129,9 +143,9 @@ def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(8):
-            x = torch.arange(16.0).view(8, 2)
+            x = torch.arange(16.0).view(8, 2) * (-1) ** step
             if name == "mask":
-                masked_step(model, x, torch.arange(8) < step + 1)
+                masked_between_step(model, x, torch.arange(8) < step + 1)
             else:
                 {"branch": branching_step, "draw": drawing_step, "item": asking_step, "plain": train_step}[name](
                     model, x
@@ -144,8 +158,13 @@ def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
 @pytest.mark.parametrize(
     ("name", "why", "line", "advice"),
     [
-        ("mask", "other values go between pipeline ranks than when", "model(x)[mask]", "a masked loss"),
-        ("branch", "`__bool__` asks for the value of a tensor", "if loss > 0", "branch inside one torch.nn.Module"),
+        (
+            "mask",
+            "other values go between pipeline ranks than when",
+            "first(x)[mask]",
+            "the same layers the same shapes",
+        ),
+        ("branch", "`__bool__` asks for the value of a tensor", "if (x + 0 * hidden)", "call the same layers"),
         ("draw", "a random number is drawn between layers and read by Python", "drawing_step", "branch inside one"),
         ("item", "", "", ""),
         ("plain", "", "", ""),

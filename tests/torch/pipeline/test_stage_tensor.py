@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
+from smpkit.torch.pipeline.inferred_outputs import infer_output
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.mutation import MutationInfo
@@ -240,7 +241,7 @@ def test_python_questions_are_counted_and_make_the_path_uncertain_only_where_a_b
     for code in (lambda x: x.sum().item(), lambda x: bool(x.any())):
         with running(OWNER, Wire()) as microbatch:
             code(value_on(OWNER))
-            counted.append((microbatch.stage.hints.python_values, microbatch.dynamic))
+            counted.append((microbatch.stage.hints.python_values, microbatch.departure is not None))
     assert counted == [({"item": 1}, False), ({"__bool__": 1}, True)]
 
 
@@ -417,10 +418,17 @@ def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     assert result.owner == OTHER
 
 
-def test_a_known_call_asks_nobody_whatever_the_data() -> None:
-    wire = Wire()
+def test_an_operation_asks_nobody_and_is_inferred_once_whatever_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, inferred = Wire(), []
+
+    def noted(function: Any, *given: Any) -> Any:
+        inferred.append(function)
+        return infer_output(function, *given)
+
+    monkeypatch.setattr("smpkit.torch.pipeline.microbatch.infer_output", noted)
     with running(OWNER, wire) as microbatch:
         for _ in range(3):
             map_tensors(lambda _: None, value_on(OWNER) * 2 + X)
-        assert len(wire.told) == 2
+        assert len(inferred) == 2
         assert len(microbatch.call_trace) == 6
+    assert not wire.told
