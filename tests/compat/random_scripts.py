@@ -115,14 +115,22 @@ class Drawn:
             return 0.05 if self.half else 1e-4
         return {"fp64": 1e-8, "fp32": 1e-3, "amp": 0.02}.get(self.precision, 0.05)
 
-    def same_validation(self, job: Job) -> bool:
-        """Tell whether a job's evaluation is that of the reference.
+    @property
+    def counts_batches_once(self) -> bool:
+        """Whether running statistics are right: torch's recomputation counts a batch twice, as the schedule has it."""
+        return self.model == "gpt2" or self.norm != "batch" or self.recompute != "torch"
 
-        Running statistics are of a replica's own part; and torch's recomputation counts a batch twice, in the order of
-        the schedule.
+    def same_validation(self, job: Job) -> bool:
+        """Tell whether a job's evaluation is that of the reference; running statistics are of a replica's own part."""
+        return self.model == "gpt2" or self.norm != "batch" or (job.replicas == 1 and self.counts_batches_once)
+
+    def repeats_to_the_bit(self, job: Job) -> bool:
+        """Tell whether two runs of a job give the same bits.
+
+        Zero bubble decides by measured times which backwards it splits; of a weight that is used twice the gradients
+        are added in another order then.
         """
-        counted_alike = job.replicas == 1 and self.recompute != "torch"
-        return self.model == "gpt2" or self.norm != "batch" or counted_alike
+        return not (self.repeated and job.parameters.get("pipeline") == "zero_bubble")
 
     @property
     def half(self) -> bool:
