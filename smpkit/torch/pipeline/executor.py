@@ -118,12 +118,7 @@ class Executor:
         """The latest schedule of each kind of step that is known and has one."""
         return {kind: known.schedule for kind, known in self._kinds.items() if known.schedule is not None}
 
-    def _known(self, kind: Hashable, numbers: Hashable) -> _StepKind:
-        """Return what is known of a kind of step; `numbers` count where they decide what is called."""
-        known = self._known_kind(kind)
-        return self._known_kind((kind, numbers)) if known.depends_on_numbers else known
-
-    def _known_kind(self, kind: Hashable) -> _StepKind:
+    def _known(self, kind: Hashable) -> _StepKind:
         """Return what is known of a kind of step, within bounds: shapes of data may vary without end.
 
         All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
@@ -157,7 +152,9 @@ class Executor:
                 with other numbers are of other kinds.
         """
         started = time.perf_counter()
-        known = self._known(kind, numbers)
+        known = self._known(kind)
+        if known.depends_on_numbers:
+            known = self._known((kind, numbers))
         self.stage.output_specs = known.output_specs
         meter = Meter() if known.num_steps == _REPLAN_AFTER - 1 else None
         step = _StepRunner(self.stage, body, count, before_last_backward, self.recorder, meter)

@@ -369,9 +369,9 @@ class Microbatch:
     def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
         device, owner, segment = self.stage.device, self._rank, self._segments[self._rank]
-        if call.is_inferred:
-            output = with_strides_of(iter(specs_in(call.output_spec)), output)
         is_one, is_new = type(output) is torch.Tensor, call.output_spec is MISSING
+        if call.is_inferred and not (is_one and output.stride() == call.output_spec.stride):
+            output = with_strides_of(iter(specs_in(call.output_spec)), output)
         tensors = [output] if is_one else tensors_in(output)
         if is_new and any(tensor.is_nested for tensor in tensors):
             raise UsageError(
