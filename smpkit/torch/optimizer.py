@@ -203,7 +203,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         for name in _NAMES_OF_SET_TO_NONE:
             set_to_none = options.pop(name, set_to_none)
-        self.optimizer.zero_grad(**{_name_of_set_to_none(self.optimizer): set_to_none}, **options)
+        method = self.optimizer.zero_grad
+        method(**{_name_of_set_to_none(getattr(method, "__func__", method)): set_to_none}, **options)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
 
@@ -460,9 +461,10 @@ _OF_HALF_PRECISION: Final = frozenset({"overflow", "loss_scaler", "loss_scale", 
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
-def _name_of_set_to_none(optimizer: Any) -> str:
-    """Return what the optimizer calls the argument of `zero_grad` that torch calls `set_to_none`."""
-    parameters = inspect.signature(optimizer.zero_grad).parameters
+@functools.lru_cache(maxsize=8)  # to read a signature takes longer than to clear the gradients
+def _name_of_set_to_none(zero_grad: Callable[..., Any]) -> str:
+    """Return what an optimizer's `zero_grad` calls the argument that torch calls `set_to_none`."""
+    parameters = inspect.signature(zero_grad).parameters
     return next((name for name in _NAMES_OF_SET_TO_NONE if name in parameters), "set_to_none")
 
 

@@ -105,13 +105,12 @@ class Bucket:
         """
         for slot in list(self.reduced):
             self.stash_result(slot)
-        buffer = self.buffer()
-        if all(self._in_place(slot) for slot in range(len(self.params))):
-            buffer.div_(divisor)
-        else:
-            pieces = [self._flat_gradient(slot) for slot in range(len(self.params))]
-            torch.cat(pieces, out=buffer)
-            buffer.div_(divisor)
+        # One pass over the gradients: `cat` and `div_` of the whole would be two, which shows on a CPU.
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                torch.div(param.grad, divisor, out=view)  # which may be the gradient itself
         if self._all_used():
             self.flags.fill_(1)
         else:
@@ -148,21 +147,24 @@ class Bucket:
                 param.grad = None
             self.reset()
             return
-        used_anywhere = [True] * len(self.params) if flags is None else [flag != 0 for flag in flags]
-        for slot, param in enumerate(self.params):
+        gradients, results = [], []
+        for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             earlier = self.earlier_results.get(slot)
-            if not used_anywhere[slot]:
+            if flags is not None and flags[slot] == 0:  # no rank has used it
                 if earlier is not None:
                     param.grad = earlier
                 continue
             if earlier is not None:
-                self.views[slot].add_(earlier)
+                view.add_(earlier)
             if as_view:
-                param.grad = self.views[slot]
+                param.grad = view
             elif param.grad is None:
-                param.grad = self.views[slot].clone()
+                param.grad = view.clone()
             else:
-                param.grad.copy_(self.views[slot])
+                gradients.append(param.grad)
+                results.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, results)
         self.reset()
         if self.owner is not None:
             self.reduced = {slot for slot, param in enumerate(self.params) if param.grad is not None}
@@ -195,13 +197,6 @@ class Bucket:
     def _in_place(self, slot: int) -> bool:
         grad = self.params[slot].grad
         return grad is not None and grad.data_ptr() == self.views[slot].data_ptr() and grad.is_contiguous()
-
-    def _flat_gradient(self, slot: int) -> torch.Tensor:
-        grad = self.params[slot].grad
-        if grad is None:
-            return self._flat.new_zeros(self.numels[slot])
-        # `torch.cat` may not read what it writes.
-        return grad.detach().reshape(-1).clone() if self._in_place(slot) else grad.detach().reshape(-1)
 
 
 def plan_buckets(

@@ -240,15 +240,15 @@ class GradientReducer:
             self.on_backward_end()
 
     def _check(self, param: torch.Tensor, bucket: Bucket) -> None:
-        name = self._names[id(param)]
         if param.grad is not None and param.grad.layout is not torch.strided:
             raise UnsupportedError(
-                f"parameter `{name}` has a sparse gradient, which data parallelism does not reduce",
+                f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not reduce",
                 hint="make its embedding with sparse=False",
             )
         if bucket.index() < len(self._pending):
             raise UsageError(
-                f"parameter `{name}` received another gradient in the same backward, after its reduction had started",
+                f"parameter `{self._names[id(param)]}` received another gradient in the same backward, after its"
+                " reduction had started",
                 hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
             )
 

@@ -137,7 +137,7 @@ class RandomStreams:
     def skip(self) -> None:
         """Take the number of a call that another rank runs."""
         if self.active:
-            self._advance()
+            _CPU.manual_seed(self._seeds.after(_CPU.initial_seed()))
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,9 +156,8 @@ class RandomStreams:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
         with _WithoutModes():  # what follows is not an operation of the step
-            number = self._advance()
-            kept = _CPU.get_state()
-            seed = self._seed_of(mix(number, key), closed=closed)
+            caller = _CPU.initial_seed()
+            seed = self._seed_of(mix(self._seeds.number(caller), key), closed=closed)
             _CPU.manual_seed(seed)
             if device is not None:
                 kept_device = device.get_state()
@@ -171,15 +170,11 @@ class RandomStreams:
         finally:
             if mode is not None:
                 _push_mode(mode)
-            _CPU.set_state(kept)
+            # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
+            # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
+            _CPU.manual_seed(self._seeds.after(caller))
             if device is not None:
                 device.set_state(kept_device)
-
-    def _advance(self) -> int:
-        """Take the caller's number, and set its next one; see [Note: numbers without draws] in `stream_seeds.py`."""
-        seed = _CPU.initial_seed()
-        _CPU.manual_seed(self._seeds.after(seed))
-        return self._seeds.number(seed)
 
     def _seed_of(self, number: int, *, closed: bool) -> int:
         return self._seeds.closed(number) if closed else self._seeds.open(number)
