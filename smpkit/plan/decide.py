@@ -168,7 +168,8 @@ def _memory(
                 share=share,
                 persistent=config.sdp_param_persistence_threshold,
                 half="float16" if config.fp16 else "bfloat16" if config.bf16 else None,
-            )[stage]
+                only=stage,
+            )[0]
             for share in shares
         ]
 

@@ -33,7 +33,7 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
     return ChainLimits(
         live,
         random.uniform(0.1, 1.1) * whole,
-        random.choice([0, 30, 1000]),
+        random.choice([0, random.random() * live * sum(each.input_bytes for each in layers), 1000]),
         LinkSpeed(random.uniform(2, 60), random.uniform(2, 60), random.choice([None, 40])),
         window_layers=random.choice([0, 2, 4]),
     )
