@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smpkit.plan.memory import ModelFacts
     from smpkit.plan.offload.forecast import Speed
 
-__all__ = ["Planned", "World", "describe", "plan_of", "speed_of", "world_of"]
+__all__ = ["Planned", "World", "describe", "describe_each", "plan_of", "speed_of", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
 _DESCRIBE: Final = "smpkit.torch.describe"
@@ -156,11 +156,20 @@ def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, 
         cfg: says how many places there are, whether the model's own choice of them counts, and what is divided.
         ranks: how many the job has.
     """
+    return describe_each(target, source, [] if cfg is None else [cfg], ranks)[0]
+
+
+def describe_each(
+    target: str, source: Path, configs: Sequence[ModelParallelConfig], ranks: int = 1
+) -> list[ModelFacts]:
+    """Describe a model for several jobs, in one process; without any for one job with default parameters."""
     from smpkit.plan.memory import ModelFacts
 
-    num_places = 1 if cfg is None else cfg.pipeline_parallel_degree * cfg.virtual_pipeline_degree
-    places = f"--places={num_places}" if cfg is None or cfg.auto_partition else f"--by-hand={num_places}"
-    job = [] if cfg is None else [f"--job={ranks}:{cfg.model_dump_json(by_alias=True)}"]
-    arguments = [places, *job, target, str(source.absolute())]
+    num_places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)
+    by_hand = any(not each.auto_partition for each in configs)
+    places = f"--by-hand={num_places}" if by_hand else f"--places={num_places}"
+    jobs = [f"--job={ranks}:{each.model_dump_json(by_alias=True)}" for each in configs]
+    arguments = [places, *jobs, target, str(source.absolute())]
     what = f"`{target}` could not be described"
-    return ModelFacts.from_json(ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS))
+    said = ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS)
+    return [ModelFacts.from_json(line) for line in said.splitlines()]

@@ -39,6 +39,7 @@ COMMANDS: dict[str, Entry] = {
     "calibrate": Entry(
         "smpkit.cli.calibrate:calibrate", "Measure this machine, for `smpkit tune` and `smpkit plan`.", "Before"
     ),
+    "tune": Entry("smpkit.cli.tune:tune", "Search for the fastest configuration of a job.", "Before"),
     "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
     "run": Entry(
         "smpkit.cli.run:run",

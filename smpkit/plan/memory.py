@@ -86,6 +86,10 @@ class ModelFacts:
     """Names of the tensors that sharded data parallelism gathers together."""
     notes: tuple[str, ...] = ()
     """What tensor parallelism divides, and what not and why, in sentences."""
+    samples: int = 0
+    """In the microbatch that was traced: the first dimension of its first tensor; 0 without a trace."""
+    tokens: int = 0
+    """Elements of its first tensor of integers, or its samples."""
 
     @property
     def costs(self) -> list[UnitCost]:
@@ -128,6 +132,8 @@ class ModelFacts:
             dict(content["places"]),
             tuple(map(tuple, content["blocks"])),
             tuple(content["notes"]),
+            int(content["samples"]),
+            int(content["tokens"]),
         )
 
 

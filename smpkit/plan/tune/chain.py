@@ -158,8 +158,8 @@ def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
         limits.live, inf, limits.host_bytes, limits.link, limits.window_layers, limits.allowed
     )  # fmt: skip
     least = inf
-    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), limits):
-        for window in _thresholds(_inputs(layers, limits), limits):
+    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), boundless):
+        for window in _thresholds(_inputs(layers, limits), boundless):
             for state in _states(layers, boundless, largest, window)[0]:
                 least = min(least, cost_of(layers, _unfold(state), limits).device_bytes)
     return least
