@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smpkit.plan.decide import Plan
     from smpkit.plan.memory import ModelFacts
     from smpkit.plan.offload.forecast import Speed
+    from smpkit.plan.tune.features import Feature
 
 __all__ = ["Planned", "World", "describe", "describe_each", "plan_of", "speed_of", "world_of"]
 
@@ -49,6 +50,8 @@ class Planned:
     optimizer: str = ""
     limit_gib: float | None = None
     speed: Speed | None = None
+    features: tuple[Feature, ...] = ()
+    """What features save and cost, if compute and activations are known."""
 
     def fits(self, stage: int) -> bool:
         return self.limit_gib is None or self.plan.memory[stage].total_bytes <= self.limit_gib * GIB
@@ -124,16 +127,26 @@ def _sized(
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_of(world: World, options: dict[str, Any]) -> Planned:
-    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
+def plan_of(world: World, options: dict[str, Any], model: ModelFacts | None = None) -> Planned:
+    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts.
+
+    Args:
+        model: of this world, if it has been described already.
+    """
     from smpkit.plan.decide import decide
 
     if not options["model"]:
         return Planned(world, decide(world.parameters, world.ranks))
-    model = describe(options["model"], world.source, world.parameters, world.ranks)
+    if model is None:
+        model = describe(options["model"], world.source, world.parameters, world.ranks)
     speed, optimizer = speed_of(options), options["optimizer"]
     plan = decide(world.parameters, world.ranks, model, speed, optimizer)
-    return Planned(world, plan, optimizer, options["memory_gib"], speed)
+    found: list[Feature] = []
+    if model.traced:
+        from smpkit.plan.tune.features import features
+
+        found = features(world.parameters, world.ranks, model, speed, optimizer, plan)
+    return Planned(world, plan, optimizer, options["memory_gib"], speed, tuple(found))
 
 
 def speed_of(options: dict[str, Any]) -> Speed:

@@ -22,7 +22,18 @@ from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
 from smpkit.plan.tune.machine import Machine
 
-__all__ = ["Job", "Prediction", "RuledOut", "predict", "usable_bytes"]
+__all__ = [
+    "Job",
+    "Layer",
+    "Prediction",
+    "RuledOut",
+    "layers_of",
+    "predict",
+    "samples_per_microbatch",
+    "scaled",
+    "usable_bytes",
+    "with_choices",
+]
 
 _FRAMEWORK_BYTES: Final = 2**30
 """What a process has on a GPU beside tensors."""
@@ -152,7 +163,7 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
     model = job.models[config.tensor_parallel_degree]
     scale = samples / model.samples
-    return _Predicting(config, job, _scaled(model, scale)).run()
+    return _Predicting(config, job, scaled(model, scale)).run()
 
 
 class _Predicting:
@@ -162,7 +173,7 @@ class _Predicting:
         self._config, self._job, self._model = config, job, model
         self._machine = job.machine
         half = "float16" if config.fp16 else "bfloat16" if config.bf16 else None
-        self._layers = _layers_of(model)
+        self._layers = layers_of(model)
         self._mesh = Mesh.from_world(
             job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement_strategy
         )
@@ -184,7 +195,7 @@ class _Predicting:
                 plan = decide(
                     self._config,
                     self._job.ranks,
-                    _with_choices(self._model, self._layers, choices),
+                    with_choices(self._model, self._layers, choices),
                     self._speed,
                     self._job.optimizer,
                 )
@@ -357,7 +368,7 @@ class _Predicting:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A unit that can be recomputed, for one microbatch."""
 
     saved_bytes: int
@@ -365,22 +376,23 @@ class _Layer:
     flops: float
 
 
-def _layers_of(model: ModelFacts) -> dict[str, _Layer]:
+def layers_of(model: ModelFacts) -> dict[str, Layer]:
     """Return the units that can be recomputed: the repeated blocks, each with what the unit before hands to it."""
     blocks = {name for block in model.blocks for name in block}
-    found: dict[str, _Layer] = {}
+    found: dict[str, Layer] = {}
     before = 0
     for unit in model.units:
         cost = unit.cost
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
             # What a recomputation allocates is an upper bound of what a layer keeps that is not checkpointed.
             saved = cost.activation_bytes - cost.boundary_bytes + cost.recomputed_bytes
-            found[cost.name] = _Layer(saved, cost.boundary_bytes or before, cost.flops)
+            found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost.flops)
         before = cost.output_bytes
     return found
 
 
-def _with_choices(model: ModelFacts, layers: Mapping[str, _Layer], choices: Mapping[str, Choice]) -> ModelFacts:
+def with_choices(model: ModelFacts, layers: Mapping[str, Layer], choices: Mapping[str, Choice]) -> ModelFacts:
+    """Return the model in which layers are recomputed, unless they are kept."""
     units = []
     for unit in model.units:
         layer = layers.get(unit.cost.name)
@@ -399,7 +411,7 @@ def _with_choices(model: ModelFacts, layers: Mapping[str, _Layer], choices: Mapp
     return replace(model, units=tuple(units))
 
 
-def _scaled(model: ModelFacts, factor: float) -> ModelFacts:
+def scaled(model: ModelFacts, factor: float) -> ModelFacts:
     """Return the model with microbatches of another size: compute and activations grow with their samples."""
     if factor == 1:
         return model
