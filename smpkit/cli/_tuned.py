@@ -53,7 +53,7 @@ class _Source:
 def find(file: Path, overrides: Sequence[str], options: Mapping[str, Any]) -> Tuned:
     """Read everything and search."""
     from smpkit.plan.tune.machine import with_memory
-    from smpkit.plan.tune.predict import Job
+    from smpkit.plan.tune.predict import Job, half_of
     from smpkit.plan.tune.search import search
 
     source = _read(file, overrides)
@@ -63,7 +63,9 @@ def find(file: Path, overrides: Sequence[str], options: Mapping[str, Any]) -> Tu
     given = source.parameters.given()
     models = _models(source, options["model"], machine, ranks)
     samples = options["batch"] or _samples(source.parameters, models, ranks)
-    job = Job(models, machine, ranks, samples, options["optimizer"])
+    job = Job(models, machine, ranks, samples, options["optimizer"], half_of(source.parameters))
+    if not source.parameters.auto_partition:
+        _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
     found = search(job, given, budget_seconds=options["seconds"], precisions=options["precisions"])
     notes = list(dict.fromkeys(note.strip() for model in models.values() for note in model.notes))
     return Tuned(source.name, job, found, given, tuple(notes))
@@ -136,8 +138,7 @@ def _models(source: _Source, target: str, machine: Machine, ranks: int) -> dict[
     kept = {
         key: value
         for key, value in source.parameters.given().items()
-        if key in ("bf16", "fp16", "prescaled_batch", "optimize", "tensor_parallel_seed", "auto_partition")
-        or key == "default_partition"
+        if key in ("bf16", "fp16", "prescaled_batch", "optimize", "tensor_parallel_seed")
     }
     jobs = []
     for degree in degrees:

@@ -56,8 +56,12 @@ def tune(file: Path, overrides: tuple[str, ...], write: bool, as_json: bool, **o
     else:
         click.echo("\n".join(report(tuned, options["top"])))
     if not tuned.found.best:
-        nearest = tuned.found.nearest
-        reason = f"; the nearest lacks {nearest.missing_bytes / 2**30:.1f} GiB: {nearest.reason}" if nearest else ""
+        nearest, config = tuned.found.nearest, tuned.found.nearest_config
+        reason = ""
+        if nearest is not None and config is not None:
+            degrees = f"pipeline {config.pipeline_parallel_degree} × tensor {config.tensor_parallel_degree}"
+            lacks = f"lacks {nearest.missing_bytes / 2**30:.2f} GiB: {nearest.reason}"
+            reason = f"; the nearest, {degrees} with {config.microbatches} microbatches, {lacks}"
         raise SmpkitError(f"no configuration fits{reason}", hint=_remedy(tuned.found.nearest is not None))
     if write:
         _write(file, tuned.found.best[0], tuned.given)
@@ -80,13 +84,16 @@ def _write(file: Path, best: Prediction, given: dict[str, Any]) -> None:
     values = best.config.given()
     changed = {key: value for key, value in values.items() if given.get(key) != value or key not in given}
     gone = frozenset(key for key in given if key not in values)
+    if "pipeline_parallel_degree" in changed:
+        gone |= {"partitions"}  # its older name, by which the file may have it
     text = edited(place.read_text(encoding="utf-8"), str(place), path, changed, gone)
     new = place.with_name(f".{place.name}.tune{place.suffix}")
     try:
         new.write_text(text, encoding="utf-8")
-        load(new if place == file else file)  # what is written can be read
+        load(new)  # what is written can be read
         new.replace(place)
     finally:
         new.unlink(missing_ok=True)
+    shown = gone & given.keys()
     words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items()) or "nothing"
-    _console.current().note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(gone)) if gone else ''}")
+    _console.current().note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(shown)) if shown else ''}")

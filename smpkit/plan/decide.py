@@ -150,7 +150,7 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
     backward = {each: 2 * forward[each] + again[each] / speed.flops_per_second for each in runs}
     weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
     for segment, run in runs.items():
-        waited = sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
+        waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)

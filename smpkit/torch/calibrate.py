@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from smpkit.plan.tune.calibration import (
@@ -32,12 +33,15 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.cores import own_cores
 from smpkit.torch.distributed.init import extra_group, init
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.step import step
 
 __all__ = ["main"]
 
 _MIB: Final = 2**20
 _HEADS, _HEAD_SIZE = 8, 64
 _FEWEST_RUNS: Final = 3
+_MICROBATCHES, _STEPS = 16, 10
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -75,6 +79,7 @@ class _Measurement:
         link = self._link() if devices.is_asynchronous(self._device) else None
         messages, collectives = list(self._messages()), list(self._collectives())
         updates = self._updates()
+        action = self._action()
         machine = this_machine().model_copy(
             update={
                 "device": devices.device_name(self._device),
@@ -95,6 +100,7 @@ class _Measurement:
             messages=messages,
             collectives=collectives,
             updates_per_second=updates,
+            action_seconds=action,
         )
 
     # --- how ----------------------------------------------------------------------------------------------------------
@@ -254,6 +260,38 @@ class _Measurement:
         parameter.grad = torch.ones(count, device="cpu")
         optimizer = torch.optim.AdamW([parameter], fused=True)
         return count / self._together(optimizer.step)
+
+    def _action(self) -> float:
+        """Return what the runtime itself spends on an action: two stages that compute next to nothing."""
+        stages = 2 if state.size % 2 == 0 else 1
+        init(
+            {
+                "ddp": True,
+                "timeout_seconds": 120,
+                "pipeline_parallel_degree": stages,
+                "microbatches": _MICROBATCHES,
+                "skip_tracing": True,
+            }
+        )
+        model = DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))))
+        inputs = torch.zeros(_MICROBATCHES, 8, device=self._device)
+        seconds = [self._run_step(model, inputs) for _ in range(3 + _STEPS)]
+        return median(seconds[3:]) / (2 * (_MICROBATCHES + stages - 1))
+
+    def _run_step(self, model: DistributedModel, inputs: torch.Tensor) -> float:
+        self._barrier()
+        start = time.perf_counter()
+        _step(model, inputs)
+        devices.wait_for_stream(self._device)
+        self._barrier()
+        return time.perf_counter() - start
+
+
+@step
+def _step(model: DistributedModel, inputs: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(inputs).sum()
+    model.backward(loss)
+    return loss
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,6 +29,7 @@ def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
         ("all_gather", 2),
         ("reduce_scatter", 2),
     }
+    assert 0 < found.action_seconds < 1
     # 16 MiB take longer than 4 KiB, and a copy of all of it within memory is faster than a message.
     assert found.messages[-1].seconds > found.messages[0].seconds
     assert found.memory_bytes_per_second > 16 * 2**20 / found.messages[-1].seconds

@@ -157,6 +157,31 @@ def test_a_model_without_arguments_is_refused(zoo: Path, smpkit: Smpkit) -> None
 def test_what_cannot_fit_says_what_it_lacks(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "--memory-gib", "1.06", "--write")
     assert done.exit_code == 1
-    assert "no configuration fits; the nearest lacks 0.0 GiB: " in done.stderr
+    assert "no configuration fits; the nearest, pipeline " in done.stderr
+    assert " GiB with nothing kept" in done.stderr or "weights, gradients and states alone need" in done.stderr
     assert "hint: use more `--hosts`" in done.stderr
     assert (zoo / "job.yaml").read_text() == JOB
+
+
+def test_the_older_name_of_the_degree_is_replaced(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "job.yaml").write_text(JOB.replace("pipeline_parallel_degree: 4", "partitions: 16"))
+    done = tune(smpkit, "--write")
+    assert done.exit_code == 0, done.stderr
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    assert config.pipeline_parallel_degree != 16
+
+
+def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: Smpkit) -> None:
+    parameters = "# ours\npipeline_parallel_degree: 16  # deep\nmicrobatches: 16\nddp: true\n"
+    (zoo / "mp.yaml").write_text(parameters)
+    text = "entry_point: train.py\ncompute: {instance_type: ml.p4d.24xlarge, instance_count: 2}\n"
+    text += "distribution:\n  smdistributed: {modelparallel: {enabled: true, parameters: mp.yaml}}\n"
+    text += "  torch_distributed: {enabled: true}\n"
+    (zoo / "job.yaml").write_text(text)
+    done = tune(smpkit, "--write")
+    assert done.exit_code == 0, done.stderr
+    assert (zoo / "job.yaml").read_text() == text
+    changed = (zoo / "mp.yaml").read_text()
+    assert changed != parameters
+    assert changed.startswith("# ours\n")

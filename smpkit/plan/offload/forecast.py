@@ -38,6 +38,8 @@ class Speed:
     message_latency_seconds: float = 0.0
     """Of a message between stages."""
     message_seconds_per_byte: float = 0.0
+    action_seconds: float = 0.0
+    """What the runtime itself adds to each action."""
     collective_seconds: Mapping[str, float] = field(default_factory=dict)
     """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
     backward."""

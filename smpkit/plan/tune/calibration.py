@@ -129,6 +129,8 @@ class Calibration(Section):
     collectives: list[Collective] = Field(default_factory=list)
     updates_per_second: _Positive
     """Parameters that AdamW updates per second on a rank's cores."""
+    action_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """What the runtime itself spends on the forward or the backward of a microbatch on a stage, all ranks at once."""
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -65,6 +65,8 @@ class Machine:
     """Between hosts, for one rank while all ranks of its host send."""
     parallel_ranks: float
     """How many ranks of a host compute at full speed at the same time."""
+    action_seconds: float = 0.0
+    """What the runtime itself spends on each action."""
     on_host: bool = False
     """Ranks compute on the host: there is nothing to offload to."""
     measured: Mapping[tuple[Operation, int], Channel] = field(default_factory=dict)
@@ -168,6 +170,7 @@ def from_calibration(calibration: Calibration) -> Machine:
         local=local,
         remote=local,
         parallel_ranks=max(1.0, speed * calibration.ranks),
+        action_seconds=calibration.action_seconds,
         on_host=on_host,
         measured=dict(_collectives(calibration)),
     )

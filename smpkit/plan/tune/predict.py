@@ -15,7 +15,7 @@ from typing import Final
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import Plan, decide
-from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts
+from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.partition.assignment import UnitCost
@@ -27,6 +27,8 @@ __all__ = [
     "Layer",
     "Prediction",
     "RuledOut",
+    "half_of",
+    "in_precision",
     "layers_of",
     "predict",
     "samples_per_microbatch",
@@ -56,6 +58,8 @@ class Job:
     samples: int
     """In a step, over all ranks."""
     optimizer: str = "adamw"
+    half: str | None = None
+    """The half precision that `models` are described in; None: single."""
 
     @property
     def tokens(self) -> int:
@@ -163,7 +167,36 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
     model = job.models[config.tensor_parallel_degree]
     scale = samples / model.samples
-    return _Predicting(config, job, scaled(model, scale)).run()
+    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config)).run()
+
+
+def half_of(config: ModelParallelConfig) -> str | None:
+    """Return the half precision that a job computes in."""
+    return "float16" if config.fp16 else "bfloat16" if config.bf16 else None
+
+
+def in_precision(model: ModelFacts, described: str | None, config: ModelParallelConfig) -> ModelFacts:
+    """Return the model as `config` has it: in its precision, or for sharded data parallelism with what is divided."""
+    half = half_of(config)
+    if half != described:
+        size, factor = (2, 0.5) if half is not None else (4, 2.0)
+        if half is not None and described is not None:
+            factor = 1.0
+        old, new = described or "float32", half or "float32"
+        model = replace(
+            _in_dtype(model, old, new, size),
+            units=tuple(UnitFacts(_resized(unit.cost, factor), unit.tensors) for unit in model.units),
+        )
+    if half is not None and config.sharded_data_parallel_degree > 1:
+        model = _in_dtype(model, half, "float32", 4)  # masters are divided, and cast for computing
+    return model
+
+
+def _in_dtype(model: ModelFacts, old: str, new: str, itemsize: int) -> ModelFacts:
+    tensors = {
+        name: in_dtype(each, new, itemsize) if each.dtype == old else each for name, each in model.tensors.items()
+    }
+    return replace(model, tensors=tensors)
 
 
 class _Predicting:
@@ -172,7 +205,6 @@ class _Predicting:
     def __init__(self, config: ModelParallelConfig, job: Job, model: ModelFacts) -> None:
         self._config, self._job, self._model = config, job, model
         self._machine = job.machine
-        half = "float16" if config.fp16 else "bfloat16" if config.bf16 else None
         self._layers = layers_of(model)
         self._mesh = Mesh.from_world(
             job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement_strategy
@@ -180,10 +212,11 @@ class _Predicting:
         pipeline = self._machine.channel(self._hosts(CommGroup.PP_GROUP))
         self._collectives = dict(self._tensor_collectives())
         self._speed = Speed(
-            self._machine.flops(half),
+            self._machine.flops(half_of(config)),
             self._machine.link,
             pipeline.latency_seconds,
             1 / pipeline.bytes_per_second,
+            self._machine.action_seconds,
             self._collectives,
         )
 
@@ -419,12 +452,18 @@ def scaled(model: ModelFacts, factor: float) -> ModelFacts:
 
 
 def _scaled_cost(cost: UnitCost, factor: float) -> UnitCost:
-    sizes = ("activation_bytes", "output_bytes", "boundary_bytes", "recomputed_bytes")
+    flops, again = factor * cost.flops, factor * cost.recomputed_flops
+    return replace(_resized(cost, factor), flops=flops, recomputed_flops=again)
+
+
+def _resized(cost: UnitCost, factor: float) -> UnitCost:
+    """Return the cost with activations of another size."""
     return replace(
         cost,
-        flops=factor * cost.flops,
-        recomputed_flops=factor * cost.recomputed_flops,
-        **{name: round(factor * getattr(cost, name)) for name in sizes},
+        activation_bytes=round(factor * cost.activation_bytes),
+        output_bytes=round(factor * cost.output_bytes),
+        boundary_bytes=round(factor * cost.boundary_bytes),
+        recomputed_bytes=round(factor * cost.recomputed_bytes),
     )
 
 

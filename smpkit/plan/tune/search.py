@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.mesh import Mesh
-from smpkit.plan.tune.predict import Job, Prediction, RuledOut, predict, usable_bytes
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, predict, usable_bytes
 
 __all__ = ["Found", "search"]
 
@@ -216,9 +216,9 @@ class _Search:
         if self._job.samples % readers:
             self._reasons["the samples of a step cannot be divided over the replicas"] += 1
             return
-        for rounds in _divisors(self._job.samples // readers):
-            if rounds <= _MOST_MICROBATCHES and (rounds >= stages or stages == 1):
-                yield rounds
+        possible = [each for each in _divisors(self._job.samples // readers) if each <= _MOST_MICROBATCHES]
+        # Fewer than there are stages leave some idle all the time; they count where there are not more.
+        yield from [each for each in possible if each >= stages] or possible[-1:]
 
     def _around(self, config: ModelParallelConfig) -> Iterator[ModelParallelConfig]:
         """Yield what differs from `config` in the rest of what is searched."""
@@ -273,9 +273,8 @@ class _Search:
         All ranks together compute what the samples take. Beside that the last stage waits at least for the forwards of
         one microbatch on the others.
         """
-        half = "half" if config.fp16 or config.bf16 else None
         mesh = Mesh.from_world(self._job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree)
-        work = 3 * self._flops * self._job.samples / mesh.size / self._job.machine.flops(half)
+        work = 3 * self._flops * self._job.samples / mesh.size / self._job.machine.flops(half_of(config))
         stages, rounds = mesh.pp_size, config.microbatches
         forward = work / 3 / rounds
         fill = (stages - 1) / config.virtual_pipeline_degree * forward
@@ -296,7 +295,7 @@ class _Search:
 
 _DEPENDENT: Final = frozenset(
     {"active_microbatches", "virtual_pipeline_degree", "pipeline", "partitions", "offload_activations"}
-    | {"activation_loading_horizon", "memory_weight"}
+    | {"activation_loading_horizon", "memory_weight", "auto_partition", "default_partition"}
 )
 """Parameters whose defaults are the start of the search; what suits other degrees does not suit these."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -324,8 +323,3 @@ def _sentence(found: RuledOut) -> str:
     return {"memory": "do not fit the device, however much is recomputed or offloaded", "batch": found.reason}.get(
         found.kind, found.reason
     )
-
-
-def kinds(reasons: Iterable[str]) -> list[str]:
-    """Return reasons in the order of their counts, those of the schema last."""
-    return sorted(reasons, key=lambda reason: reason.startswith("refused"))

@@ -11,12 +11,13 @@ from smpkit.errors import ConfigError
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.machine import Machine, from_calibration
-from smpkit.plan.tune.predict import Job, Prediction, RuledOut, predict, usable_bytes
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, in_precision, predict, usable_bytes
 from smpkit.plan.tune.search import search
 from tests.plan.tune.facts import facts
 from tests.plan.tune.models import MIB, gpt
 
 MACHINE = from_calibration(Calibration.model_validate(facts()))
+BF16, _ = ModelParallelConfig.from_sources({"bf16": True, "ddp": True}, None)
 
 
 def with_device(gib: float) -> Machine:
@@ -98,6 +99,13 @@ def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
     assert found.kind == "batch"
 
 
+def test_what_the_runtime_spends_on_actions_counts() -> None:
+    where = replace(job(), machine=replace(MACHINE, action_seconds=0.01))
+    plain, slower = (a_prediction(each, pipeline_parallel_degree=4, microbatches=8) for each in (job(), where))
+    # 8 microbatches forward and backward on the last stage, and what comes before and after on the others.
+    assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
+
+
 def test_ranks_that_share_cores_wait_for_each_other() -> None:
     """Four stages on two cores: the host computes as much as with two ranks, whatever the schedule is."""
     two = replace(job(), machine=replace(MACHINE, parallel_ranks=2.0))
@@ -106,6 +114,22 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
     work = 3 * 13e12 * 32 / 10e12
     assert shared.compute_seconds + shared.bubble_seconds == pytest.approx(work / 2, rel=0.01)
     assert alone.compute_seconds + alone.bubble_seconds < work / 2
+
+
+def test_precision_changes_what_is_held() -> None:
+    plain = a_prediction(job(), microbatches=8).plan.memory[0]
+    half = a_prediction(job(), microbatches=8, bf16=True).plan.memory[0]
+    assert half.parameters_bytes == plain.parameters_bytes // 2
+    assert half.masters_bytes == plain.parameters_bytes
+    assert half.optimizer_bytes == plain.optimizer_bytes
+    # Sharded data parallelism divides the masters, and gathers in half precision.
+    sharded = a_prediction(job(), microbatches=8, bf16=True, sharded_data_parallel_degree=4).plan.memory[0]
+    assert sharded.parameters_bytes == plain.parameters_bytes // 4
+    assert sharded.masters_bytes == 0
+    assert sharded.gathered_bytes > 0
+    described = replace(job(), models={1: in_precision(gpt(), None, BF16)}, half="bfloat16")
+    assert a_prediction(described, microbatches=8, bf16=True).plan.memory[0] == half
+    assert a_prediction(described, microbatches=8).plan.memory[0] == plain
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
