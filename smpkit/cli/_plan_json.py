@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from smpkit.cli import _plan_offload
@@ -57,4 +58,5 @@ def _plain_model(made: Planned) -> dict[str, Any]:
         "shared_parameters": shared,
         "stages": stages,
         "offload": offload,
+        "features": [asdict(each) for each in made.features],
     }

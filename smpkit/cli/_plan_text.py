@@ -36,6 +36,24 @@ def report(made: Planned) -> Iterator[str]:
     if made.plan.forecasts and made.speed is not None:
         yield ""
         yield from _plan_offload.report(made.plan.forecasts, made.world.parameters, made.speed)
+    if made.features:
+        yield ""
+        yield from _features(made)
+
+
+def _features(made: Planned) -> Iterator[str]:
+    """Yield what each feature saves and costs here, by the simulated schedule; those that are on have a mark."""
+    rows = [["features", "saves of the fullest rank", "on the host", "time per sample"]]
+    for each in made.features:
+        host = f"+{_bytes(each.host_bytes)}" if each.host_bytes else ""
+        mark = " (on)" if each.is_on else ""
+        rows.append([f"{each.setting}{mark}", _bytes(each.saved_bytes), host, f"{each.cost:+.1%}"])
+    yield from table(rows, width())
+
+
+def _bytes(num_bytes: int) -> str:
+    sign, size = "-" if num_bytes < 0 else "", abs(num_bytes)
+    return f"{sign}{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{sign}{size / _MIB:.1f} MiB"
 
 
 def _indented(text: str) -> Iterator[str]:
@@ -144,12 +162,28 @@ def _memory(made: Planned) -> Iterator[str]:
     yield f"(parameters and buffers in {', '.join(dtypes)}; {peak})"
 
 
+def _remedy(made: Planned) -> str:
+    """Return the one change by which the model fits, or what saves most."""
+    from smpkit.plan.tune.features import remedy
+
+    assert made.limit_gib is not None
+    one = remedy(list(made.features), made.limit_gib * GIB)
+    if one is not None:
+        peak = f"{_bytes(one.peak_bytes)} on the fullest rank"
+        return f"`{one.setting}` makes it fit: {peak}, and a sample takes {one.cost:+.1%}"
+    useful = [each for each in made.features if not each.is_on and each.saved_bytes > 0]
+    if not useful:
+        return "raise `pipeline_parallel_degree`, or lower `active_microbatches`"
+    most = useful[0]
+    return f"no single change makes it fit; `{most.setting}` saves most, and `smpkit tune` searches for several"
+
+
 def advise(made: Planned) -> None:
     console = _console.current()
     too_big = [str(stage) for stage in range(len(made.plan.memory)) if not made.fits(stage)]
     if too_big:
         console.warn(f"does not fit {made.limit_gib:g} GiB: stage {', '.join(too_big)}")
-        console.hint("raise `pipeline_parallel_degree`, or lower `active_microbatches`")
+        console.hint(_remedy(made))
     if made.plan.model is not None and made.world.parameters.offload_activations:
         _plan_offload.advise(made.plan.forecasts, made.world.parameters, made.plan.model)
     for note in () if made.plan.model is None else made.plan.model.notes:

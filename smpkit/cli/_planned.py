@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from smpkit.plan.decide import Plan
     from smpkit.plan.memory import ModelFacts
     from smpkit.plan.offload.forecast import Speed
+    from smpkit.plan.tune.features import Feature
 
-__all__ = ["Planned", "World", "describe", "plan_of", "speed_of", "world_of"]
+__all__ = ["Planned", "World", "describe", "describe_each", "plan_of", "speed_of", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
 _DESCRIBE: Final = "smpkit.torch.describe"
@@ -49,6 +50,8 @@ class Planned:
     optimizer: str = ""
     limit_gib: float | None = None
     speed: Speed | None = None
+    features: tuple[Feature, ...] = ()
+    """What features save and cost, if compute and activations are known."""
 
     def fits(self, stage: int) -> bool:
         return self.limit_gib is None or self.plan.memory[stage].total_bytes <= self.limit_gib * GIB
@@ -124,16 +127,26 @@ def _sized(
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_of(world: World, options: dict[str, Any]) -> Planned:
-    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
+def plan_of(world: World, options: dict[str, Any], model: ModelFacts | None = None) -> Planned:
+    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts.
+
+    Args:
+        model: of this world, if it has been described already.
+    """
     from smpkit.plan.decide import decide
 
     if not options["model"]:
         return Planned(world, decide(world.parameters, world.ranks))
-    model = describe(options["model"], world.source, world.parameters, world.ranks)
+    if model is None:
+        model = describe(options["model"], world.source, world.parameters, world.ranks)
     speed, optimizer = speed_of(options), options["optimizer"]
     plan = decide(world.parameters, world.ranks, model, speed, optimizer)
-    return Planned(world, plan, optimizer, options["memory_gib"], speed)
+    found: list[Feature] = []
+    if model.traced:
+        from smpkit.plan.tune.features import features
+
+        found = features(world.parameters, world.ranks, model, speed, optimizer, plan)
+    return Planned(world, plan, optimizer, options["memory_gib"], speed, tuple(found))
 
 
 def speed_of(options: dict[str, Any]) -> Speed:
@@ -156,11 +169,20 @@ def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, 
         cfg: says how many places there are, whether the model's own choice of them counts, and what is divided.
         ranks: how many the job has.
     """
+    return describe_each(target, source, [] if cfg is None else [cfg], ranks)[0]
+
+
+def describe_each(
+    target: str, source: Path, configs: Sequence[ModelParallelConfig], ranks: int = 1
+) -> list[ModelFacts]:
+    """Describe a model for several jobs, in one process; without any for one job with default parameters."""
     from smpkit.plan.memory import ModelFacts
 
-    num_places = 1 if cfg is None else cfg.pipeline_parallel_degree * cfg.virtual_pipeline_degree
-    places = f"--places={num_places}" if cfg is None or cfg.auto_partition else f"--by-hand={num_places}"
-    job = [] if cfg is None else [f"--job={ranks}:{cfg.model_dump_json(by_alias=True)}"]
-    arguments = [places, *job, target, str(source.absolute())]
+    num_places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)
+    by_hand = any(not each.auto_partition for each in configs)
+    places = f"--by-hand={num_places}" if by_hand else f"--places={num_places}"
+    jobs = [f"--job={ranks}:{each.model_dump_json(by_alias=True)}" for each in configs]
+    arguments = [places, *jobs, target, str(source.absolute())]
     what = f"`{target}` could not be described"
-    return ModelFacts.from_json(ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS))
+    said = ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS)
+    return [ModelFacts.from_json(line) for line in said.splitlines()]

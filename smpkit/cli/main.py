@@ -36,6 +36,10 @@ COMMANDS: dict[str, Entry] = {
         "smpkit.cli.validate:validate", "Check a job file and report every problem, with its line.", "Before"
     ),
     "plan": Entry("smpkit.cli.plan:plan", "Show what a job would do: ranks, schedule, parts, memory.", "Before"),
+    "calibrate": Entry(
+        "smpkit.cli.calibrate:calibrate", "Measure this machine, for `smpkit tune` and `smpkit plan`.", "Before"
+    ),
+    "tune": Entry("smpkit.cli.tune:tune", "Search for the fastest configuration of a job.", "Before"),
     "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
     "run": Entry(
         "smpkit.cli.run:run",

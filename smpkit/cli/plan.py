@@ -30,9 +30,18 @@ _OPTIMIZERS: Final = ("sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 @click.option("--memory-gib", type=float, help="Memory of one rank's device: say whether the model fits.")
 @click.option("--tflops", type=float, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
 @click.option("--link-gbs", type=float, default=25.0, help="Its link with the host, GB/s each way (25).")
+@click.option("--compare", nargs=2, type=click.Path(path_type=Path), metavar="A B", help="Plan two files side by side.")
+@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @_plan_offload_model.options
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(file: Path | None, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def plan(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    compare: tuple[Path, Path] | None,
+    sweeps: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options. Nothing is started
@@ -42,9 +51,14 @@ def plan(file: Path | None, overrides: tuple[str, ...], as_json: bool, **options
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
     pair of it and the arguments for one microbatch; then compute and activations are known too. Its tensors have no
     data, so a model that fits no machine can be planned.
+
+    KEY of `--sweep` is a parameter such as `microbatches`, or the place of any setting; several are combined.
     """
     if options["offload_model"]:
         _offload_model(file, options, as_json=as_json)
+        return
+    if compare or sweeps:
+        _several(file, overrides, options, compare, sweeps, as_json=as_json)
         return
     from smpkit.cli._plan_json import plain
     from smpkit.cli._plan_text import advise, report
@@ -70,3 +84,25 @@ def _offload_model(file: Path | None, options: dict[str, Any], *, as_json: bool)
         return sum(tensor.num_elements for tensor in describe(target, Path()).tensors.values())
 
     _plan_offload_model.run(options, count if target else None, as_json=as_json)
+
+
+def _several(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    options: dict[str, Any],
+    compare: tuple[Path, Path] | None,
+    sweeps: tuple[str, ...],
+    *,
+    as_json: bool,
+) -> None:
+    from smpkit.cli._plan_several import compared, plain, report, swept
+
+    if compare and (file is not None or sweeps):
+        raise UsageError("`--compare` names both of its files", hint="leave FILE and `--sweep` out")
+    if compare:
+        found = compared(compare, overrides, options)
+    elif file is None:
+        raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
+    else:
+        found = swept(file, sweeps, overrides, options)
+    click.echo(json.dumps(plain(found), indent=2) if as_json else "\n".join(report(found)))

@@ -9,7 +9,8 @@ output to the next one, and adds what can only be predicted: memory and the cour
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
@@ -119,13 +120,25 @@ def decide(
     assert speed is not None, "the costs of a model's units need the speed of a device"
     assignment = assign_units(config, model.costs, model.places)
     runs = runs_of(model.costs, assignment)
-    schedule = policy.schedule(linear_graph(runs, degree, has_backward), config.microbatches)
+    schedule = _scheduled(policy, linear_graph(runs, degree, has_backward), config.microbatches)
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
     memory = _memory(config, mesh, model, assignment, peak_live_shares(schedule, runs), forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts)
+
+
+def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:
+    """Return the schedule of a graph; without costs it does not depend on how large messages are."""
+    bare = replace(graph, transfers=tuple(replace(each, num_bytes=0) for each in graph.transfers))
+    return replace(_schedule_of(policy, bare, num_microbatches), graph=graph)
+
+
+@lru_cache(maxsize=512)
+def _schedule_of(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:
+    """Remember schedules: whoever compares configurations asks for the same ones again and again."""
+    return policy.schedule(graph, num_microbatches)
 
 
 def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
@@ -136,7 +149,11 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
     again = {segment: sum(unit.recomputed_flops for unit in run) for segment, run in runs.items()}
     backward = {each: 2 * forward[each] + again[each] / speed.flops_per_second for each in runs}
     weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
-    return Costs(forward, backward, weight)
+    for segment, run in runs.items():
+        waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
+        forward[segment] += waited
+        backward[segment] += waited
+    return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 
 def _memory(
@@ -168,7 +185,8 @@ def _memory(
                 share=share,
                 persistent=config.sdp_param_persistence_threshold,
                 half="float16" if config.fp16 else "bfloat16" if config.bf16 else None,
-            )[stage]
+                only=stage,
+            )[0]
             for share in shares
         ]
 

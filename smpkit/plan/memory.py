@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from smpkit.errors import SmpkitError
-from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 
 __all__ = [
@@ -86,6 +86,10 @@ class ModelFacts:
     """Names of the tensors that sharded data parallelism gathers together."""
     notes: tuple[str, ...] = ()
     """What tensor parallelism divides, and what not and why, in sentences."""
+    samples: int = 0
+    """In the microbatch that was traced: the first dimension of its first tensor; 0 without a trace."""
+    tokens: int = 0
+    """Elements of its first tensor of integers, or its samples."""
 
     @property
     def costs(self) -> list[UnitCost]:
@@ -128,6 +132,8 @@ class ModelFacts:
             dict(content["places"]),
             tuple(map(tuple, content["blocks"])),
             tuple(content["notes"]),
+            int(content["samples"]),
+            int(content["tokens"]),
         )
 
 
@@ -179,6 +185,7 @@ def memory_of_ranks(
     share: Share | None = None,
     persistent: int = 0,
     half: str | None = None,
+    only: int | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank at its peak.
 
@@ -192,6 +199,7 @@ def memory_of_ranks(
         persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
         half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
             float32 masters. With sharded data parallelism what is gathered has it, and what is divided are the masters.
+        only: the pipeline rank that is asked for; None: all of them.
     """
     share = share or Share()
     pieces_reduced = replicated and (share.rdp[1] > 1 or share.dp[1] == 1)
@@ -201,10 +209,15 @@ def memory_of_ranks(
     alone = {name for name in model.tensors if num_holders[name] == 1}
     found = []
     for rank, names in enumerate(held):
+        if only not in (None, rank):
+            continue
         whole = {name: piece_of(model.tensors[name], share) for name in sorted(names)}
         tensors = [part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
-        updated = owned(trained, share, names - alone)
+        updated = max(
+            (owned(trained, each, names - alone) for each in share.each()),
+            key=lambda tensors: _states_bytes(tensors, half, states_per_parameter),
+        )
         masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
         alike = [tensor for tensor in updated if tensor.dtype != half]
         reduced = [
@@ -249,6 +262,15 @@ def _bytes(tensors: Iterable[TensorFacts]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
 
+def _states_bytes(tensors: Iterable[TensorFacts], half: str | None, states_per_parameter: int) -> int:
+    return sum(
+        4 * each.num_elements * (1 + states_per_parameter)
+        if each.dtype == half
+        else each.num_bytes * states_per_parameter
+        for each in tensors
+    )
+
+
 def _by_dtype(tensors: Iterable[TensorFacts]) -> dict[str, int]:
     found: dict[str, int] = {}
     for tensor in tensors:
@@ -266,6 +288,8 @@ class Share:
         rdp: position among exact replicas, and how many they are.
         shards_states: each optimizer state lies on one of the ranks that average its gradient.
         sharding_degree: over how many replicas parameters, gradients and states are divided.
+        positions: both positions of all ranks that are meant, of which the one with most states counts; empty: those of
+            `dp` and `rdp`.
     """
 
     tp_rank: int = 0
@@ -273,22 +297,30 @@ class Share:
     rdp: tuple[int, int] = (0, 1)
     shards_states: bool = False
     sharding_degree: int = 1
+    positions: tuple[tuple[int, int], ...] = ()
+
+    def each(self) -> Iterator[Share]:
+        """Yield the share of each rank that is meant."""
+        if not self.positions:
+            yield self
+        for dp, rdp in self.positions:
+            yield replace(self, dp=(dp, self.dp[1]), rdp=(rdp, self.rdp[1]), positions=())
 
 
 def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool, sharding_degree: int) -> list[Share]:
-    """Return the shares of all ranks that hold a pipeline partition."""
-    every = range(mesh.pp_size * mesh.tp_size * mesh.rdp_size)
-    ranks = [rank for rank in every if mesh.coordinates(rank).pp == pp_rank]
-    return [
-        Share(
-            mesh.coordinates(rank).tp,
-            (mesh.index(CommGroup.DP_GROUP, rank), mesh.dp_size),
-            (mesh.index(CommGroup.RDP_GROUP, rank), mesh.rdp_size),
-            shards_states,
-            sharding_degree,
-        )
-        for rank in ranks
-    ]
+    """Return the shares of all ranks that hold a pipeline partition: one of each tensor rank, whose replicas are alike.
+
+    Where states are sharded, replicas differ in the states that they keep.
+    """
+    found = []
+    for tp in range(mesh.tp_size):
+        ranks = [mesh.rank(Coordinates(pp_rank, tp, rdp)) for rdp in range(mesh.rdp_size)] if shards_states else []
+        positions = [
+            (mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in sorted(ranks)
+        ]
+        sizes = (0, mesh.dp_size), (0, mesh.rdp_size)
+        found.append(Share(tp, *sizes, shards_states, sharding_degree, tuple(positions)))
+    return found
 
 
 def piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:

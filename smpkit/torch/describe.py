@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError, UsageError
@@ -110,7 +111,18 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     call = None if inputs is None else _forward_call(model, inputs, mode)
     facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
     kept = {name: in_dtype(facts.tensors[name], _dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
-    return replace(facts, tensors={**facts.tensors, **kept})
+    samples, tokens = _size_of(inputs)
+    return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
+
+
+def _size_of(inputs: Any) -> tuple[int, int]:
+    """Return how many samples and tokens a microbatch has."""
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dim()]
+    if not tensors:
+        return 0, 0
+    samples = tensors[0].shape[0]
+    texts = [each for each in tensors if not each.is_floating_point() and each.dim() > 1]
+    return samples, texts[0].numel() if texts else samples
 
 
 def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -228,11 +240,11 @@ def main(arguments: Sequence[str]) -> int:
 
     ::
 
-        [--places=N | --by-hand=N] [--job=N:{...}] module:factory [folder ...]
+        [--places=N | --by-hand=N] [--job=N:{...} ...] module:factory [folder ...]
 
         --places    the number of partitions that the factory may name
         --by-hand   the same, and its units are placed there
-        --job       the number of ranks, and the parameters of the job
+        --job       the number of ranks, and the parameters of the job; of several jobs each description is a line
         folder      where the module is found
 
     What user code prints goes to stderr.
@@ -244,15 +256,19 @@ def main(arguments: Sequence[str]) -> int:
             if option in ("--places", "--by-hand"):
                 num_partitions, by_hand = int(places), option == "--by-hand"
                 arguments = arguments[1:]
-            cfg, world_size = None, 1
-            if arguments[0].startswith(_JOB_OPTION):
+            jobs: list[tuple[ModelParallelConfig | None, int]] = []
+            while arguments[0].startswith(_JOB_OPTION):
                 ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
-                cfg, world_size = ModelParallelConfig.model_validate_json(parameters), int(ranks)
+                jobs.append((ModelParallelConfig.model_validate_json(parameters), int(ranks)))
                 arguments = arguments[1:]
             target, *folders = arguments
             sys.path[:0] = folders
-            facts = describe(_import_factory(target), num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size)
-            write(facts.to_json())
+            factory = _import_factory(target)
+            lines = [
+                describe(factory, num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size).to_json()
+                for cfg, world_size in jobs or [(None, 1)]
+            ]
+            write("\n".join(lines))
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
             return error.exit_code

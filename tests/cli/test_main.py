@@ -27,6 +27,8 @@ Start:
 Before:
   validate    Check a job file and report every problem, with its line.
   plan        Show what a job would do: ranks, schedule, parts, memory.
+  calibrate   Measure this machine, for `smpkit tune` and `smpkit plan`.
+  tune        Search for the fastest configuration of a job.
   schema      Print the JSON Schema of the configuration.
 
 Run:

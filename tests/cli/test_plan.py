@@ -283,3 +283,77 @@ def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpki
 def test_speeds_must_be_speeds(smpkit: Smpkit) -> None:
     result = smpkit("plan", "--pp", "2", "--model", "zoo:Net", "--link-gbs", "0")
     assert (result.exit_code, "`--link-gbs` is 0" in result.stderr) == (2, True)
+
+
+# --- several plans, and what features save ----------------------------------------------------------------------------
+
+
+def test_two_files_are_compared(folder: Path, smpkit: Smpkit) -> None:
+    (folder / "other.yaml").write_text((folder / "job.yaml").read_text().replace("microbatches: 4", "microbatches: 8"))
+    done = smpkit("plan", "--compare", "job.yaml", "other.yaml")
+    assert done.exit_code == 0, done.stderr
+    assert (
+        done.stdout.splitlines()
+        == [
+            "                   pp×tp×dp  microbatches     schedule  bubble  live",
+            "job.yaml              2×2×4             4  interleaved   20.0%     2",
+            "other.yaml (best)     2×2×4             8  interleaved   11.1%     2",
+            "microbatches: 4 → 8",
+            "active_microbatches: 4 → 4",
+        ][:4]
+    )
+
+
+def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Smpkit) -> None:
+    sweep = ["--sweep", "microbatches=2,8", "--sweep", "pipeline_parallel_degree=2,3,4"]
+    done = smpkit("plan", "job.yaml", "--json", "--model", "zoo:traced", *sweep)
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["values"] for row in rows] == [
+        {"microbatches": rounds, "pipeline_parallel_degree": stages} for rounds in "28" for stages in "234"
+    ]
+    refused = [row for row in rows if row["refusal"]]
+    assert [row["values"]["pipeline_parallel_degree"] for row in refused] == ["3", "3"]
+    assert "must divide the number of ranks (16)" in refused[0]["refusal"]
+    assert [row["best"] for row in rows].count(True) == 1
+    best = next(row for row in rows if row["best"])
+    assert best["seconds_per_sample"] == min(row["seconds_per_sample"] for row in rows if row["plan"])
+    text = smpkit("plan", "job.yaml", "--model", "zoo:traced", *sweep).stdout
+    assert "microbatches 8, pipeline_parallel_degree 2" in text
+    assert "(best)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sweep", "microbatches=1,2"], "`--sweep` changes settings of a file, and none is given"),
+        (["job.yaml", "--sweep", "microbatches"], "`--sweep microbatches` has no values"),
+        (["job.yaml", "--sweep", f"microbatches={','.join(map(str, range(1, 70)))}"], "the sweep has 69 plans"),
+        (["job.yaml", "--compare", "job.yaml", "job.yaml"], "`--compare` names both of its files"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(folder: Path, smpkit: Smpkit, arguments: list[str], message: str) -> None:
+    done = smpkit("plan", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fit(zoo: Path, smpkit: Smpkit) -> None:
+    arguments = ["plan", "job.yaml", "--model", "zoo:traced", "--set", "distribution.mpi.processes_per_host=2"]
+    made = json.loads(smpkit(*arguments, "--json").stdout)
+    found = {each["setting"]: each for each in made["features"]}
+    peak = max(stage["total_bytes"] for stage in made["stages"])
+    for each in found.values():
+        change = -each["saved_bytes"] if not each["is_on"] else each["saved_bytes"]
+        assert each["peak_bytes"] == peak + change
+    states = found["shard_optimizer_state: true"]
+    # What is said is what a plan with that setting says.
+    key = "distribution.smdistributed.modelparallel.parameters.shard_optimizer_state=true"
+    again = json.loads(smpkit(*arguments, "--set", key, "--json").stdout)
+    assert states["peak_bytes"] == max(stage["total_bytes"] for stage in again["stages"])
+    limit = f"{(states['peak_bytes'] + 1000) / 2**30}"
+    done = smpkit(*arguments, "--memory-gib", limit)
+    assert "features" in done.stdout
+    assert "makes it fit" in done.stderr
+    none = smpkit(*arguments, "--memory-gib", "0.00001")
+    assert "no single change makes it fit" in none.stderr

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 from typing import Final, Literal
@@ -35,6 +35,14 @@ class Speed:
 
     flops_per_second: float
     link: LinkSpeed
+    message_latency_seconds: float = 0.0
+    """Of a message between stages."""
+    message_seconds_per_byte: float = 0.0
+    action_seconds: float = 0.0
+    """What the runtime itself adds to each action."""
+    collective_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
+    backward."""
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,13 @@ class SegmentGraph:
         return tuple(length.get(Segment(rank, 0), 0) for rank in range(self.num_ranks))
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether each rank has one segment, and hands values to the next rank alone, as in `chain`."""
+        steps = [(each.source, each.target) for each in self.transfers]
+        ranks = [Segment(rank, 0) for rank in range(self.num_ranks)]
+        return self.has_backward and list(self.segments) == ranks and steps == list(pairwise(ranks))
+
+    @cached_property
     def loop_chunks(self) -> int:
         """How often the graph goes round all ranks if it is a loop, else 0; a chain is a loop of one.
 

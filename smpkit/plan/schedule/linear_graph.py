@@ -47,6 +47,9 @@ def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCos
         of_rank = sum(num_bytes for segment, num_bytes in kept.items() if segment.rank == rank)
         ends = [each for each in actions if each.kind is not Kind.WEIGHT or Segment(rank, each.segment) not in whole]
         halves = [each for each in ends if each.kind is Kind.WEIGHT]
+        if not schedule.splits_backward and schedule.graph.counts[rank] == 1:
+            shares.append(float(schedule.peak_live_microbatches[rank]))
+            continue
         peak = 0
         for held in _held(ends, halves):
             peak = max(peak, sum(kept[Segment(rank, index)] for index in held))

@@ -65,7 +65,12 @@ def interleaved(
     """
     _require_positive(num_microbatches, "num_microbatches")
     _require_positive(active_microbatches, "active_microbatches")
-    search = _Search(graph, num_microbatches, min(active_microbatches, num_microbatches), costs or Costs())
+    limit = min(active_microbatches, num_microbatches)
+    if costs is None and not split_backward and graph.is_chain and limit >= graph.num_ranks:
+        # With equal costs nothing is faster than 1F1B, and with fewer live microbatches it is slower.
+        actions, _ = list_schedule(graph, num_microbatches, graph.depths, Costs())
+        return Schedule("interleaved", graph, num_microbatches, actions, graph.depths)
+    search = _Search(graph, num_microbatches, limit, costs or Costs())
     return search.best(split_backward and graph.has_backward)
 
 

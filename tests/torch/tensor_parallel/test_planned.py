@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import memory_of_ranks, shares_of
-from smpkit.plan.mesh import Mesh
+from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
@@ -89,7 +90,13 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
             shards_states=cfg.shard_optimizer_state,
             sharding_degree=cfg.sharded_data_parallel_degree,
         )
-        for rank, share in zip(ranks, shares, strict=True):
+        for rank in ranks:
+            share = replace(
+                shares[mesh.coordinates(rank).tp],
+                dp=(mesh.index(CommGroup.DP_GROUP, rank), mesh.dp_size),
+                rdp=(mesh.index(CommGroup.RDP_GROUP, rank), mesh.rdp_size),
+                positions=(),
+            )
             memory = memory_of_ranks(
                 model,
                 assignment,

@@ -33,6 +33,7 @@ __all__ = [
     "current_device",
     "current_stream",
     "default_generator",
+    "device_name",
     "fork_rng",
     "has_happened",
     "has_streams",
@@ -103,6 +104,12 @@ def physical_device(device: torch.device) -> str | None:
     """Return the identity of a device, which is the same in every process; None where its module does not tell."""
     uuid = getattr(_properties(device), "uuid", None)
     return None if uuid is None else str(uuid)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of an accelerator, as its module tells it, or the type of the device."""
+    name = getattr(_properties(device), "name", None) if is_asynchronous(device) else None
+    return str(name or device.type)
 
 
 def pci_address(device: torch.device) -> str | None:

@@ -1,0 +1,135 @@
+"""`smpkit calibrate`: measure what predictions need to know of this machine, and write it as JSON."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._layout import table, width
+from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
+
+if TYPE_CHECKING:
+    from smpkit.plan.tune.calibration import Calibration
+
+__all__ = ["calibrate"]
+
+_STARTING_SECONDS: Final = 240
+"""How long ranks may take beside the measurement."""
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(1, 1024), help="Number of ranks. Default: one per GPU, or 2 without.")
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="About how long to measure (60).")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("calibration.json"),
+    help="The file to write (calibration.json).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON, too.")
+def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) -> None:
+    """Measure this machine, for `smpkit tune` and `smpkit plan`.
+
+    Ranks are started as `smpkit run` starts them. They measure matrix products and attention by size and dtype, memory,
+    the link between device and host, messages and collectives by size and group, and the optimizer on the CPU.
+    """
+    from smpkit.plan.tune.calibration import read_calibration
+    from smpkit_container.environment import count_gpus
+
+    number = ranks or count_gpus(os.environ) or 2
+    console = _console.current()
+    console.note(f"Measuring this machine with {number} rank{'s' * (number != 1)} for about {seconds:g} s")
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "calibration.json")
+        _measure(number, seconds, written)
+        found = read_calibration(written)
+        text = written.read_text(encoding="utf-8")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SmpkitError(f"`{output}` cannot be written: {error.strerror}", hint="choose another `--output`") from None
+    click.echo(text.rstrip() if as_json else "\n".join(_report(found)))
+    console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
+
+
+def _measure(ranks: int, seconds: float, path: Path) -> None:
+    """Run the measurement on so many ranks and wait for its file."""
+    from smpkit.modules import module_command
+    from smpkit_container.command import torchrun_command
+    from smpkit_container.topology import Topology
+
+    _require_torch()
+    topology = Topology(hosts=("localhost",), node_rank=0, processes_per_host=ranks, launcher="torchrun")
+    program = [*module_command("smpkit.torch.calibrate"), str(path), str(seconds)]
+    command = torchrun_command(topology, program, job="calibrate")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SM_HP_", "SMPKIT_JOB"))}
+    variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    deadline = seconds + _STARTING_SECONDS
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
+    _console.current().detail(done.stderr.rstrip())
+    if done.returncode or not path.is_file():
+        said = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
+        last = said[-1].strip() if said else "they said nothing"
+        raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError(
+            f"torch is not installed beside smpkit ({sys.executable}), and ranks measure with it",
+            hint="`pip install 'smpkit[torch]'`",
+        )
+
+
+def _report(found: Calibration) -> Iterator[str]:
+    machine = found.machine
+    memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
+    yield f"machine   {machine.host}: {machine.processor}, {machine.cores} cores, {memory}"
+    if machine.devices:
+        yield f"devices   {machine.devices} × {machine.device}, {machine.device_memory_bytes / 2**30:.1f} GiB each"
+    yield f"ranks     {found.ranks}, {found.cores_per_rank:g} cores each"
+    yield ""
+    rows = [["TFLOP/s", "size", "one rank", "all ranks, each"]]
+    for product in found.matmul:
+        rates = (product.flops_per_second, product.shared_flops_per_second)
+        rows.append([f"{product.dtype} matmul", str(product.size), *(f"{rate / 1e12:.3g}" for rate in rates)])
+    for attention in found.attention:
+        rate = f"{attention.flops_per_second / 1e12:.3g}"
+        rows.append([f"{attention.dtype} attention", str(attention.tokens), rate, ""])
+    yield from table(rows, width())
+    yield ""
+    yield f"memory    {found.memory_bytes_per_second / 1e9:.1f} GB/s"
+    if found.link is not None:
+        rates = (found.link.out_bytes_per_second, found.link.back_bytes_per_second)
+        both = f"{found.link.both_bytes_per_second / 1e9:.1f} GB/s together"
+        yield f"link      {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} GB/s back, {both}"
+    yield f"optimizer {found.updates_per_second / 1e6:.0f} million parameters/s on a rank's cores"
+    if found.messages:
+        yield ""
+        yield from table(list(_communication(found)), width())
+
+
+def _communication(found: Calibration) -> Iterator[list[str]]:
+    yield ["ms", "ranks", *(_size(each.num_bytes) for each in found.messages)]
+    yield ["message", "2", *(f"{1e3 * each.seconds:.3g}" for each in found.messages)]
+    for operation, ranks in dict.fromkeys((each.operation, each.ranks) for each in found.collectives):
+        times = [each for each in found.collectives if (each.operation, each.ranks) == (operation, ranks)]
+        yield [operation, str(ranks), *(f"{1e3 * each.seconds:.3g}" for each in times)]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"

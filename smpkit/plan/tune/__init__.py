@@ -1,0 +1,1 @@
+"""Choose a configuration: facts of machines, candidates, predictions, and what each layer keeps."""

@@ -1,0 +1,304 @@
+"""Choose for each layer of a stage whether its activations are kept, its input offloaded, or only its input kept.
+
+::
+
+                device                     host               link, each way     more compute
+    KEEP        saved × live               –                  –                  –
+    OFFLOAD     window                     input × live       input              forward
+    RECOMPUTE   input × live               –                  –                  forward
+
+`live` is how many microbatches a stage holds at its peak. Beside the sums, the device holds once the largest
+recomputation of a layer that is not kept, and the inputs within the window of loading if one is offloaded. A microbatch
+takes as long as the slowest of compute and the two directions of the link: a load that hides costs nothing.
+
+[Note: an exact choice] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the
+link follows from the latter. So layer by layer only those sums are kept of which no other is at least as good in all
+three. What is largest once (the recomputation, the window) is no sum: it is fixed beforehand, each value in turn, and
+layers beyond it must be kept, or not offloaded. Layers of a model are mostly alike, so few sums differ. Where they
+differ so much that more than `_MOST_SUMS` are left, sums that are nearly alike are merged, and the gap says how much
+better the best choice could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Final
+
+from smpkit.plan.offload.work import LinkSpeed
+
+__all__ = ["ChainChoice", "ChainCost", "ChainLayer", "ChainLimits", "Choice", "choose", "cost_of", "smallest_bytes"]
+
+_MOST_SUMS: Final = 4_000
+
+
+class Choice(str, Enum):
+    """What becomes of a layer's activations between forward and backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ChainLayer:
+    """A layer of a stage, for one microbatch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """Without a recomputation."""
+    saved_bytes: int
+    """What autograd keeps of it."""
+    input_bytes: int
+    """0: it cannot be recomputed, and is kept."""
+
+
+@dataclass(frozen=True)
+class ChainLimits:
+    """What a stage has, and how it works."""
+
+    live: float
+    """Microbatches that it holds at its peak."""
+    device_bytes: float
+    """For activations."""
+    host_bytes: float
+    link: LinkSpeed
+    window_layers: int = 4
+    """Inputs that are on the device although they are offloaded: on their way, or loaded ahead."""
+    allowed: frozenset[Choice] = frozenset(Choice)
+
+
+@dataclass(frozen=True)
+class ChainCost:
+    """What choices cost."""
+
+    seconds: float
+    """Of one microbatch, forward and backward, in a full pipe."""
+    device_bytes: float
+    host_bytes: float
+
+    def fits(self, limits: ChainLimits) -> bool:
+        return self.device_bytes <= limits.device_bytes and self.host_bytes <= limits.host_bytes
+
+
+@dataclass(frozen=True)
+class ChainChoice:
+    """The best choices."""
+
+    choices: tuple[Choice, ...]
+    cost: ChainCost
+    gap: float
+    """By which share of its time the best of all choices could be faster; 0: this one is the best."""
+
+
+def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: ChainLimits) -> ChainCost:
+    """Return what choices cost."""
+    compute = device = host = 0.0
+    for layer, choice in zip(layers, choices, strict=True):
+        more, on_device, on_host = _parts(layer, choice, limits.live)
+        compute += layer.forward_seconds + layer.backward_seconds + more
+        device += on_device
+        host += on_host
+    pairs = list(zip(layers, choices, strict=True))
+    device += max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
+    window = max((each.input_bytes for each, choice in pairs if choice is Choice.OFFLOAD), default=0)
+    device += limits.window_layers * window
+    return ChainCost(_seconds(compute, host, limits), device, host)
+
+
+def _parts(layer: ChainLayer, choice: Choice, live: float) -> tuple[float, float, float]:
+    """Return the additional compute, and the bytes on device and host that add up."""
+    if choice is Choice.KEEP:
+        return 0.0, layer.saved_bytes * live, 0.0
+    if choice is Choice.RECOMPUTE:
+        return layer.forward_seconds, layer.input_bytes * live, 0.0
+    return layer.forward_seconds, 0.0, layer.input_bytes * live
+
+
+def _seconds(compute: float, host: float, limits: ChainLimits) -> float:
+    """Return the time of a microbatch: of compute, or of the link where that takes longer."""
+    num_bytes = host / limits.live if limits.live else 0.0
+    if not num_bytes:
+        return compute
+    link = limits.link
+    out, back = num_bytes / link.out_bytes_per_second, num_bytes / link.back_bytes_per_second
+    # While both directions are busy each has a share of its speed.
+    return max(compute, out, back, min(out, back) / link.slowdown + abs(out - back))
+
+
+def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | None:
+    """Return the fastest choices that fit, and of those as fast the ones that hold least; None: nothing fits.
+
+    See [Note: an exact choice]. Layers that are alike are offloaded and recomputed from the first one on, since the
+    first ones wait longest for their backward.
+    """
+    best: ChainChoice | None = None
+    exact = True
+    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), limits):
+        for window in _thresholds(_inputs(layers, limits), limits):
+            found, complete = _choose(layers, limits, largest, window)
+            exact = exact and complete
+            if found is not None and (best is None or _order(found.cost) < _order(best.cost)):
+                best = found
+    if best is None:
+        return None
+    choices = _ordered(layers, best.choices)
+    gap = 0.0 if exact else 1 - _bound(layers, limits) / best.cost.seconds
+    return ChainChoice(choices, best.cost, max(0.0, gap))
+
+
+def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
+    """Return the least that the layers can hold on the device, however long it takes, with this host."""
+    boundless = ChainLimits(
+        limits.live, inf, limits.host_bytes, limits.link, limits.window_layers, limits.allowed
+    )  # fmt: skip
+    least = inf
+    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), boundless):
+        for window in _thresholds(_inputs(layers, limits), boundless):
+            for state in _states(layers, boundless, largest, window)[0]:
+                least = min(least, cost_of(layers, _unfold(state), limits).device_bytes)
+    return least
+
+
+def _order(cost: ChainCost) -> tuple[float, float, float]:
+    return cost.seconds, cost.device_bytes, cost.host_bytes
+
+
+def _inputs(layers: Sequence[ChainLayer], limits: ChainLimits) -> Iterable[int]:
+    return (each.input_bytes for each in layers) if Choice.OFFLOAD in limits.allowed else ()
+
+
+def _thresholds(values: Iterable[int], limits: ChainLimits) -> list[int]:
+    """Return the values of what is largest once that are worth trying: none, and each that occurs and fits."""
+    return [0, *sorted({value for value in values if 0 < value <= limits.device_bytes})]
+
+
+# A sum so far: additional compute, bytes on device, bytes on host, the choices as a chain of pairs from the last one.
+_State = tuple[float, float, float, "tuple[Choice, object] | None"]
+
+
+def _choose(
+    layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int
+) -> tuple[ChainChoice | None, bool]:
+    """Return the best choices in which no recomputation is larger than `largest`, and no offloaded input than `window`.
+
+    Also returns whether no better one can have been missed.
+    """
+    states, complete = _states(layers, limits, largest, window)
+    base = sum(each.forward_seconds + each.backward_seconds for each in layers)
+    best: ChainChoice | None = None
+    ranked = sorted(states, key=lambda state: (_seconds(base + state[0], state[2], limits), state[1], state[2]))
+    for state in ranked[:1]:
+        choices = _unfold(state)
+        cost = cost_of(layers, choices, limits)
+        if cost.fits(limits):
+            best = ChainChoice(choices, cost, 0.0)
+    return best, complete
+
+
+def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int) -> tuple[list[_State], bool]:
+    room = limits.device_bytes - largest - limits.window_layers * window
+    if room < 0:
+        return [], True
+    # What the layers to come hold at least: a sum that leaves less room than that leads nowhere.
+    ahead = [0.0]
+    for layer in reversed(layers):
+        options = _options(layer, limits.allowed, largest, window)
+        ahead.append(ahead[-1] + min(_parts(layer, choice, limits.live)[1] for choice in options))
+    ahead.reverse()
+    states: list[_State] = [(0.0, 0.0, 0.0, None)]
+    complete = True
+    for index, layer in enumerate(layers):
+        grown: list[_State] = []
+        for choice in _options(layer, limits.allowed, largest, window):
+            more, on_device, on_host = _parts(layer, choice, limits.live)
+            for compute, device, host, chosen in states:
+                if device + on_device + ahead[index + 1] > room or host + on_host > limits.host_bytes:
+                    continue
+                grown.append((compute + more, device + on_device, host + on_host, (choice, chosen)))
+        states = _undominated(grown)
+        if len(states) > _MOST_SUMS:
+            states, complete = _merged(states, room), False
+    return states, complete
+
+
+def _options(layer: ChainLayer, allowed: Collection[Choice], largest: int, window: int) -> list[Choice]:
+    found = [Choice.KEEP]
+    if layer.input_bytes and layer.saved_bytes <= largest:
+        found += [Choice.RECOMPUTE] if Choice.RECOMPUTE in allowed else []
+        found += [Choice.OFFLOAD] if Choice.OFFLOAD in allowed and layer.input_bytes <= window else []
+    return found
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Return the sums of which no other is at least as good in compute, device and host."""
+    states.sort(key=lambda state: state[:3])
+    kept: list[_State] = []
+    # In ascending order of compute: those before are as good there. Of them, the least host for each device, ascending.
+    stairs: list[tuple[float, float]] = []
+    for state in states:
+        _, device, host, _ = state
+        low, high = 0, len(stairs)
+        while low < high:  # the last stair with at most this much on the device
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if stairs[middle][0] <= device else (low, middle)
+        if low and stairs[low - 1][1] <= host:
+            continue
+        kept.append(state)
+        end = low
+        while end < len(stairs) and stairs[end][1] >= host:
+            end += 1
+        start = low - 1 if low and stairs[low - 1][0] == device else low
+        stairs[start:end] = [(device, host)]
+    return kept
+
+
+def _merged(states: Sequence[_State], room: float) -> list[_State]:
+    """Return the fastest sum of each hundredth of the device."""
+    cell = max(room / 100, 1.0)
+    found: dict[tuple[int, bool], _State] = {}
+    for state in states:  # the fastest come first
+        found.setdefault((int(state[1] // cell), state[2] > 0), state)
+    return list(found.values())
+
+
+def _unfold(state: _State) -> tuple[Choice, ...]:
+    found: list[Choice] = []
+    link = state[3]
+    while link is not None:
+        choice, rest = link
+        found.append(choice)
+        link = rest  # type: ignore[assignment]  # a chain of pairs has no type of its own
+    return tuple(reversed(found))
+
+
+def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Give layers that are alike their choices in this order: offload, recompute, keep."""
+    order = [Choice.OFFLOAD, Choice.RECOMPUTE, Choice.KEEP]
+    alike: dict[ChainLayer, list[Choice]] = {}
+    for layer, choice in zip(layers, choices, strict=True):
+        alike.setdefault(layer, []).append(choice)
+    turns = {layer: iter(sorted(found, key=order.index)) for layer, found in alike.items()}
+    return tuple(next(turns[layer]) for layer in layers)
+
+
+def _bound(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
+    """Return a time that no choices are faster than: parts of layers are recomputed, and offloading is free."""
+    base = sum(each.forward_seconds + each.backward_seconds for each in layers)
+    missing = sum(each.saved_bytes for each in layers) * limits.live - limits.device_bytes
+    cheap = sorted(
+        (each.forward_seconds / (each.saved_bytes * limits.live), each.saved_bytes * limits.live)
+        for each in layers
+        if each.input_bytes and each.saved_bytes
+    )
+    for rate, num_bytes in cheap:
+        if missing <= 0:
+            break
+        base += rate * min(missing, num_bytes)
+        missing -= num_bytes
+    return base

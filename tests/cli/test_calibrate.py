@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smpkit.cli import calibrate
+from smpkit.plan.tune.calibration import read_calibration, this_machine
+from tests.cli.conftest import Smpkit
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
+    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = read_calibration(folder / "calibration.json")
+    assert json.loads(done.stdout) == json.loads((folder / "calibration.json").read_text())
+    assert (found.ranks, found.machine.host, found.machine.cores) == (2, this_machine().host, this_machine().cores)
+    assert {each.dtype for each in found.matmul} >= {"float32", "bfloat16"}
+    assert [each.num_bytes for each in found.messages] == [4096, 2**20, 16 * 2**20]
+    assert {(each.operation, each.ranks) for each in found.collectives} == {
+        ("all_reduce", 2),
+        ("all_gather", 2),
+        ("reduce_scatter", 2),
+    }
+    assert 0 < found.action_seconds < 1
+    # 16 MiB take longer than 4 KiB, and a copy of all of it within memory is faster than a message.
+    assert found.messages[-1].seconds > found.messages[0].seconds
+    assert found.memory_bytes_per_second > 16 * 2**20 / found.messages[-1].seconds
+
+
+def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit) -> None:
+    done = smpkit("calibrate", "--ranks", "1", "--seconds", "1", "--output", "one.json")
+    assert done.exit_code == 0, done.stderr
+    found = read_calibration(folder / "one.json")
+    assert (found.messages, found.collectives) == ([], [])
+    assert "float32 matmul" in done.stdout
+    assert "all_reduce" not in done.stdout
+    assert "Wrote one.json" in done.stderr
+
+
+def test_ranks_that_fail_are_one_sentence(folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", "{}")  # of another job: it must not reach the ranks
+    monkeypatch.setattr(calibrate, "_STARTING_SECONDS", -1)
+    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1.5")
+    assert done.exit_code == 1
+    assert "error: the 2 ranks that measure were not done within 0.5 s" in done.stderr
+    assert not (folder / "calibration.json").exists()

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit.config.load import load_job
+from smpkit.config.modelparallel import ModelParallelConfig
+from tests.cli.conftest import Smpkit
+from tests.plan.tune.facts import facts
+
+ZOO = """
+import torch
+from torch import nn
+import smpkit.torch as smp
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, width=256):
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(8))
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def traced():
+    return Net(), torch.zeros(2, 64, dtype=torch.int64)
+
+def bare():
+    return Net()
+"""
+
+JOB = """\
+entry_point: train.py
+compute: {instance_type: ml.p4d.24xlarge, instance_count: 2}  # two
+distribution:
+  smdistributed:
+    modelparallel:
+      enabled: true
+      parameters:
+        # what we had
+        pipeline_parallel_degree: 4   # stages
+        microbatches: 4
+        pipeline: simple
+        active_microbatches: 4
+        ddp: true
+  torch_distributed: {enabled: true}
+"""
+
+
+@pytest.fixture
+def zoo(folder: Path) -> Path:
+    (folder / "zoo.py").write_text(ZOO)
+    (folder / "job.yaml").write_text(JOB)
+    (folder / "lab.json").write_text(json.dumps(facts()))
+    return folder
+
+
+def tune(smpkit: Smpkit, *arguments: str) -> Any:
+    return smpkit("tune", "job.yaml", "--model", "zoo:traced", "--seconds", "2", *arguments)
+
+
+def found(smpkit: Smpkit, *arguments: str) -> dict[str, Any]:
+    done = tune(smpkit, "--json", *arguments)
+    assert done.exit_code == 0, done.stderr
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
+
+
+def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "--top", "3")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "train: 16 ranks on 2 hosts of ml.p4d.24xlarge"
+    assert "published, of which compute reaches 50% and links 80%" in done.stdout
+    assert "model     Net, 32 samples (2048 tokens) in a step" in lines
+    assert any(line.startswith("as it is") for line in lines)
+    for word in ("bubble", "communication", "stall", "binds", "activations", "ruled out", "settings  "):
+        assert word in done.stdout
+    assert "--write" in done.stderr
+    assert load_job(zoo / "job.yaml").config.distribution.model_parallel is not None
+    assert (zoo / "job.yaml").read_text() == JOB
+
+
+def test_programs_get_all_of_it(zoo: Path, smpkit: Smpkit) -> None:
+    content = found(smpkit, "--calibration", "lab.json", "--machine", "lab", "--hosts", "2")
+    assert content["machine"]["source"] == "measured on `lab` (Some GPU) with 4 ranks"
+    assert (content["ranks"], content["hosts"], content["samples"]) == (8, 2, 16)
+    best = content["best"][0]
+    assert best["step_seconds"] == pytest.approx(sum(best["parts_seconds"].values()))
+    assert best["tokens_per_second"] == pytest.approx(content["tokens"] / best["step_seconds"])
+    assert best["step_seconds"] <= content["present"]["step_seconds"]
+    assert set(best["layers"]) == {f"blocks.{index}" for index in range(8)}
+    assert sum(len(stage["units"]) for stage in best["stages"]) == 10
+    ModelParallelConfig.from_sources(best["parameters"], None)
+
+
+def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "--write")
+    assert done.exit_code == 0, done.stderr
+    text = (zoo / "job.yaml").read_text()
+    for comment in ("# two", "# what we had", "# stages"):
+        assert comment in text
+    assert "Changed job.yaml: " in done.stderr
+    assert "removed active_microbatches" in done.stderr
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    again = found(smpkit)
+    assert again["best"][0]["changes"] == {}
+    assert again["present"]["step_seconds"] == pytest.approx(again["best"][0]["step_seconds"], rel=0.01)
+    # What `smpkit plan` says of the changed job is what was predicted.
+    planned = json.loads(smpkit("plan", "job.yaml", "--ranks", "16", "--hosts", "2", "--json").stdout)
+    assert planned["schedule"]["microbatches"] == config.microbatches
+    assert sorted(path.name for path in zoo.iterdir() if "tune" in path.name) == []
+
+
+def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "--calibration", "lab.json")
+    assert done.exit_code == 2
+    assert "`lab.json` cannot be used for `ml.p4d.24xlarge`, which has NVIDIA A100 40 GB" in done.stderr
+    assert "it was measured on `lab`, whose ranks compute on Some GPU" in done.stderr
+    local = tune(smpkit, "--set", "compute.instance_type=local", "--calibration", "lab.json")
+    assert local.exit_code == 2
+    assert "`lab.json` cannot be used for this machine: it was measured on `lab`" in local.stderr
+
+
+def test_facts_are_needed(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "--set", "compute.instance_type=local")
+    assert done.exit_code == 2
+    assert "the job is for this machine, of which no facts are given" in done.stderr
+    assert "smpkit calibrate" in done.stderr
+    unknown = tune(smpkit, "--machine", "ml.p4d.24xlage")
+    assert unknown.exit_code == 2
+    assert "did you mean `ml.p4d.24xlarge`?" in unknown.stderr
+
+
+def test_a_model_without_arguments_is_refused(zoo: Path, smpkit: Smpkit) -> None:
+    done = smpkit("tune", "job.yaml", "--model", "zoo:bare")
+    assert done.exit_code == 2
+    assert "`zoo:bare` returns no arguments" in done.stderr
+
+
+def test_what_cannot_fit_says_what_it_lacks(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "--memory-gib", "1.06", "--write")
+    assert done.exit_code == 1
+    assert "no configuration fits; the nearest, pipeline " in done.stderr
+    assert " GiB with nothing kept" in done.stderr or "weights, gradients and states alone need" in done.stderr
+    assert "hint: use more `--hosts`" in done.stderr
+    assert (zoo / "job.yaml").read_text() == JOB
+
+
+def test_the_older_name_of_the_degree_is_replaced(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "job.yaml").write_text(JOB.replace("pipeline_parallel_degree: 4", "partitions: 16"))
+    done = tune(smpkit, "--write")
+    assert done.exit_code == 0, done.stderr
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    assert config.pipeline_parallel_degree != 16
+
+
+def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: Smpkit) -> None:
+    parameters = "# ours\npipeline_parallel_degree: 16  # deep\nmicrobatches: 16\nddp: true\n"
+    (zoo / "mp.yaml").write_text(parameters)
+    text = "entry_point: train.py\ncompute: {instance_type: ml.p4d.24xlarge, instance_count: 2}\n"
+    text += "distribution:\n  smdistributed: {modelparallel: {enabled: true, parameters: mp.yaml}}\n"
+    text += "  torch_distributed: {enabled: true}\n"
+    (zoo / "job.yaml").write_text(text)
+    done = tune(smpkit, "--write")
+    assert done.exit_code == 0, done.stderr
+    assert (zoo / "job.yaml").read_text() == text
+    changed = (zoo / "mp.yaml").read_text()
+    assert changed != parameters
+    assert changed.startswith("# ours\n")

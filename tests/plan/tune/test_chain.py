@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from smpkit.plan.offload.simulate import ON_A_GPU, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
+from smpkit.plan.schedule.graph import SegmentGraph
+from smpkit.plan.schedule.search import interleaved
+from smpkit.plan.tune import chain
+from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, cost_of, smallest_bytes
+
+ALIKE = ChainLayer(1.0, 2.0, saved_bytes=100, input_bytes=10)
+
+
+def some_layers(random: random.Random, count: int) -> list[ChainLayer]:
+    return [
+        ChainLayer(
+            random.choice([0.5, 1.0, random.uniform(0.1, 3)]),
+            random.uniform(0.2, 6),
+            saved_bytes=random.randint(1, 200),
+            input_bytes=random.choice([0, 5, random.randint(1, 40)]),
+        )
+        for _ in range(count)
+    ]
+
+
+def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
+    live = random.choice([1, 2, 3.5])
+    whole = live * sum(each.saved_bytes for each in layers)
+    return ChainLimits(
+        live,
+        random.uniform(0.1, 1.1) * whole,
+        random.choice([0, random.random() * live * sum(each.input_bytes for each in layers), 1000]),
+        LinkSpeed(random.uniform(2, 60), random.uniform(2, 60), random.choice([None, 40])),
+        window_layers=random.choice([0, 2, 4]),
+    )
+
+
+def brute_force(layers: list[ChainLayer], limits: ChainLimits) -> float | None:
+    tried = (cost_of(layers, choices, limits) for choices in itertools.product(Choice, repeat=len(layers)))
+    options = [
+        cost.seconds
+        for cost, choices in zip(tried, itertools.product(Choice, repeat=len(layers)), strict=True)
+        if cost.fits(limits)
+        and all(each.input_bytes or choice is Choice.KEEP for each, choice in zip(layers, choices, strict=True))
+    ]
+    return min(options, default=None)
+
+
+@pytest.mark.parametrize("count", [*range(1, 9), pytest.param(9, marks=pytest.mark.full), 10])
+def test_brute_force_finds_nothing_better(count: int) -> None:
+    source = random.Random(count)
+    for _ in range(40 if count < 7 else 2):
+        layers = some_layers(source, count)
+        limits = some_limits(source, layers)
+        found, best = choose(layers, limits), brute_force(layers, limits)
+        assert (found is None) == (best is None)
+        if found is not None:
+            assert found.cost.seconds == pytest.approx(best)
+            assert found.cost.fits(limits)
+            assert found.cost == cost_of(layers, found.choices, limits)
+            assert found.gap == 0
+
+
+def test_with_room_everything_is_kept() -> None:
+    found = choose([ALIKE] * 4, ChainLimits(2, 800, 0, LinkSpeed(1, 1)))
+    assert found is not None
+    assert set(found.choices) == {Choice.KEEP}
+    assert found.cost.seconds == 12
+
+
+def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
+    # 2 microbatches of 4 layers: 800 if kept. Room for two kept layers beside one recomputation and the window.
+    room = 400 + 100 + 20
+    fast = choose([ALIKE] * 4, ChainLimits(2, room, 1000, LinkSpeed(10, 10), window_layers=2))
+    assert fast is not None
+    assert fast.choices == (Choice.OFFLOAD, Choice.OFFLOAD, Choice.KEEP, Choice.KEEP)
+    slow = choose([ALIKE] * 4, ChainLimits(2, room, 1000, LinkSpeed(0.1, 0.1), window_layers=2))
+    assert slow is not None
+    assert slow.choices == (Choice.RECOMPUTE,) * 3 + (Choice.KEEP,)
+
+
+def test_what_is_not_allowed_is_not_chosen() -> None:
+    limits = ChainLimits(2, 540, 1000, LinkSpeed(10, 10), allowed=frozenset({Choice.KEEP, Choice.RECOMPUTE}))
+    found = choose([ALIKE] * 4, limits)
+    assert found is not None
+    assert Choice.OFFLOAD not in found.choices
+
+
+def test_nothing_fits_and_the_least_is_known() -> None:
+    limits = ChainLimits(2, 100, 1000, LinkSpeed(10, 10))
+    assert choose([ALIKE] * 4, limits) is None
+    assert smallest_bytes([ALIKE] * 4, limits) == 100 + 4 * 10
+    assert choose([ALIKE] * 4, ChainLimits(2, 140, 1000, LinkSpeed(10, 10))) is not None
+
+
+def test_many_layers_that_differ_have_a_gap_that_is_an_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(1)
+    layers = some_layers(source, 26)
+    whole = sum(each.saved_bytes for each in layers)
+    limits = ChainLimits(1, 0.5 * whole, 1000, LinkSpeed(40, 40))
+    exact = choose(layers, limits)
+    monkeypatch.setattr(chain, "_MOST_SUMS", 20)
+    found = choose(layers, limits)
+    assert exact is not None
+    assert found is not None
+    assert found.cost.fits(limits)
+    assert 0 < found.gap < 0.2
+    assert found.cost.seconds * (1 - found.gap) <= exact.cost.seconds <= found.cost.seconds
+
+
+def test_eighty_layers_are_chosen_at_once() -> None:
+    limits = ChainLimits(8, 80 * 8 * 50, 10**9, LinkSpeed(100, 100))
+    found = choose([ChainLayer(1, 2, 101, 10), *[ALIKE] * 79], limits)
+    assert found is not None
+    assert found.gap == 0
+    assert 0 < found.choices.count(Choice.KEEP) < 80
+
+
+@pytest.mark.parametrize("rate", [5.0, 10.0, 20.0])
+def test_the_simulator_finds_nothing_much_better(rate: float) -> None:
+    """What hides, and what does not, is the simulator's to say: a step of it, over all choices that fit."""
+    layers = [ALIKE, ChainLayer(2.0, 4.0, 150, 10), ALIKE, ChainLayer(0.5, 1.0, 60, 10), ALIKE]
+    schedule = interleaved(SegmentGraph.loop(2, 1, True), 12, 4)
+    live = schedule.peak_live_microbatches[0]
+    limits = ChainLimits(live, 0.55 * live * 510, 10**6, LinkSpeed(rate, rate))
+
+    def simulated(choices: tuple[Choice, ...]) -> float:
+        costs = [
+            LayerCost(
+                each.forward_seconds,
+                each.backward_seconds,
+                each.input_bytes if choice is Choice.OFFLOAD else 0,
+                0 if choice is Choice.KEEP else each.forward_seconds,
+            )
+            for each, choice in zip(layers, choices, strict=True)
+        ]
+        tasks = layer_tasks(schedule.actions[0], [costs])
+        window = auto_window(tasks, limits.link, Window(limits.window_layers))
+        return simulate_offload(tasks, limits.link, window, rules=ON_A_GPU).makespan_seconds
+
+    fitting = [
+        choices
+        for choices in itertools.product(Choice, repeat=len(layers))
+        if cost_of(layers, choices, limits).fits(limits)
+    ]
+    found = choose(layers, limits)
+    assert found is not None
+    assert simulated(found.choices) <= 1.02 * min(map(simulated, fitting))

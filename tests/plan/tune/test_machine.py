@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from smpkit.errors import UsageError
+from smpkit.plan.tune.calibration import Calibration
+from smpkit.plan.tune.instances import INSTANCES
+from smpkit.plan.tune.machine import from_calibration, published, with_memory
+from tests.plan.tune.facts import facts
+
+
+def test_every_published_fact_has_a_source() -> None:
+    for name, instance in INSTANCES.items():
+        assert name.startswith("ml.")
+        assert all(source.startswith("https://") for source in instance.sources)
+        assert len(instance.sources) >= 2
+        assert instance.count >= 1
+        assert min(instance.host_memory_bytes, instance.accelerator.memory_bytes) >= 16 << 30
+
+
+def test_published_facts_are_taken_with_what_is_usually_lost() -> None:
+    machine = published("ml.p4d.24xlarge")
+    assert machine.half_flops == 0.5 * 312e12
+    assert machine.remote.bytes_per_second == pytest.approx(0.8 * 400e9 / 8 / 8)
+    assert (machine.ranks_per_host, machine.device_bytes) == (8, 40 << 30)
+    assert published("p4d.24xlarge", tflops=200).half_flops == 200e12
+
+
+def test_an_unknown_type_and_an_unknown_rate_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=re.escape("no published facts of `ml.p4d.24xlage` are known")) as caught:
+        published("ml.p4d.24xlage")
+    assert caught.value.hint is not None
+    assert "did you mean `ml.p4d.24xlarge`?" in caught.value.hint
+    with pytest.raises(UsageError, match=re.escape("no source is known for what NVIDIA A10G of `ml.g5.12xlarge`")):
+        published("ml.g5.12xlarge")
+    assert published("ml.g5.12xlarge", tflops=60).half_flops == 60e12
+
+
+def test_measurements_are_fitted() -> None:
+    machine = from_calibration(Calibration.model_validate(facts()))
+    assert (machine.half_flops, machine.single_flops) == (40e12, 10e12)
+    assert machine.local.bytes_per_second == pytest.approx(10e9)
+    assert machine.local.seconds(1 << 24) == pytest.approx(2e-6 + (1 << 24) / 10e9, rel=0.2)
+    # What was measured of a collective over 4 ranks is what is predicted for it.
+    for each in facts()["collectives"]:
+        predicted = machine.collective_seconds("all_reduce", each["num_bytes"], 4, 1)
+        assert predicted == pytest.approx(each["seconds"], rel=0.05)
+    # One that was not is a ring over the link between ranks.
+    assert machine.collective_seconds("all_gather", 8e9, 8, 1) == pytest.approx(0.7, rel=0.01)
+    assert machine.collective_seconds("all_gather", 8e9, 1, 1) == 0
+
+
+def test_ranks_that_share_cores_are_slower_together() -> None:
+    product = facts()["matmul"][0]
+    content = facts(matmul=[{**product, "shared_flops_per_second": product["flops_per_second"] / 2}])
+    assert from_calibration(Calibration.model_validate(content)).parallel_ranks == 2
+    assert from_calibration(Calibration.model_validate(facts())).parallel_ranks == 4
+
+
+def test_limits_of_memory_can_be_given() -> None:
+    machine = with_memory(published("ml.p5.48xlarge"), 10, None)
+    assert machine.device_bytes == 10 << 30
+    assert machine.host_bytes == 2048 << 30

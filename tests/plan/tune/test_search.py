@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import ConfigError
+from smpkit.plan.tune.calibration import Calibration
+from smpkit.plan.tune.chain import Choice
+from smpkit.plan.tune.machine import Machine, from_calibration
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, in_precision, predict, usable_bytes
+from smpkit.plan.tune.search import search
+from tests.plan.tune.facts import facts
+from tests.plan.tune.models import MIB, gpt
+
+MACHINE = from_calibration(Calibration.model_validate(facts()))
+BF16, _ = ModelParallelConfig.from_sources({"bf16": True, "ddp": True}, None)
+
+
+def with_device(gib: float) -> Machine:
+    return replace(MACHINE, device_bytes=round(gib * 2**30))
+
+
+def job(gib: float = 16, *, degrees: tuple[int, ...] = (1, 2), ranks: int = 4, samples: int = 32) -> Job:
+    return Job({degree: gpt(degree=degree) for degree in degrees}, with_device(gib), ranks, samples)
+
+
+def predicted(where: Job, **parameters: Any) -> Prediction | RuledOut:
+    config, _ = ModelParallelConfig.from_sources({"ddp": True, **parameters}, None)
+    return predict(config, where)
+
+
+def a_prediction(where: Job, **parameters: Any) -> Prediction:
+    found = predicted(where, **parameters)
+    assert isinstance(found, Prediction), found
+    return found
+
+
+# --- one configuration ------------------------------------------------------------------------------------------------
+
+
+def test_parts_sum_up_and_compute_is_what_the_model_takes() -> None:
+    found = a_prediction(job(), microbatches=8)
+    assert found.step_seconds == sum(seconds for _, seconds in found.parts)
+    # 13 units of 1e12 operations, three times for forward and backward, 8 samples a rank, 10 TFLOP/s.
+    assert found.compute_seconds == pytest.approx(3 * 13e12 * 8 / 10e12)
+    assert (found.bubble_seconds, found.stall_seconds) == (0, 0)
+    assert found.tokens_per_second == pytest.approx(32 * 128 / found.step_seconds)
+    assert set(found.choices.values()) == {Choice.KEEP}
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_its_timeline() -> None:
+    found = a_prediction(job(), pipeline_parallel_degree=4, microbatches=8)
+    whole = found.compute_seconds + found.bubble_seconds
+    assert whole == pytest.approx(found.plan.timeline.makespan_seconds)
+    more = a_prediction(job(), pipeline_parallel_degree=4, microbatches=32)
+    assert more.bubble_seconds < found.bubble_seconds
+
+
+def test_tensor_parallelism_costs_collectives() -> None:
+    found = a_prediction(job(), tensor_parallel_degree=2, microbatches=8, prescaled_batch=True)
+    whole = MACHINE.collective_seconds("all_reduce", 4 * MIB, 2, 1)
+    # Twice in each pass of 12 layers, once in the embedding and the head; 16 samples a group, 2 a microbatch.
+    double = MACHINE.collective_seconds("all_reduce", 8 * MIB, 2, 1)
+    assert whole < double
+    assert found.communication_seconds > 8 * 2 * (24 + 2) * double * 0.99
+
+
+def test_less_memory_recomputes_more_layers_and_says_how_many() -> None:
+    counts = []
+    for gib in (16, 7.9, 6.95):
+        found = a_prediction(job(gib), microbatches=1)
+        assert all(each.total_bytes <= usable_bytes(with_device(gib)) for each in found.plan.memory)
+        counts.append(list(found.choices.values()).count(Choice.RECOMPUTE))
+    assert counts[0] == 0 < counts[1] < counts[2]
+
+
+def test_offloading_takes_the_place_of_recomputation_only() -> None:
+    found = a_prediction(job(6.95), microbatches=1, offload_activations=True)
+    assert Choice.OFFLOAD in found.choices.values()
+    assert any(each.host_bytes for each in found.plan.memory)
+    assert found.plan.forecasts
+
+
+def test_what_cannot_fit_lacks_so_much() -> None:
+    found = predicted(job(1.9), microbatches=8)
+    assert isinstance(found, RuledOut)
+    assert found.kind == "memory"
+    assert found.reason.startswith("stage 0 needs ")
+    assert found.missing_bytes > 2**30
+
+
+def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
+    found = predicted(job(samples=30), microbatches=8)
+    assert isinstance(found, RuledOut)
+    assert found.kind == "batch"
+
+
+def test_what_the_runtime_spends_on_actions_counts() -> None:
+    where = replace(job(), machine=replace(MACHINE, action_seconds=0.01))
+    plain, slower = (a_prediction(each, pipeline_parallel_degree=4, microbatches=8) for each in (job(), where))
+    # 8 microbatches forward and backward on the last stage, and what comes before and after on the others.
+    assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
+
+
+def test_ranks_that_share_cores_wait_for_each_other() -> None:
+    """Four stages on two cores: the host computes as much as with two ranks, whatever the schedule is."""
+    two = replace(job(), machine=replace(MACHINE, parallel_ranks=2.0))
+    shared = a_prediction(two, pipeline_parallel_degree=4, microbatches=32)
+    alone = a_prediction(job(), pipeline_parallel_degree=4, microbatches=32)
+    work = 3 * 13e12 * 32 / 10e12
+    assert shared.compute_seconds + shared.bubble_seconds == pytest.approx(work / 2, rel=0.01)
+    assert alone.compute_seconds + alone.bubble_seconds < work / 2
+
+
+def test_precision_changes_what_is_held() -> None:
+    plain = a_prediction(job(), microbatches=8).plan.memory[0]
+    half = a_prediction(job(), microbatches=8, bf16=True).plan.memory[0]
+    assert half.parameters_bytes == plain.parameters_bytes // 2
+    assert half.masters_bytes == plain.parameters_bytes
+    assert half.optimizer_bytes == plain.optimizer_bytes
+    # Sharded data parallelism divides the masters, and gathers in half precision.
+    sharded = a_prediction(job(), microbatches=8, bf16=True, sharded_data_parallel_degree=4).plan.memory[0]
+    assert sharded.parameters_bytes == plain.parameters_bytes // 4
+    assert sharded.masters_bytes == 0
+    assert sharded.gathered_bytes > 0
+    described = replace(job(), models={1: in_precision(gpt(), None, BF16)}, half="bfloat16")
+    assert a_prediction(described, microbatches=8, bf16=True).plan.memory[0] == half
+    assert a_prediction(described, microbatches=8).plan.memory[0] == plain
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gib", [16.0, 4.5, 3.0])
+def test_nothing_that_the_schema_accepts_is_faster(gib: float) -> None:
+    where = job(gib)
+    found = search(where, {"prescaled_batch": True}, budget_seconds=1000)
+    best = None
+    for stages, degree, rounds, name, chunks, offload, states, shards in itertools.product(
+        (1, 2, 4), (1, 2), (1, 2, 4, 8, 16, 32), ("interleaved", "zero_bubble"), (1, 2), (False, True),
+        (False, True), (1, 2, 4),
+    ):  # fmt: skip
+        try:
+            config, _ = ModelParallelConfig.from_sources(
+                {
+                    "ddp": True,
+                    "prescaled_batch": True,
+                    "pipeline_parallel_degree": stages,
+                    "tensor_parallel_degree": degree,
+                    "microbatches": rounds,
+                    "pipeline": name,
+                    "virtual_pipeline_degree": chunks,
+                    "offload_activations": offload,
+                    "shard_optimizer_state": states,
+                    "sharded_data_parallel_degree": shards,
+                },
+                None,
+            )
+        except ConfigError:
+            continue
+        if config.world_problems(4):
+            continue
+        tried = predict(config, where)
+        if isinstance(tried, Prediction) and (best is None or tried.step_seconds < best.step_seconds):
+            best = tried
+    assert best is not None
+    assert found.best[0].step_seconds <= 1.01 * best.step_seconds, (best.config.given(), found.best[0].config.given())
+    assert found.unseen_gap == 0
+
+
+def test_all_that_is_found_fits_and_is_accepted() -> None:
+    where = job(4.5)
+    found = search(where, {"bf16": True}, budget_seconds=1000)
+    assert len(found.best) > 5
+    for each in found.best:
+        assert ModelParallelConfig.from_sources(each.config.given(), None)[0] == each.config
+        assert each.config.world_problems(4) == []
+        assert each.config.bf16
+        assert all(memory.total_bytes <= usable_bytes(where.machine) for memory in each.plan.memory)
+    times = [each.step_seconds for each in found.best]
+    assert times == sorted(times) or max(times[i] / times[i + 1] for i in range(len(times) - 1)) < 1.006
+    assert any(reason.startswith("refused: sharded_data_parallel_degree") for reason in found.ruled_out)
+
+
+def test_without_time_it_says_what_it_has_not_seen() -> None:
+    ticks = itertools.count()
+    found = search(job(4.5), {}, budget_seconds=4, clock=lambda: float(next(ticks)))
+    assert found.num_predicted < found.num_candidates
+    assert 0 < found.unseen_gap < 1
+
+
+def test_where_nothing_fits_the_nearest_is_told() -> None:
+    found = search(job(1.2), {}, budget_seconds=1000)
+    assert found.best == ()
+    assert found.nearest is not None
+    assert found.nearest.missing_bytes > 0
+    assert found.nearest_config is not None
+    again = search(job(1.2 + found.nearest.missing_bytes / 2**30 / 0.94), {}, budget_seconds=1000)
+    assert again.best or again.nearest is not None
+
+
+def test_precision_is_the_users_unless_it_is_searched() -> None:
+    fixed = search(job(), {"microbatches": 4}, budget_seconds=1000)
+    assert not fixed.best[0].config.bf16
+    free = search(job(), {"microbatches": 4}, budget_seconds=1000, precisions=("bf16", "fp32"))
+    assert free.best[0].config.bf16
+
+
+def test_the_jobs_own_configuration_is_compared() -> None:
+    found = search(job(), {"pipeline_parallel_degree": 4, "microbatches": 4}, budget_seconds=1000)
+    assert isinstance(found.present, Prediction)
+    assert found.best[0].step_seconds <= found.present.step_seconds
+
+
+def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
+    where = Job({1: gpt(16)}, with_device(16), 4096, 8192)
+    found = search(where, {}, budget_seconds=1)
+    assert found.best
+    assert found.seconds < 60
