@@ -140,8 +140,8 @@ class Pace:
 class Backend(Protocol):
     """Where jobs run.
 
-    All methods raise CloudError in plain words, UnreachableError if trying again may help, UsageError if there is no such
-    job, UnsupportedError by name for what this back end cannot do.
+    All methods raise CloudError in plain words, UnreachableError if trying again may help, UsageError if there is no
+    such job, UnsupportedError by name for what this back end cannot do.
     """
 
     clock: Clock
