@@ -330,20 +330,21 @@ def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
         groups=tuple(groups),
         interface=str(raw.get("network_interface_name") or ""),
         name=name,
-        port=raw.get("port"),
+        port=raw["port"] if type(raw.get("port")) is int else None,
         raw=raw,
     )
 
 
 def _with_stand_ins(raw: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Name the hosts of a job whose platform tells the first one's address, their number, and which one this is."""
-    address, count, index = raw["first_host"], raw.get("host_count"), raw.get("host_index")
-    known = isinstance(address, str) and address and type(count) is int and type(index) is int
-    if not known or not 0 <= index < count <= _MAX_HOSTS:
-        message = (
-            f"needs an address, `host_count` up to {_MAX_HOSTS:,} and a `host_index` below it, "
-            f"not {address!r}, {count!r} and {index!r}"
-        )
+    match raw:
+        case {"first_host": str(address), "host_count": int(count), "host_index": int(index)}:
+            known = address != "" and 0 <= index < count <= _MAX_HOSTS
+        case _:
+            known, address, count, index = False, "", 0, 0
+    if not known:
+        told = ", ".join(f"{name} {raw.get(name)!r}" for name in ("first_host", "host_count", "host_index"))
+        message = f"needs an address, `host_count` up to {_MAX_HOSTS:,} and a `host_index` below it, got {told}"
         problems.append(Problem(("resourceconfig", "first_host"), message))
         return {}
     hosts = [address, *(f"host {number} of {count}" for number in range(2, count + 1))]

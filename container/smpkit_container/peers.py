@@ -43,6 +43,8 @@ _HELLO_SECONDS = 10.0
 """For whoever connects to say who it is, and for the first host to ask."""
 _MAX_STRANGERS = 256
 _MAX_MESSAGE_BYTES = 1 << 16
+_MAX_WELCOME_BYTES = 1 << 23
+"""It names all hosts, where they did not know each other's names."""
 _MAX_REASON_CHARACTERS = 600
 _MAX_NAME_CHARACTERS = 255
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -255,8 +257,9 @@ class _Reception:
 
     def _nobody_came(self, missing: list[str], seconds: float) -> LaunchError:
         refused = "".join(f"; {host} came and does not know this job's token" for host in sorted(self._refused))
+        who = self._topology.name or self._topology.host
         return LaunchError(
-            f"{self._topology.name or self._topology.host} waited {seconds:g} s for {', '.join(missing)} to come{refused}",
+            f"{who} waited {seconds:g} s for {', '.join(missing)} to come{refused}",
             hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
         )
 
@@ -349,9 +352,8 @@ def _unique(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 def _names_of(facts: Mapping[str, Any], topology: Topology) -> list[str]:
     names = facts.get("names")
     if not isinstance(names, list) or len({str(name) for name in names}) != len(topology.hosts):
-        raise LaunchError(
-            f"{topology.hosts[0]}, the first host, did not name the {len(topology.hosts)} hosts of the job"
-        )
+        count = len(topology.hosts)
+        raise LaunchError(f"{topology.hosts[0]}, the first host, did not name the {count} hosts of the job")
     return [str(name) for name in names]
 
 
@@ -379,7 +381,7 @@ def _introduced(
 def _next_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
     """Read one line, and nothing after it, which is for `Peers.hear`; None if what arrives in time is no message."""
     line = b""
-    while len(line) <= _MAX_MESSAGE_BYTES and time.monotonic() < deadline:
+    while len(line) <= _MAX_WELCOME_BYTES and time.monotonic() < deadline:
         try:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             seen = connection.recv(_MAX_MESSAGE_BYTES, socket.MSG_PEEK)
