@@ -12,7 +12,8 @@
     ├── JobError                       exit code 1: a managed job failed or was stopped; says why
     ├── CheckpointError                exit code 1: a checkpoint is missing, incomplete or of another model
     ├── ScheduleError  AssertionError  exit code 3: an order of actions that cannot run (in smpkit.plan.schedule.graph)
-    └── CloudError                     exit code 4: the cloud refused or could not be reached
+    └── CloudError                     exit code 4: the back end of managed jobs refused or could not be reached
+        └── UnreachableError           exit code 4: no answer came; trying again may help
 
 A message says what happened with the values, in one sentence that starts in lower case and has no full stop; the hint
 says the one thing to try. Exit code 3 is kept for bugs in smpkit itself, 130 for an interrupt.
@@ -34,6 +35,7 @@ __all__ = [
     "Problem",
     "RemoteError",
     "SmpkitError",
+    "UnreachableError",
     "UnsupportedError",
     "UsageError",
     "escaped",
@@ -141,6 +143,10 @@ class CheckpointError(SmpkitError):
 
 
 class CloudError(SmpkitError):
-    """The cloud refused the request or could not be reached."""
+    """The back end of managed jobs, such as a cloud or a scheduler, refused or could not be reached."""
 
     exit_code = 4
+
+
+class UnreachableError(CloudError):
+    """No answer came from the back end of managed jobs; trying again may help."""

@@ -28,6 +28,7 @@ __all__ = [
 DEFAULT_BASE = Path("/opt/ml")
 
 _FRAMEWORK_PREFIX = "sagemaker_"
+_MAX_HOSTS = 100_000
 _TUNING_METRIC = "_tuning_objective_metric"
 """What SageMaker adds to the hyperparameters of a tuning job; it is not for the script."""
 _FROM_VARIABLES = {"sagemaker_program": "SAGEMAKER_PROGRAM", "sagemaker_submit_directory": "SAGEMAKER_SUBMIT_DIRECTORY"}
@@ -92,6 +93,11 @@ class Resources:
     group_name: str = "homogeneousCluster"
     groups: tuple[Mapping[str, Any], ...] = ()
     interface: str = ""
+    name: str = ""
+    """What this host calls itself, where the platform tells no names but the first host's address, how many hosts there
+    are and which of them this is: then `hosts` are stand-ins until the hosts meet."""
+    port: int | None = None
+    """The port at which the ranks meet, where the platform keeps one free for the job."""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -299,6 +305,10 @@ def _unpassable(values: Mapping[str, Any]) -> list[Problem]:
 
 def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
     default = Resources()
+    name = ""
+    if "first_host" in raw:
+        name = str(raw.get("current_host") or "")
+        raw = _with_stand_ins(raw, problems)
     hosts = raw.get("hosts", list(default.hosts))
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         problems.append(Problem(("resourceconfig", "hosts"), f"must be a list of host names, not {hosts!r}"))
@@ -319,5 +329,23 @@ def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
         group_name=str(raw.get("current_group_name") or default.group_name),
         groups=tuple(groups),
         interface=str(raw.get("network_interface_name") or ""),
+        name=name,
+        port=raw["port"] if type(raw.get("port")) is int else None,
         raw=raw,
     )
+
+
+def _with_stand_ins(raw: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Name the hosts of a job whose platform tells the first one's address, their number, and which one this is."""
+    match raw:
+        case {"first_host": str(address), "host_count": int(count), "host_index": int(index)}:
+            known = address != "" and 0 <= index < count <= _MAX_HOSTS
+        case _:
+            known, address, count, index = False, "", 0, 0
+    if not known:
+        told = ", ".join(f"{name} {raw.get(name)!r}" for name in ("first_host", "host_count", "host_index"))
+        message = f"needs an address, `host_count` up to {_MAX_HOSTS:,} and a `host_index` below it, got {told}"
+        problems.append(Problem(("resourceconfig", "first_host"), message))
+        return {}
+    hosts = [address, *(f"host {number} of {count}" for number in range(2, count + 1))]
+    return {**raw, "hosts": hosts, "current_host": hosts[index]}

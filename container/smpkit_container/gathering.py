@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import re
 import shutil
 import signal
+import socket
+import struct
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -18,8 +22,9 @@ from smpkit_container.peers import Peers, meet
 from smpkit_container.ssh import client_environment, make_key, server_command
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
-__all__ = ["Gathered", "gather"]
+__all__ = ["Gathered", "gather", "interface_with"]
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _PLACE = re.compile(r"/tmp/smpkit-[A-Za-z0-9_]{1,32}")  # noqa: S108 - only a form to be matched
 _KEY = re.compile(r"ssh-ed25519 [A-Za-z0-9+/=]{1,200}")
 
@@ -35,6 +40,8 @@ class Gathered:
     """Variables for mpirun."""
     server: tuple[str, ...] = ()
     """What a host runs whose ranks are started by the first host's mpirun."""
+    topology: Topology | None = None
+    """The topology with what only the meeting told: the hosts' names, and the network interface between them."""
 
 
 @contextlib.contextmanager
@@ -63,9 +70,35 @@ def gather(topology: Topology, seconds: float, token: bytes = b"") -> Iterator[G
             with _stoppable():
                 peers = stack.enter_context(meet(topology, facts, seconds, port + 1, token))
             with _failures_told(peers):
-                yield _arranged(topology, peers, folder, place, port + 2) if uses_mpi else Gathered(peers)
+                known = _as_met(topology, peers)
+                yield replace(
+                    _arranged(known or topology, peers, folder, place, port + 2) if uses_mpi else Gathered(peers),
+                    topology=known,
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as_met(topology: Topology, peers: Peers) -> Topology | None:
+    """Return the topology with what the meeting told; None if it told nothing new."""
+    if not peers.hosts:
+        return None
+    interface = topology.interface or interface_with(peers.connections[0].getsockname()[0])
+    return replace(topology, hosts=peers.hosts, name="", interface=interface)
+
+
+def interface_with(address: str) -> str:
+    """Return the network interface that has an address (IPv4, on Linux); empty if none is found."""
+    if sys.platform != "linux" or ":" in address.removeprefix("::ffff:"):
+        return ""
+    wanted = socket.inet_aton(address.removeprefix("::ffff:"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address of this kind
+                answer = fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    return name
+    return ""
 
 
 def _arranged(topology: Topology, peers: Peers, folder: Path, place: Path | None, port: int) -> Gathered:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
@@ -80,6 +80,9 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
         with gather(topology, timeouts.start, token) as gathered:
+            if gathered.topology is not None:
+                environment = _with_hosts(environment, gathered.topology)
+                plan = _planned(environment, gathered.topology, port, token, environ, extra, console.is_terminal)
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
     if uploads is not None:
@@ -92,6 +95,22 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     if outcome.stop_signal:
         console.say(f"\n{stop_words(outcome, environment.checkpoints)}")
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
+
+
+def _with_hosts(environment: Environment, topology: Topology) -> Environment:
+    """Return the environment with the names that the hosts told each other."""
+    hosts = list(topology.hosts)
+    raw = {**environment.resources.raw, "hosts": hosts, "current_host": topology.host}
+    raw["network_interface_name"] = topology.interface
+    resources = replace(
+        environment.resources,
+        hosts=topology.hosts,
+        current_host=topology.host,
+        groups=tuple({**group, "hosts": hosts} for group in environment.resources.groups),
+        interface=topology.interface,
+        raw=raw,
+    )
+    return replace(environment, resources=resources)
 
 
 def with_smdistributed(environment: Environment, environ: Mapping[str, str], console: Console) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,10 @@ _HELLO_SECONDS = 10.0
 """For whoever connects to say who it is, and for the first host to ask."""
 _MAX_STRANGERS = 256
 _MAX_MESSAGE_BYTES = 1 << 16
+_MAX_WELCOME_BYTES = 1 << 23
+"""It names all hosts, where they did not know each other's names."""
 _MAX_REASON_CHARACTERS = 600
+_MAX_NAME_CHARACTERS = 255
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that loses power says nothing: after 30 silent seconds it counts as lost."""
 
@@ -90,6 +93,8 @@ class Peers:
         """The first bad news that came."""
         self.stop_signal = 0
         """The signal that asked the job to stop; 0 if none did."""
+        self.hosts: tuple[str, ...] = ()
+        """The names of all hosts in their order, where they were stand-ins before the meeting."""
         self._host = host
         self._peers = [_Peer(name, connection) for name, connection in connections.items()]
 
@@ -101,6 +106,15 @@ class Peers:
     @property
     def connections(self) -> list[socket.socket]:
         return [peer.connection for peer in self._peers]
+
+    def name_hosts(self, before: Sequence[str], names: Sequence[str]) -> None:
+        """Take the names that the hosts gave themselves in place of the stand-ins."""
+        new = dict(zip(before, names, strict=True))
+        self.hosts = tuple(names)
+        self._host = new[self._host]
+        for peer in self._peers:
+            peer.host = new[peer.host]
+        self.facts = {new[host]: facts for host, facts in self.facts.items()}
 
     def hear(self, connection: socket.socket) -> bool:
         """Take in what came over one of `connections`; return False when nothing more will come."""
@@ -170,9 +184,9 @@ def meet(topology: Topology, facts: Mapping[str, Any], seconds: float, port: int
     deadline = time.monotonic() + seconds
     if topology.node_rank == 0:
         with contextlib.closing(_Reception(topology, port, token)) as reception:
-            peers = reception.wait(facts, deadline, seconds)
+            peers = reception.wait({**facts, **_own_name(topology)}, deadline, seconds)
     else:
-        peers = _join(topology, facts, deadline, seconds, port, token)
+        peers = _join(topology, {**facts, **_own_name(topology)}, deadline, seconds, port, token)
     try:
         yield peers
     finally:
@@ -227,6 +241,8 @@ class _Reception:
                 elif key.data in self._visitors:
                     self._listen(key.data)
         guests = {host: self._guests[host] for host in self._topology.hosts[1:]}
+        if self._topology.name:
+            facts = {**facts, "names": _unique([facts, *(hello["facts"] for _, hello in guests.values())])}
         peers = Peers(self._topology.host, True, {host: connection for host, (connection, _) in guests.items()})
         peers.facts = {host: hello["facts"] for host, (_, hello) in guests.items()}
         for connection, hello in guests.values():
@@ -235,12 +251,15 @@ class _Reception:
                 connection.settimeout(_HELLO_SECONDS)
                 connection.sendall(packed("welcome", facts=dict(facts), proof=proof))
             connection.setblocking(False)
+        if self._topology.name:
+            peers.name_hosts(self._topology.hosts, facts["names"])
         return peers
 
     def _nobody_came(self, missing: list[str], seconds: float) -> LaunchError:
         refused = "".join(f"; {host} came and does not know this job's token" for host in sorted(self._refused))
+        who = self._topology.name or self._topology.host
         return LaunchError(
-            f"{self._topology.host} waited {seconds:g} s for {', '.join(missing)} to come{refused}",
+            f"{who} waited {seconds:g} s for {', '.join(missing)} to come{refused}",
             hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
         )
 
@@ -294,10 +313,11 @@ def _join(
 ) -> Peers:
     """On every other host: find the first; its name may not resolve and its port not be open yet."""
     first = topology.hosts[0]
+    address = topology.address or first
     why: object = "no answer"
     while time.monotonic() < deadline:
         try:
-            connection = socket.create_connection((first, port), timeout=min(10.0, deadline - time.monotonic()))
+            connection = socket.create_connection((address, port), timeout=min(10.0, deadline - time.monotonic()))
         except OSError as error:
             why = error
             time.sleep(_RETRY_SECONDS)
@@ -306,15 +326,35 @@ def _join(
         if theirs is not None:
             peers = Peers(topology.host, False, {first: _kept_alive(connection)})
             peers.facts = {first: theirs}
+            if topology.name:
+                peers.name_hosts(topology.hosts, _names_of(theirs, topology))
             connection.setblocking(False)
             return peers
         connection.close()
         why = "it closed the connection, or does not know this job's token"
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise LaunchError(
-        f"{topology.host} waited {seconds:g} s for {first}, the first host: {why}",
+        f"{topology.name or topology.host} waited {seconds:g} s for {first}, the first host: {why}",
         hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
     )
+
+
+def _own_name(topology: Topology) -> dict[str, str]:
+    return {"name": topology.name} if topology.name else {}
+
+
+def _unique(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names that hosts gave themselves; one that is another's, too, is told apart by its place."""
+    names = [str(each.get("name") or "host")[:_MAX_NAME_CHARACTERS] for each in facts]
+    return [name if names.count(name) == 1 else f"{name}-{place}" for place, name in enumerate(names, 1)]
+
+
+def _names_of(facts: Mapping[str, Any], topology: Topology) -> list[str]:
+    names = facts.get("names")
+    if not isinstance(names, list) or len({str(name) for name in names}) != len(topology.hosts):
+        count = len(topology.hosts)
+        raise LaunchError(f"{topology.hosts[0]}, the first host, did not name the {count} hosts of the job")
+    return [str(name) for name in names]
 
 
 def _introduced(
@@ -341,7 +381,7 @@ def _introduced(
 def _next_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
     """Read one line, and nothing after it, which is for `Peers.hear`; None if what arrives in time is no message."""
     line = b""
-    while len(line) <= _MAX_MESSAGE_BYTES and time.monotonic() < deadline:
+    while len(line) <= _MAX_WELCOME_BYTES and time.monotonic() < deadline:
         try:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             seen = connection.recv(_MAX_MESSAGE_BYTES, socket.MSG_PEEK)

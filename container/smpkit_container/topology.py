@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from smpkit.errors import ConfigError, Problem
-from smpkit_container.environment import Environment
+from smpkit_container.environment import Environment, Resources
 
 __all__ = [
     "DEFAULT_PORT",
@@ -55,6 +55,10 @@ class Topology:
     port: int | None = None
     """`ddp_port` of the configuration; None = any free port on one host, DEFAULT_PORT on several."""
     interface: str = ""
+    name: str = ""
+    """What this host calls itself, if `hosts` are stand-ins for names that the hosts tell each other when they meet."""
+    address: str = ""
+    """Where the first host is reached, if not by its name."""
 
     @property
     def world_size(self) -> int:
@@ -67,7 +71,7 @@ class Topology:
     @property
     def master(self) -> str:
         """Where the ranks meet: the loopback address on one host, because its name need not resolve."""
-        return "127.0.0.1" if self.single_host else self.hosts[0]
+        return "127.0.0.1" if self.single_host else self.address or self.hosts[0]
 
     @property
     def host(self) -> str:
@@ -89,16 +93,31 @@ def read_topology(environment: Environment) -> Topology:
         return Topology((resources.current_host,), 0, 1, alone, interface=resources.interface)
     if is_shell:
         _refuse_launchers(environment)
-        return Topology(hosts, hosts.index(resources.current_host), 1, "shell", interface=resources.interface)
+        return Topology(
+            hosts,
+            hosts.index(resources.current_host),
+            1,
+            "shell",
+            port=resources.port,
+            interface=resources.interface,
+            name=resources.name,
+            address=_address(resources),
+        )
     launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
     return Topology(
         hosts=hosts,
         node_rank=hosts.index(resources.current_host),
         processes_per_host=_processes_per_host(environment, launcher),
         launcher=launcher,
-        port=_port(environment.mp_parameters),
+        port=_port(environment.mp_parameters) or resources.port,
         interface=resources.interface,
+        name=resources.name,
+        address=_address(resources),
     )
+
+
+def _address(resources: Resources) -> str:
+    return resources.hosts[0] if resources.name else ""
 
 
 def distribution_hosts(environment: Environment) -> tuple[str, ...]:

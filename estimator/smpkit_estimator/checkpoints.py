@@ -1,12 +1,14 @@
-"""Find the newest whole checkpoint in S3, skipping those that were still being written."""
+"""Find the newest whole checkpoint in S3 or in a folder, skipping those that were still being written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from pathlib import Path
 
-from smpkit_estimator.cloud import Cloud, S3Object, split_uri
+from smpkit_estimator.cloud import Cloud, split_uri
 
-__all__ = ["latest_checkpoint"]
+__all__ = ["latest_checkpoint", "latest_checkpoint_in"]
 
 _NEWEST = "newest"
 _UNFINISHED = (".sagemaker-uploading", ".sagemaker-uploaded", ".tmp", ".part", ".partial")
@@ -21,17 +23,37 @@ def latest_checkpoint(cloud: Cloud, uri: str) -> str | None:
     root = uri.rstrip("/")
     prefix = split_uri(root)[1].rstrip("/")
     prefix += "/" if prefix else ""
-    found = [item for item in cloud.objects(f"{root}/") if _is_whole(item.key[len(prefix) :])]
-    entries = _entries(found, prefix)
+    files = {item.key[len(prefix) :]: item.modified for item in cloud.objects(f"{root}/")}
+    name = _newest(files, lambda: cloud.read(f"{root}/{_NEWEST}"))
+    return None if name is None else f"{root}/{name}"
+
+
+def latest_checkpoint_in(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder, by the same rules; None if there is none."""
+    files = {
+        str(path.relative_to(folder)): datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    name = _newest(files, (folder / _NEWEST).read_bytes)
+    return None if name is None else folder / name
+
+
+def _newest(files: dict[str, datetime], read_named: Callable[[], bytes]) -> str | None:
+    """Return the name of the newest checkpoint.
+
+    Args:
+        files: every file below the place, by its path from there, with the time of its last change.
+        read_named: returns the content of the file `newest`.
+    """
+    times = {name: modified for name, modified in files.items() if _is_whole(name)}
+    entries = _entries(times.items())
     if _NEWEST in entries:
-        named = cloud.read(f"{root}/{_NEWEST}").decode("utf-8", "replace").strip()
+        named = read_named().decode("utf-8", "replace").strip()
         if named in entries:
-            return f"{root}/{named}"
-    keys = {item.key[len(prefix) :] for item in found}
-    candidates = {name: item for name, item in entries.items() if _can_be_one(name, keys)}
-    if not candidates:
-        return None
-    return f"{root}/{max(candidates, key=lambda name: (candidates[name].modified, name))}"
+            return named
+    candidates = {name: modified for name, modified in entries.items() if _can_be_one(name, set(times))}
+    return max(candidates, key=lambda name: (candidates[name], name), default=None)
 
 
 def _can_be_one(name: str, keys: set[str]) -> bool:
@@ -46,11 +68,10 @@ def _is_whole(name: str) -> bool:
     return bool(name) and not any(part.endswith(_UNFINISHED) or part.startswith(".") for part in parts)
 
 
-def _entries(objects: Iterable[S3Object], prefix: str) -> dict[str, S3Object]:
-    """Return the files and folders at the top, each with its newest file."""
-    entries: dict[str, S3Object] = {}
-    for item in objects:
-        name = item.key[len(prefix) :].split("/")[0]
-        if name not in entries or entries[name].modified < item.modified:
-            entries[name] = item
+def _entries(files: Iterable[tuple[str, datetime]]) -> dict[str, datetime]:
+    """Return the files and folders at the top, each with the time of its newest file."""
+    entries: dict[str, datetime] = {}
+    for path, modified in files:
+        name = path.split("/")[0]
+        entries[name] = max(modified, entries.get(name, modified))
     return entries

@@ -15,12 +15,11 @@ from typing import Any, BinaryIO
 
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.words import quoted
-from smpkit.errors import CloudError, SmpkitError, UsageError
+from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.clock import Clock, SystemClock
 from smpkit_estimator.sagemaker import (
     CloudProblem,
     Session,
-    UnreachableError,
     call_once,
     code_of,
     explained,

@@ -15,9 +15,10 @@ from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.inputs import channels
 from smpkit_estimator.job import Job, show
-from smpkit_estimator.log_reader import LogLine
+from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.sagemaker import Session, open_session
-from smpkit_estimator.submission import Submission, plan_submission, send
+from smpkit_estimator.sagemaker_backend import SageMaker
+from smpkit_estimator.submission import Submission
 
 __all__ = ["Estimator"]
 
@@ -69,7 +70,7 @@ class Estimator:
         given = {"entry_point": entry_point, "source_dir": source_dir, **arguments}
         self.config: JobConfig = job_from_arguments(given, distribution, mpi_options)
         self._session = session or getattr(sagemaker_session, "boto_session", None)
-        self._cloud: Cloud | None = None
+        self._opened: SageMaker | None = None
         self._job: Job | None = None
 
     @classmethod
@@ -79,7 +80,7 @@ class Estimator:
         Raises:
             UsageError: there is none of this name.
         """
-        job = Job(job_name, Cloud(session or open_session()))
+        job = Job(job_name, SageMaker(session or open_session()))
         job.describe()
         return job
 
@@ -99,7 +100,7 @@ class Estimator:
         if mode is not None:  # as SDK v2 does with one input that is no mapping
             updates["input_mode"] = mode
         config = self.config.model_copy(update=updates)
-        return plan_submission(config, Path(), self.cloud, job_name=job_name, script_only=self._script_only)
+        return self._backend.plan(config, Path(), name=job_name, script_only=self._script_only)
 
     def fit(
         self,
@@ -128,8 +129,8 @@ class Estimator:
             sys.stderr.write(f"warning: {notice}\n")
         for note in submission.notes:
             sys.stderr.write(f"note: {note}\n")
-        send(submission, self.cloud)
-        self._job = Job(submission.request.job_name, self.cloud)
+        self._backend.submit(submission)
+        self._job = Job(submission.request.job_name, self._backend)
         if wait:
             self._watch(self._job, logs)
         return self._job
@@ -148,9 +149,13 @@ class Estimator:
     @property
     def cloud(self) -> Cloud:
         """The cloud that jobs are sent to."""
-        if self._cloud is None:
-            self._cloud = Cloud(self._session or open_session())
-        return self._cloud
+        return self._backend.cloud
+
+    @property
+    def _backend(self) -> SageMaker:
+        if self._opened is None:
+            self._opened = SageMaker(self._session or open_session())
+        return self._opened
 
     @property
     def latest_training_job(self) -> Job:

@@ -10,21 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.log_reader import LogLine, LogReader
-from smpkit_estimator.sagemaker import UnreachableError
+from smpkit.errors import UnreachableError
+from smpkit_estimator.backend import Backend, Log
+from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.status import JobStatus
 
 __all__ = ["UNREACHABLE_SECONDS", "LogFilter", "Notice", "follow", "snapshot"]
 
-_POLL_SECONDS = 5.0
-_STREAMS_PER_SECOND = 8
-"""CloudWatch allows 25 reads a second in a whole account; a follower of many streams takes a third of that."""
 _QUIET_SECONDS = 30.0
-_SETTLE_SECONDS = 5.0
 _MAX_LAST_READS = 6
 UNREACHABLE_SECONDS = 300.0
-"""How long the cloud may be unreachable before following or waiting gives up."""
+"""How long the back end may be unreachable before following or waiting gives up."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,11 @@ class LogFilter:
 
 
 def snapshot(
-    cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
+    backend: Backend, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
 ) -> Iterator[LogLine | Notice]:
     """Yield what has been logged so far."""
-    status = JobStatus.read(cloud.describe_job(name), cloud.clock.now())
-    reader = LogReader(cloud, name, since)
+    status = backend.describe(name)
+    reader = backend.logs(name, since)
     lines = reader.tail(tail, wanted) if tail is not None else [line for line in reader.read() if wanted(line)]
     yield from lines
     if not reader.num_streams:
@@ -79,10 +75,10 @@ def snapshot(
 
 @dataclass
 class _Follower:
-    cloud: Cloud
+    backend: Backend
     name: str
     wanted: LogFilter
-    reader: LogReader
+    reader: Log
     phase: tuple[str, int] = ("", 0)
     quiet: float = 0.0
     """For how long nothing came."""
@@ -93,7 +89,7 @@ class _Follower:
     def look(self) -> Iterator[LogLine | Notice]:
         """Yield the change of phase and the new lines; remember how long there were none."""
         # The status first: lines that were written before the end are then read after it was seen.
-        self.status = JobStatus.read(self.cloud.describe_job(self.name), self.cloud.clock.now())
+        self.status = self.backend.describe(self.name)
         phase = (self.status.phase, len(self.status.phases))
         if phase != self.phase:
             self.phase, self.quiet, self.quiet_limit = phase, 0.0, _QUIET_SECONDS
@@ -105,29 +101,30 @@ class _Follower:
 
     @property
     def pause(self) -> float:
-        return max(_POLL_SECONDS, self.reader.num_streams / _STREAMS_PER_SECOND)
+        pace = self.backend.pace
+        return max(pace.poll, self.reader.num_streams / pace.streams_per_second)
 
     def wait(self) -> Iterator[Notice]:
         assert self.status is not None
         if self.quiet >= self.quiet_limit:
             yield Notice(f"no new lines for {self.quiet:.0f} s; the job is {self.status.phase}")
             self.quiet_limit *= 2
-        self.cloud.clock.sleep(self.pause)
+        self.backend.clock.sleep(self.pause)
         self.quiet += self.pause
 
 
 def follow(
-    cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
+    backend: Backend, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
 ) -> Iterator[LogLine | Notice]:
     """Yield the lines of a job until it is over and its log is complete.
 
     Network failures of up to five minutes are waited out. After the job has ended, the log is read until two reads in a
-    row return nothing, since CloudWatch delivers late.
+    row return nothing, since CloudWatch delivers late and shared folders do, too.
 
     Raises:
-        CloudError: the log cannot be read, or the cloud could not be reached for too long.
+        CloudError: the log cannot be read, or the back end could not be reached for too long.
     """
-    follower = _Follower(cloud, name, wanted, LogReader(cloud, name, since))
+    follower = _Follower(backend, name, wanted, backend.logs(name, since))
     nothing = True
     for line in _until_the_end(follower, tail):
         nothing = nothing and isinstance(line, Notice)
@@ -138,7 +135,7 @@ def follow(
 
 def _until_the_end(follower: _Follower, tail: int | None) -> Iterator[LogLine | Notice]:
     if tail is not None:
-        follower.cloud.describe_job(follower.name)  # says so if there is no such job
+        follower.backend.describe(follower.name)  # says so if there is no such job
         yield from follower.reader.tail(tail, follower.wanted)
     while follower.status is None or not follower.status.over:
         try:
@@ -160,8 +157,8 @@ def _out_of_reach(follower: _Follower, error: UnreachableError) -> Iterator[Noti
         yield Notice(
             f"{error.message}; trying for {UNREACHABLE_SECONDS / 60:.0f} minutes, the job goes on", warning=True
         )
-    follower.cloud.clock.sleep(_POLL_SECONDS)
-    follower.unreachable += _POLL_SECONDS
+    follower.backend.clock.sleep(follower.backend.pace.poll)
+    follower.unreachable += follower.backend.pace.poll
 
 
 def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
@@ -169,7 +166,7 @@ def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
     assert follower.status is not None
     silent = 0
     for _ in range(_MAX_LAST_READS):
-        follower.cloud.clock.sleep(_SETTLE_SECONDS)
+        follower.backend.clock.sleep(follower.backend.pace.settle)
         lines = follower.reader.read()
         yield from filter(follower.wanted, lines)
         silent = 0 if lines else silent + 1
@@ -187,7 +184,7 @@ def _no_line(wanted: LogFilter, since: datetime | None, status: JobStatus) -> It
         yield Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))
 
 
-def _gaps(reader: LogReader, status: JobStatus) -> Iterator[Notice]:
+def _gaps(reader: Log, status: JobStatus) -> Iterator[Notice]:
     """Say where the log may be incomplete."""
     if status.over and status.training_started is not None and len(reader.hosts) < status.instance_count:
         text = f"only {len(reader.hosts)} of {status.instance_count} hosts have a log; it may be incomplete"

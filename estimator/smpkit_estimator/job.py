@@ -9,38 +9,32 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from smpkit.config.words import coloured
-from smpkit.errors import CheckpointError, DeadlineError, JobError
-from smpkit_estimator.checkpoints import latest_checkpoint
-from smpkit_estimator.cloud import Cloud
+from smpkit.errors import CheckpointError, DeadlineError, JobError, UnreachableError
+from smpkit_estimator.backend import Backend, Plan
 from smpkit_estimator.follow import UNREACHABLE_SECONDS, LogFilter, Notice, follow, snapshot
-from smpkit_estimator.log_reader import LogLine
-from smpkit_estimator.request import TrainingRequest
-from smpkit_estimator.resume import resumed_request
-from smpkit_estimator.sagemaker import UnreachableError
+from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.status import JobStatus
 
 __all__ = ["Job", "show"]
-
-_POLL_SECONDS = 10.0
 
 
 class Job:
     """A managed job, by name. All methods may raise CloudError; UsageError if there is no such job."""
 
-    def __init__(self, name: str, cloud: Cloud) -> None:
+    def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
-        self._cloud = cloud
+        self._backend = backend
 
     def __repr__(self) -> str:
         return f"Job({self.name!r})"
 
     def describe(self) -> dict[str, Any]:
-        """Return all that the service knows about the job, as `DescribeTrainingJob` does."""
-        return self._cloud.describe_job(self.name)
+        """Return all that the back end knows about the job; on SageMaker, what `DescribeTrainingJob` returns."""
+        return self._backend.details(self.name)
 
     def status(self) -> JobStatus:
         """Return what the job is doing now."""
-        return JobStatus.read(self.describe(), self._cloud.clock.now())
+        return self._backend.describe(self.name)
 
     def wait(self, timeout: float | None = None, on_change: Callable[[JobStatus], None] = lambda _: None) -> JobStatus:
         """Wait until the job is over, and return how it ended.
@@ -54,28 +48,29 @@ class Job:
         Raises:
             DeadlineError: the job is not over in time; it goes on.
         """
-        began = reached = self._cloud.clock.now()
+        pause = self._backend.pace.wait
+        began = reached = self._backend.clock.now()
         phase = ("", 0)
         while True:
             try:
                 status = self.status()
             except UnreachableError:
-                if (self._cloud.clock.now() - reached).total_seconds() >= UNREACHABLE_SECONDS:
+                if (self._backend.clock.now() - reached).total_seconds() >= UNREACHABLE_SECONDS:
                     raise
-                self._cloud.clock.sleep(_POLL_SECONDS)
+                self._backend.clock.sleep(pause)
                 continue
-            reached = self._cloud.clock.now()
+            reached = self._backend.clock.now()
             if (status.phase, len(status.phases)) != phase:
                 phase = (status.phase, len(status.phases))
                 on_change(status)
             if status.over:
                 return status
-            waited = (self._cloud.clock.now() - began).total_seconds()
+            waited = (self._backend.clock.now() - began).total_seconds()
             if timeout is not None and waited >= timeout:
                 message = f"waited {waited:.0f} s for job `{self.name}`, which is {status.phase}"
                 raise DeadlineError(message, hint=f"it goes on; `smpkit stop {self.name}` stops it")
-            left = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout - waited)
-            self._cloud.clock.sleep(left)
+            left = pause if timeout is None else min(pause, timeout - waited)
+            self._backend.clock.sleep(left)
 
     def check(self) -> JobStatus:
         """Return the status of a job that is over and succeeded.
@@ -90,7 +85,7 @@ class Job:
 
     def stop(self, *, wait: bool = False) -> None:
         """Ask the job to stop: the script hears SIGTERM and has about 110 s to save. With `wait`, until it is over."""
-        self._cloud.stop_job(self.name)
+        self._backend.stop(self.name)
         if wait:
             self.wait()
 
@@ -113,10 +108,10 @@ class Job:
             ranks, hosts, grep: only lines of these ranks or hosts, or that match this regular expression.
         """
         if isinstance(since, timedelta):
-            since = self._cloud.clock.now() - since
+            since = self._backend.clock.now() - since
         wanted = LogFilter(frozenset(ranks), frozenset(hosts), re.compile(grep) if grep is not None else None)
         read = _follow if follow else snapshot
-        return read(self._cloud, self.name, wanted=wanted, tail=tail, since=since)
+        return read(self._backend, self.name, wanted=wanted, tail=tail, since=since)
 
     @property
     def model_data(self) -> str:
@@ -136,39 +131,37 @@ class Job:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """S3 URI of the newest whole checkpoint; None if there is none yet.
+        """S3 URI or path of the newest whole checkpoint; None if there is none yet.
 
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
-        return latest_checkpoint(self._cloud, self._checkpoints())
+        return self._backend.latest_checkpoint(self._checkpoints())
 
-    def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> TrainingRequest:
-        """Return the request of a new job that goes on from this one's checkpoints; sends nothing.
+    def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
+        """Return what would be sent for a new job that goes on from this one's checkpoints; sends nothing.
 
         Args:
             job_name: name of the new job; made of this one's and the time if None.
-            changes: parts of `ResourceConfig` and `StoppingCondition` that are to be different.
+            changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
 
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
         self._checkpoints()
-        description = self.describe()
-        tags = self._cloud.tags(description["TrainingJobArn"])
-        return resumed_request(description, tags, job_name, self._cloud.clock.now(), changes or {})
+        return self._backend.resumed(self.name, job_name, changes)
 
     def resume(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Job:
         """Start a new job like this one that goes on from its checkpoints, and return it; arguments as of `resumed`."""
-        request = self.resumed(job_name, changes)
-        self._cloud.create_job(request.body)
-        return Job(request.job_name, self._cloud)
+        plan = self.resumed(job_name, changes)
+        self._backend.submit(plan)
+        return Job(plan.job_names[0], self._backend)
 
     def _checkpoints(self) -> str:
         uri = self.status().checkpoints
         if uri is None:
             message = f"job `{self.name}` keeps no checkpoints"
-            raise CheckpointError(message, hint="set `checkpoints: s3://...`, and save to SMPKIT_CHECKPOINT_DIR")
+            raise CheckpointError(message, hint="set `checkpoints`, and save to SMPKIT_CHECKPOINT_DIR")
         return uri
 
 

@@ -8,30 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from smpkit_estimator.cloud import Cloud
+from smpkit_estimator.log_line import LogLine, rank_of
 
-__all__ = ["LogLine", "LogReader"]
+__all__ = ["LogReader"]
 
-_RANK_PREFIX = re.compile(r"^\[rank (?P<ours>\d+)\]|^\[\d+,(?:mpirank:)?(?P<mpi>\d+)")
 _MAX_EMPTY_PAGES = 10_000
-
-
-@dataclass(frozen=True, order=True)
-class LogLine:
-    """One line of a job's log; sorts by time."""
-
-    time: datetime
-    stream: str
-    number: int
-    """Its position among the lines of its stream that this reader read."""
-    text: str = field(compare=False)
-    host: str = field(compare=False)
-    rank: int | None = field(compare=False)
-    """The rank that wrote it, where the launcher put it before the line."""
 
 
 Keep = Callable[[LogLine], bool]
@@ -132,7 +118,7 @@ class LogReader:
         for event in events:
             time = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
             text = event["message"].rstrip("\r\n")
-            lines.append(LogLine(time, stream.name, stream.count, text, stream.host, _rank(text)))
+            lines.append(LogLine(time, stream.name, stream.count, text, stream.host, rank_of(text)))
             stream.count += 1
         return lines
 
@@ -140,8 +126,3 @@ class LogReader:
 def _host(rest: str) -> str:
     """Return the host of a stream's name: `algo-1-1700000000` is of `algo-1`."""
     return re.sub(r"-\d+$", "", rest) if rest.count("-") > 1 else rest
-
-
-def _rank(text: str) -> int | None:
-    found = _RANK_PREFIX.match(text)
-    return int(found["ours"] or found["mpi"]) if found else None

@@ -10,6 +10,7 @@ from typing import Any
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, FileSystem, InstanceGroup, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.status import machines_of
 
 __all__ = [
     "CODE_CHANNEL",
@@ -76,6 +77,29 @@ class TrainingRequest:
         """The unique name of the job."""
         name: str = self.body["TrainingJobName"]
         return name
+
+    @property
+    def job_names(self) -> tuple[str]:
+        """The one job that it starts."""
+        return (self.job_name,)
+
+    @property
+    def machines(self) -> str:
+        """On what, in words."""
+        kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(self.body))
+        return f"{kinds}, spot" if self.body.get("EnableManagedSpotTraining") else kinds
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing that the user need know."""
+        return ()
+
+    def text(self) -> str:
+        """The request as YAML."""
+        import yaml
+
+        text: str = yaml.safe_dump(self.shown(), sort_keys=False, allow_unicode=True, width=120)
+        return text
 
     def to_json(self) -> str:
         """The request as readable JSON."""

@@ -29,13 +29,12 @@ from botocore.model import ServiceModel, Shape
 from botocore.parsers import ResponseParserError
 
 import smpkit
-from smpkit.errors import CloudError, SmpkitError, UsageError
+from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
 
 __all__ = [
     "CloudProblem",
     "ForeignAnswerError",
     "Session",
-    "UnreachableError",
     "call_once",
     "code_of",
     "explained",
@@ -70,10 +69,6 @@ _QUOTA = re.compile(
 )
 _OPERATIONS: Mapping[str, str] = {"HeadBucket": "ListBucket", "ListObjectsV2": "ListBucket"}
 """Calls whose permission has another name."""
-
-
-class UnreachableError(CloudError):
-    """No answer came from the cloud; trying again may help."""
 
 
 class ForeignAnswerError(BotoCoreError):  # type: ignore[misc]  # botocore has no types

@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import Packed, fingerprint, pack
-from smpkit_estimator.cloud import Cloud, split_uri
+from smpkit_estimator.cloud import Cloud, DryCloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
 from smpkit_estimator.request import (
@@ -59,6 +60,24 @@ class Submission:
     """Where the token goes that the hosts of this job share; None for one host."""
     notes: tuple[str, ...] = ()
     """What the user should know before it is sent."""
+
+    @property
+    def job_names(self) -> tuple[str]:
+        """The one job that it starts."""
+        return self.request.job_names
+
+    @property
+    def machines(self) -> str:
+        """On what, in words."""
+        return self.request.machines
+
+    def shown(self) -> dict[str, Any]:
+        """The request, without secrets."""
+        return self.request.shown()
+
+    def text(self) -> str:
+        """The request as YAML."""
+        return self.request.text()
 
 
 def plan_submission(
@@ -103,9 +122,13 @@ def plan_submission(
     problems = _limits(job, context)
     if problems:
         raise ConfigError(problems, subject="job for SageMaker")
-    notes = tuple(_notes(sources, packed)) if sources is not None and packed is not None else ()
+    notes = [*_notes(sources, packed)] if sources is not None and packed is not None else []
+    if isinstance(cloud, DryCloud):
+        notes += cloud.notes
     key = job.encryption.output_key
-    return Submission(build_request(job, context), archive_uri, sources, generated, packed, key, context.token, notes)
+    return Submission(
+        build_request(job, context), archive_uri, sources, generated, packed, key, context.token, tuple(notes)
+    )
 
 
 def send(submission: Submission, cloud: Cloud) -> str:

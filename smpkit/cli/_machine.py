@@ -36,8 +36,8 @@ _FOR_CPU: Final = ("a build for the CPU",)
 
 
 def runs_here(job: JobConfig) -> bool:
-    """Tell whether a job is for this machine, and so needs nothing of the cloud."""
-    return job.compute.is_local
+    """Tell whether a job is for this machine, and so needs no back end."""
+    return job.compute.is_local and job.backend.chosen is None
 
 
 def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S108

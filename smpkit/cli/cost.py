@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.cli._job import looks_like_a_file, read_job
 from smpkit.cli._show import HostsOfOneKind
 from smpkit.cli._time import AMOUNT, PRICE
@@ -33,7 +33,7 @@ __all__ = ["cost"]
 @click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting, as of `validate`.")
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON.")
-@cloud_options
+@backend_options
 def cost(
     job: str,
     prices: tuple[tuple[str | None, float], ...],
@@ -41,7 +41,7 @@ def cost(
     hours: float | None,
     overrides: tuple[str, ...],
     as_json: bool,
-    cloud: CloudChoice,
+    chosen: BackendChoice,
 ) -> None:
     """Estimate what a job costs, before or after it.
 
@@ -51,7 +51,7 @@ def cost(
     in it.
     """
     path = Path(job)
-    estimate = _of_file(path, overrides, hours) if looks_like_a_file(job) else _of_job(job, cloud)
+    estimate = _of_file(path, overrides, hours) if looks_like_a_file(job) else _of_job(job, chosen)
     machines = [
         {"instance_type": each.instance_type, "instances": each.instance_count, "price_per_hour": price}
         for each, price in _priced(estimate.pop("machines"), prices)
@@ -112,10 +112,10 @@ def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None) -> dic
     }
 
 
-def _of_job(name: str, cloud: CloudChoice) -> dict[str, Any]:
+def _of_job(name: str, chosen: BackendChoice) -> dict[str, Any]:
     from smpkit_estimator.job import Job
 
-    status = Job(name, cloud.open()).status()
+    status = Job(name, chosen.open()).status()
     return {
         "basis": "billable time" if status.over else "so far",
         "machines": status.machines,

@@ -1,4 +1,4 @@
-"""`smpkit doctor`: check this machine, and for a job file the cloud it needs; each line says what to do."""
+"""`smpkit doctor`: check this machine, and for a job file the back end it needs; each line says what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.cli._job import read_job
 
 __all__ = ["doctor"]
@@ -22,8 +22,8 @@ _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "ye
 @click.option("--write", is_flag=True, help="Also put and delete a small object where results will go.")
 @click.option("--report", is_flag=True, help="Only print versions of this machine, to paste into a report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@cloud_options
-def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: CloudChoice) -> int:
+@backend_options
+def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: BackendChoice) -> int:
     """Check this machine, AWS credentials, and what a job names.
 
     With the job file FILE of a managed job also its role, bucket, image and quota are looked at.
@@ -33,7 +33,6 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: C
     """
     from smpkit.cli._machine import check_machine, runs_here
     from smpkit.cli._report import versions
-    from smpkit_estimator.doctor import check_cloud, check_job
 
     if report:
         lines = [f"{name} {version}" for name, version in versions().items()]
@@ -41,12 +40,8 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: C
         return 0
     job = read_job(file, ()).config if file is not None else None
     findings = check_machine(job)
-    if job is None or not runs_here(job):
-        opened = cloud.open()
-        reached = check_cloud(opened, needed=job is not None)
-        findings += reached
-        if job is not None and all(finding.state == "ok" for finding in reached):
-            findings += check_job(job, opened, write=write)
+    if job is None or chosen.name is not None or not runs_here(job):
+        findings += chosen.open(job).check(job, write=write)
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, print_lines
+from smpkit.cli._backend import BackendChoice, backend_options, follow_job, print_lines
 from smpkit.cli._time import LENGTH
 from smpkit.config.words import coloured
 from smpkit.errors import UsageError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from smpkit_estimator.follow import Notice
-    from smpkit_estimator.log_reader import LogLine
+    from smpkit_estimator.log_line import LogLine
 
 __all__ = ["logs"]
 
@@ -32,7 +32,7 @@ __all__ = ["logs"]
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="Only this host, as `algo-2`; repeatable.")
 @click.option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each line.")
-@cloud_options
+@backend_options
 def logs(
     job: str,
     follow: bool,
@@ -42,7 +42,7 @@ def logs(
     hosts: tuple[str, ...],
     grep: str | None,
     as_json: bool,
-    cloud: CloudChoice,
+    chosen: BackendChoice,
 ) -> int:
     """Print the log of a job, by rank or host if asked.
 
@@ -56,7 +56,7 @@ def logs(
         re.compile(grep or "")
     except re.error as error:
         raise UsageError(f"`--grep {grep}` is not a regular expression: {error}") from None
-    handle = Job(job, cloud.open())
+    handle = Job(job, chosen.open())
     plain = follow and not as_json and tail is None and since is None and not (ranks or hosts or grep)
     if plain:
         return follow_job(handle)

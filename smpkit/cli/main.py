@@ -52,7 +52,7 @@ COMMANDS: dict[str, Entry] = {
         "Run",
     ),
     "image": Entry("smpkit.cli.image:image", "Build the training image on any base.", "Run"),
-    "submit": Entry("smpkit.cli.submit:submit", "Start a managed job on SageMaker and print its name.", "Run"),
+    "submit": Entry("smpkit.cli.submit:submit", "Start a managed job and print its name.", "Run"),
     "jobs": Entry("smpkit.cli.jobs:jobs", "List managed jobs, newest first.", "Run"),
     "status": Entry(
         "smpkit.cli.status:status",

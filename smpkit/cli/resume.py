@@ -7,7 +7,7 @@ import json
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, tell_if_interrupted
+from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
 
 __all__ = ["resume"]
 
@@ -21,7 +21,7 @@ __all__ = ["resume"]
 @click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@cloud_options
+@backend_options
 def resume(
     job: str,
     name: str | None,
@@ -31,33 +31,33 @@ def resume(
     dry_run: bool,
     follow: bool,
     as_json: bool,
-    cloud: CloudChoice,
+    chosen: BackendChoice,
 ) -> int:
     """Start a job that goes on from another's checkpoints.
 
     It has the same image, sources, data and settings as JOB.
     """
     from smpkit_estimator.job import Job
-    from smpkit_estimator.submission import checked
 
-    opened = cloud.open()
-    old = Job(job, opened)
+    backend = chosen.open()
+    old = Job(job, backend)
     given = {
         "InstanceCount": instance_count,
         "InstanceType": instance_type,
         "MaxRuntimeInSeconds": max_run_seconds,
     }
-    request = checked(old.resumed(name, {key: value for key, value in given.items() if value is not None}))
+    plan = old.resumed(name, {key: value for key, value in given.items() if value is not None})
     if dry_run:
-        click.echo(json.dumps(request.shown(), indent=2))
+        click.echo(json.dumps(plan.shown(), indent=2))
         return 0
     console = _console.current()
     newest = old.latest_checkpoint
     console.note(f"Resuming from {newest}" if newest else "No checkpoint there yet: starting from the beginning")
-    started = Job(request.job_name, opened)
+    started = Job(plan.job_names[0], backend)
     with tell_if_interrupted(started):
-        arn = opened.create_job(request.body)
-    click.echo(json.dumps({"name": started.name, "arn": arn, "resumed_from": job}) if as_json else started.name)
+        result = backend.submit(plan)
+    shown = {"name": started.name, "arn": result["arn"], "resumed_from": job}
+    click.echo(json.dumps(shown) if as_json else started.name)
     if follow:
         return follow_job(started)
     console.note(f"Follow with `smpkit logs -f {started.name}`, stop with `smpkit stop {started.name}`")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.config.words import printable
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ __all__ = ["can_repaint", "live", "status"]
 @click.argument("job")
 @click.option("-w", "--watch", is_flag=True, help="Keep the state up to date until the job is over.")
 @click.option("--json", "as_json", is_flag=True, help="Print the state as JSON; with --watch one line for each phase.")
-@cloud_options
-def status(job: str, watch: bool, as_json: bool, cloud: CloudChoice) -> int:
+@backend_options
+def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
     """Show what a job is doing, or why it failed.
 
     Phase, time and billable time so far; after a failure the first failing rank's exception.
@@ -41,7 +41,7 @@ def status(job: str, watch: bool, as_json: bool, cloud: CloudChoice) -> int:
     from smpkit.cli._show import echo_all, hint_of, status_json, status_lines
     from smpkit_estimator.job import Job
 
-    opened = cloud.open()
+    opened = chosen.open()
     handle = Job(job, opened)
     try:
         state = _watched(handle, opened.clock, as_json) if watch else handle.status()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._backend import BackendChoice, backend_options
 
 __all__ = ["stop"]
 
@@ -13,15 +13,15 @@ __all__ = ["stop"]
 @click.command()
 @click.argument("job")
 @click.option("--wait", is_flag=True, help="Wait until it is over, and say what it saved.")
-@cloud_options
-def stop(job: str, wait: bool, cloud: CloudChoice) -> None:
+@backend_options
+def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
     """Stop a job, with time to save.
 
     Its ranks hear SIGTERM, and have about 110 seconds.
     """
     from smpkit_estimator.job import Job
 
-    handle = Job(job, cloud.open())
+    handle = Job(job, chosen.open())
     before = handle.status()
     console = _console.current()
     if before.over:

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, tell_if_interrupted
+from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
 from smpkit.cli._job import job_arguments, read_job
-from smpkit.cli._show import machines_text
-from smpkit.errors import ConfigError, Problem
+from smpkit.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
     from smpkit.config.section import KeyPath
-    from smpkit_estimator.cloud import Cloud
-    from smpkit_estimator.submission import Submission
+    from smpkit_estimator.backend import Backend, Plan
 
 __all__ = ["submit"]
 
@@ -32,7 +30,7 @@ __all__ = ["submit"]
 @click.option("--wait", is_flag=True, help="Wait until the job is over, without its log; the exit code is its fate.")
 @click.option("--name", metavar="NAME", help="Name of the job. Default: `name` of the job file and the time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON.")
-@cloud_options
+@backend_options
 def submit(
     file: Path,
     overrides: tuple[str, ...],
@@ -41,52 +39,54 @@ def submit(
     wait: bool,
     name: str | None,
     as_json: bool,
-    cloud: CloudChoice,
+    chosen: BackendChoice,
 ) -> int:
-    """Start a managed job on SageMaker and print its name.
+    """Start a managed job and print its name.
 
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.
     """
-    from smpkit_estimator.cloud import DryCloud
     from smpkit_estimator.job import Job
-    from smpkit_estimator.submission import send
 
-    opened = cloud.open()
-    dry = DryCloud(opened) if dry_run else None
     loaded = read_job(file, overrides)
-    submission = _planned(loaded, dry or opened, name)
+    backend = chosen.open(loaded.config)
+    plan = _planned(loaded, backend, name, dry=dry_run)
+    _check_following(plan, follow)
     console = _console.current()
-    for note in (*submission.notes, *(dry.notes if dry is not None else ())):
+    for note in plan.notes:
         console.note(f"note: {note}")
     if dry_run:
-        click.echo(_printed(submission, as_json), nl=False)
+        click.echo(json.dumps(plan.shown(), indent=2) + "\n" if as_json else plan.text(), nl=False)
         return 0
-    _announce(loaded, opened)
-    job = Job(submission.request.job_name, opened)
-    with tell_if_interrupted(job):
-        arn = send(submission, opened)
-    result = {"name": job.name, "arn": arn, "region": opened.region, "source": submission.archive_uri}
-    click.echo(json.dumps(result, indent=2) if as_json else job.name)
+    _announce(loaded, backend, plan)
+    jobs = [Job(each, backend) for each in plan.job_names]
+    with tell_if_interrupted(jobs[0]):
+        result = backend.submit(plan)
+    click.echo(json.dumps(result, indent=2) if as_json else "\n".join(plan.job_names))
     if follow:
-        return follow_job(job)
+        return follow_job(jobs[0])
     if wait:
         from smpkit.cli.wait import wait_for
 
-        return wait_for(job)
-    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
+        return max(map(wait_for, jobs))
+    shown = jobs[0].name
+    console.note(f"Follow with `smpkit logs -f {shown}`, stop with `smpkit stop {shown}`")
     return 0
 
 
-def _planned(loaded: LoadedJob, cloud: Cloud, name: str | None) -> Submission:
+def _planned(loaded: LoadedJob, backend: Backend, name: str | None, *, dry: bool) -> Plan:
     """Plan, and give each problem the file and line that its value came from."""
-    from smpkit_estimator.submission import plan_submission
-
     try:
-        return plan_submission(loaded.config, loaded.folder, cloud, job_name=name)
+        return backend.plan(loaded.config, loaded.folder, name=name, dry=dry)
     except ConfigError as error:
         origins = {**loaded.origins, ("name",): "--name"} if name is not None else loaded.origins
         raise ConfigError([_located(problem, origins) for problem in error.problems], subject=error.subject) from None
+
+
+def _check_following(plan: Plan, follow: bool) -> None:
+    if follow and len(plan.job_names) > 1:
+        count = len(plan.job_names)
+        raise UsageError(f"`--follow` follows one job, and this starts {count}", hint="use `--wait`, or `smpkit logs`")
 
 
 def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
@@ -99,20 +99,9 @@ def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
     return replace(problem)
 
 
-def _printed(submission: Submission, as_json: bool) -> str:
-    if as_json:
-        return json.dumps(submission.request.shown(), indent=2) + "\n"
-    import yaml
-
-    text: str = yaml.safe_dump(submission.request.shown(), sort_keys=False, allow_unicode=True, width=120)
-    return text
-
-
-def _announce(loaded: LoadedJob, cloud: Cloud) -> None:
+def _announce(loaded: LoadedJob, backend: Backend, plan: Plan) -> None:
     from smpkit_container.failure import duration
 
-    compute = loaded.config.compute
-    machines = f"{machines_text(compute.machines)}{', spot' if compute.spot else ''}"
-    longest = duration(compute.max_run_seconds)
-    text = f"Submitting `{loaded.config.name}` to SageMaker in {cloud.region} ({machines}, at most {longest})"
+    longest = duration(loaded.config.compute.max_run_seconds)
+    text = f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}, at most {longest})"
     _console.current().note(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.cli._time import LENGTH
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ __all__ = ["wait", "wait_for"]
 @click.argument("job")
 @click.option("--timeout", type=LENGTH, metavar="LENGTH", help="Give up after `30m`, `12h`; the job goes on.")
 @click.option("--json", "as_json", is_flag=True, help="Print how it ended as JSON.")
-@cloud_options
-def wait(job: str, timeout: timedelta | None, as_json: bool, cloud: CloudChoice) -> int:
+@backend_options
+def wait(job: str, timeout: timedelta | None, as_json: bool, chosen: BackendChoice) -> int:
     """Wait for a job; the exit code is its fate.
 
     It is 0 if JOB completed, 1 if it failed or was stopped.
     """
     from smpkit_estimator.job import Job
 
-    return wait_for(Job(job, cloud.open()), timeout, as_json=as_json)
+    return wait_for(Job(job, chosen.open()), timeout, as_json=as_json)
 
 
 def wait_for(job: Job, timeout: timedelta | None = None, *, as_json: bool = False) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from smpkit.config.backend import BackendChoice
 from smpkit.config.confidential import masked
 from smpkit.config.distribution import MAX_INSTANCE_GROUPS, Distribution, belongs_below
 from smpkit.config.explain import validation_error
@@ -421,6 +422,9 @@ class JobConfig(Section):
 
     distribution: Distribution = Field(default_factory=Distribution)
     """SageMaker's `distribution` dict: model parallelism and launcher."""
+
+    backend: BackendChoice = Field(default_factory=BackendChoice)
+    """Where the job is sent, with what only that back end needs."""
 
     compute: Compute = Field(default_factory=Compute)
     """How many machines of which kind, and for how long."""

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from smpkit.cli._cloud import CloudChoice
+from smpkit.cli._backend import BackendChoice
 from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.request import TOKEN_FILE
+from smpkit_estimator.sagemaker_backend import SageMaker
 from tests.cli.conftest import Smpkit, process
 
 JOB = """\
@@ -47,7 +48,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
 
     def use(script: Script | None = None, **options: Any) -> FakeSageMaker:
         fake = FakeSageMaker(script or Script(lines=LINES, training=10), **options)
-        monkeypatch.setattr(CloudChoice, "open", lambda _: Cloud(fake))
+        monkeypatch.setattr(BackendChoice, "open", lambda *_: SageMaker(fake))
         return fake
 
     return use
@@ -612,7 +613,7 @@ def test_the_region_is_that_of_the_aws_cli(
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    assert CloudChoice(region=option).open().region == region
+    assert BackendChoice(region=option).open().place == region
 
 
 def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:

@@ -11,7 +11,8 @@ from smpkit.errors import CloudError, UsageError
 from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.job import Job
-from smpkit_estimator.log_reader import LogLine
+from smpkit_estimator.log_line import LogLine
+from smpkit_estimator.sagemaker_backend import SageMaker
 from tests.estimator.conftest import MakeEstimator
 
 
@@ -156,10 +157,9 @@ def test_since_leaves_out_what_is_older(make: MakeEstimator) -> None:
 
 def test_a_job_that_does_not_exist_fails_at_once() -> None:
     """skypilot#1342: a follower must not wait for a job that never was."""
-    from smpkit_estimator.cloud import Cloud
 
     with pytest.raises(UsageError, match="there is no job `none` in us-west-2"):
-        list(Job("none", Cloud(FakeSageMaker())).logs(follow=True))
+        list(Job("none", SageMaker(FakeSageMaker())).logs(follow=True))
 
 
 def test_throttling_is_waited_out(make: MakeEstimator) -> None:

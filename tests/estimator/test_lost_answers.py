@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 
-from smpkit.errors import CloudError, ConfigError
+from smpkit.errors import CloudError, ConfigError, UnreachableError
 from smpkit.testing import FakeSageMaker
 from smpkit_estimator import submission
 from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.sagemaker import UnreachableError, open_session
+from smpkit_estimator.sagemaker import open_session
 from tests.estimator.conftest import MakeEstimator
 from tests.testing.test_fake_sagemaker import REQUEST
 

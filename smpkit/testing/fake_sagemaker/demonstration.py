@@ -1,15 +1,27 @@
-"""The job that `--backend fake` plays: what a model-parallel job of the asked size would log."""
+"""The back end `fake`: it plays a job of the asked size, and keeps its jobs between commands."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
+from smpkit.config.words import printable, quoted
+from smpkit.errors import UsageError
+from smpkit.testing.fake_sagemaker.clock import FastClock
 from smpkit.testing.fake_sagemaker.script import Line, Script
+from smpkit.testing.fake_sagemaker.session import FakeSageMaker
+from smpkit_estimator.backend import Access
+from smpkit_estimator.sagemaker_backend import SageMaker
 from smpkit_estimator.status import machines_of
 
-__all__ = ["demonstration_script"]
+__all__ = ["demonstration_script", "open_fake"]
+
+_FASTEST = 1e6
 
 _STEPS = 20
 _SECONDS_PER_STEP = 15.0
@@ -53,3 +65,51 @@ def _steps(done: int, last: int) -> list[Line]:
         Line((step - done) * _SECONDS_PER_STEP, f"[rank 0] step {step}/{_STEPS}  loss {2.0 + 3.5 * 0.86**step:.3f}")
         for step in range(done + 1, last + 1)
     ]
+
+
+# ---- between commands ------------------------------------------------------------------------------------------------
+
+
+def open_fake(access: Access) -> SageMaker:  # noqa: ARG001 - there is one place, and anybody may use it
+    """Open a fake that keeps its jobs between commands; in a second about a minute of its time passes."""
+    speed, folder = _speed(), _demonstration_folder()
+    try:
+        clock = FastClock(speed, _origin(folder))
+        return SageMaker(FakeSageMaker(demonstration_script, clock=clock, file=folder / "jobs.json"))
+    except ValueError:
+        raise UsageError(
+            f"the jobs of the fake in {folder} are damaged", hint=f"`rm -r {folder}` forgets them"
+        ) from None
+
+
+def _speed() -> float:
+    text = os.environ.get("SMPKIT_FAKE_SPEED", "60")
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed <= _FASTEST:
+        raise UsageError(f"SMPKIT_FAKE_SPEED is {quoted(text)}, and must be a number from above 0 to {_FASTEST:,.0f}")
+    return speed
+
+
+def _demonstration_folder() -> Path:
+    chosen = os.environ.get("SMPKIT_FAKE_DIR")
+    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"smpkit-fake-{os.getuid()}"
+    hint = "set SMPKIT_FAKE_DIR to a folder of yours"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"{printable(str(folder))} cannot be made: {reason}", hint=hint) from None
+    if folder.stat().st_uid != os.getuid():
+        raise UsageError(f"{printable(str(folder))} belongs to somebody else", hint=hint)
+    return folder
+
+
+def _origin(folder: Path) -> datetime:
+    """Return when the demonstration began: all its processes count from there."""
+    file = folder / "began"
+    if not file.exists():
+        file.write_text(datetime.now(timezone.utc).isoformat(), encoding="utf-8")
+    return datetime.fromisoformat(file.read_text(encoding="utf-8"))
