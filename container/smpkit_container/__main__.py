@@ -1,5 +1,7 @@
 """The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`.
 
+On Slurm, `python -m smpkit_container slurm RUN` is one node's part of the run in that folder.
+
 Any other arguments are a command to run instead, so that `docker run IMAGE bash` does what people expect.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from smpkit.config.words import plain
 from smpkit.errors import SmpkitError
+from smpkit_container import slurm
 from smpkit_container.console import Console
 from smpkit_container.environment import (
     DEFAULT_BASE,
@@ -34,19 +37,47 @@ from smpkit_container.source import fetch_source, install_requirements
 
 __all__ = ["main"]
 
-_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS")
+_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS", "SMPKIT_LOG_TIMES", "SMPKIT_SHOW_LOG")
 """Variables for this process alone: a launcher that the script starts must not inherit them."""
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the job that the platform describes; return the exit code. This is the program's only error boundary."""
+    """Run the job that the platform describes; return the exit code."""
     before, extra = _split(arguments)
+    if before[:1] == ["slurm"] and len(before) == 2:
+        return _on_slurm(Path(before[1]), extra, environ)
     if before not in ([], ["train"]):
         return _become(arguments)
+    return _train(environ, extra)
+
+
+def _on_slurm(run: Path, extra: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one node's part of a run on Slurm; return the exit code."""
+    try:
+        base, variables = slurm.lay_out(run, environ)
+        times = slurm.open_log(run, environ)
+    except (SmpkitError, OSError) as error:
+        sys.stderr.write(f"error: {plain(str(error))}\n")
+        return error.exit_code if isinstance(error, SmpkitError) else 1
+    ours = {"SMPKIT_BASE_DIR": str(base), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": times}
+    # Who asked for it to stop may have done so before there was a launcher to hear of it.
+    stopped = (run / "stopped").exists()
+    code = slurm.STOPPED if stopped else _train({**environ, **variables, **ours}, extra, stopped_code=slurm.STOPPED)
+    slurm.note_end(run, environ, code)
+    return code
+
+
+def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: int = 0) -> int:
+    """Run the job described below the base folder. This is the program's only error boundary.
+
+    Args:
+        stopped_code: the exit code if all ranks ended well because they were asked to.
+    """
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
         die_with_parent(signal.SIGTERM)
     base = base_folder(environ)
     more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
+    console = Console.of_process(environ)
     environ = {name: value for name, value in environ.items() if name not in _OURS}
     try:
         environment = Environment.read(
@@ -57,7 +88,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
             install_requirements(environment.code)
         environment = decode_overrides(environment)
         environ = {**environ, **secret_variables(environment)}
-        return launch(environment, environ, Console.of_process(environ), extra)
+        return launch(environment, environ, console, extra, stopped_code=stopped_code)
     except KeyboardInterrupt:  # before the launcher handles it
         sys.stderr.write("Stopped before the ranks were started\n")
         return 130

@@ -11,7 +11,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import BinaryIO
+from datetime import datetime, timezone
+from typing import BinaryIO, Protocol
 
 from smpkit.config.words import coloured, plain
 from smpkit_container.lines import Piece
@@ -25,13 +26,46 @@ _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _CLEAR_LINE = b"\r\x1b[K"
 
 
+class Stream(Protocol):
+    """What is used of a binary stream."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write."""
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+
+    def fileno(self) -> int:
+        """The file below."""
+
+
+class _Stamped:
+    """Writes lines with their time before them, so that the logs of several nodes can be merged."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        """Write whole lines."""
+        stamp = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ ").encode()
+        return self._stream.write(b"".join(stamp + line for line in data.splitlines(keepends=True)))
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """The file below."""
+        return self._stream.fileno()
+
+
 class Console:
     """Writes to a pair of streams; on a terminal, the last progress update stays on the bottom line."""
 
     def __init__(
         self,
-        out: BinaryIO,
-        err: BinaryIO,
+        out: Stream,
+        err: Stream,
         *,
         terminal: bool,
         colour: bool,
@@ -52,7 +86,10 @@ class Console:
         """Return the console of this process's own stdout and stderr."""
         terminal = sys.stdout.isatty() and sys.stderr.isatty() and environ.get("TERM") != "dumb"
         colour = terminal and not environ.get("NO_COLOR")
-        return cls(sys.stdout.buffer, sys.stderr.buffer, terminal=terminal, colour=colour)
+        out, err = sys.stdout.buffer, sys.stderr.buffer
+        if environ.get("SMPKIT_LOG_TIMES") == "1":
+            return cls(_Stamped(out), _Stamped(err), terminal=False, colour=False)
+        return cls(out, err, terminal=terminal, colour=colour)
 
     @property
     def is_terminal(self) -> bool:

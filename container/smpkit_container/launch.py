@@ -59,11 +59,19 @@ class _Plan:
     variables: Mapping[str, str]
 
 
-def launch(environment: Environment, environ: Mapping[str, str], console: Console, extra: Sequence[str] = ()) -> int:
+def launch(
+    environment: Environment,
+    environ: Mapping[str, str],
+    console: Console,
+    extra: Sequence[str] = (),
+    *,
+    stopped_code: int = 0,
+) -> int:
     """Run the ranks of this host and return the exit code of the job.
 
-    That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is 0 if every
-    rank ended with 0; after Ctrl-C it is always 130. A failure is reported on stderr and in `output/failure`.
+    That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is
+    `stopped_code` if every rank ended with 0; after Ctrl-C it is always 130. A failure is reported on stderr and in
+    `output/failure`.
 
     Raises:
         SmpkitError: the job cannot be started as described.
@@ -94,7 +102,8 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         return failure.exit_code
     if outcome.stop_signal:
         console.say(f"\n{stop_words(outcome, environment.checkpoints)}")
-    return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
+        return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else stopped_code
+    return 0
 
 
 def _with_hosts(environment: Environment, topology: Topology) -> Environment:

@@ -1,6 +1,6 @@
 """A back end: where managed jobs run. Commands and `Job` know this protocol and nothing of a service behind it.
 
-Its own are SageMaker (`sagemaker`) and a fake of it (`fake`). A package adds one with an entry point of
+SageMaker (`sagemaker`), a fake of it (`fake`) and Slurm (`slurm`) are here. A package adds one with an entry point of
 the group `smpkit.backends`: a function that takes `Access` and returns a `Backend`.
 """
 
@@ -41,6 +41,7 @@ GROUP = "smpkit.backends"
 
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker_backend:open_sagemaker",
+    "slurm": "smpkit_estimator.slurm.backend:open_slurm",
     # By name: the product imports nothing of `smpkit.testing`, which import-linter checks.
     "fake": "smpkit.testing.fake_sagemaker.demonstration:open_fake",
 }
@@ -91,6 +92,10 @@ class Plan(Protocol):
     @property
     def machines(self) -> str:
         """On what, in words."""
+
+    @property
+    def max_seconds(self) -> int | None:
+        """How long a job may run; None where the back end decides."""
 
     @property
     def notes(self) -> Sequence[str]:

@@ -24,7 +24,15 @@ from smpkit.errors import ConfigError, Problem
 from smpkit.modules import module_command
 from smpkit_estimator.platform_files import config_files
 
-__all__ = ["EVENTS", "LocalPlan", "LocalRun", "plan_local_run", "run_local"]
+__all__ = [
+    "EVENTS",
+    "LocalPlan",
+    "LocalRun",
+    "local_inputs",
+    "local_secrets",
+    "plan_local_run",
+    "run_local",
+]
 
 EVENTS = "events"
 """The folder of recorded events, among the script's other results: so the temporary tree is kept."""
@@ -98,9 +106,9 @@ def plan_local_run(
     problems: list[Problem] = []
     notes: list[str] = []
     source = _local_source(job, folder, problems)
-    inputs = dict(_local_inputs(job, folder, problems))
+    inputs = dict(local_inputs(job, folder, problems))
     dependencies = tuple(_local_dependencies(job, folder, problems))
-    secrets = dict(_local_secrets(job, os.environ if environ is None else environ, problems))
+    secrets = dict(local_secrets(job, os.environ if environ is None else environ, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
@@ -117,8 +125,8 @@ def plan_local_run(
         job=job,
         source=source,
         inputs=inputs,
-        output=_local_place("output", job.output, folder, notes),
-        checkpoints=_local_place("checkpoints", job.checkpoints.uri if job.checkpoints else None, folder, notes),
+        output=local_place("output", job.output, folder, notes),
+        checkpoints=local_place("checkpoints", job.checkpoints.uri if job.checkpoints else None, folder, notes),
         ranks=ranks,
         hosts=hosts or 1,
         dependencies=dependencies,
@@ -220,7 +228,7 @@ def _local_dependencies(job: JobConfig, folder: Path, problems: list[Problem]) -
             yield path
 
 
-def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[tuple[str, Path]]:
+def local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[tuple[str, Path]]:
     for name, channel in job.inputs.items():
         hint = f"name a local one with `--set inputs.{name}=./data`"
         if channel.uri is None:
@@ -235,7 +243,7 @@ def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iter
             yield name, path.absolute()
 
 
-def _local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
     for name, secret in job.secrets.items():
         variable = secret.variable or name
         if variable in environ:
@@ -246,7 +254,7 @@ def _local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Pr
             problems.append(Problem(("secrets", name), message, hint))
 
 
-def _local_place(what: str, location: str | None, folder: Path, notes: list[str]) -> Path | None:
+def local_place(what: str, location: str | None, folder: Path, notes: list[str]) -> Path | None:
     if location is None:
         return None
     if _is_remote(location):

@@ -90,6 +90,12 @@ class TrainingRequest:
         return f"{kinds}, spot" if self.body.get("EnableManagedSpotTraining") else kinds
 
     @property
+    def max_seconds(self) -> int | None:
+        """How long the job may run."""
+        seconds: int | None = self.body.get("StoppingCondition", {}).get("MaxRuntimeInSeconds")
+        return seconds
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Nothing that the user need know."""
         return ()

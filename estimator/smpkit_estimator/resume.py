@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from smpkit.errors import UsageError
-from smpkit_estimator.names import unique_name
+from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.sagemaker import request_shape
 
@@ -17,8 +16,6 @@ __all__ = ["RESUMED_FROM", "resumed_request"]
 
 RESUMED_FROM = "smpkit:resumed-from"
 """Tag of a job that goes on from another: its name."""
-
-_STAMP = re.compile(r"-\d{4}(-\d{2}){5}-\d{3}$")
 
 
 def resumed_request(
@@ -39,7 +36,7 @@ def resumed_request(
     """
     shape = request_shape("sagemaker", "CreateTrainingJob")
     old = description["TrainingJobName"]
-    name = job_name or unique_name(_STAMP.sub("", old), now)
+    name = job_name or unique_name(base_name(old), now)
     body = _known(description, shape)
     body["TrainingJobName"] = name
     body["HyperParameters"] = {**body.get("HyperParameters", {}), "sagemaker_job_name": json.dumps(name)}

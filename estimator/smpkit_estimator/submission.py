@@ -31,7 +31,7 @@ from smpkit_estimator.request import (
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Sources, collect
 
-__all__ = ["PARAMETERS_NAME", "Submission", "checked", "plan_submission", "send"]
+__all__ = ["PARAMETERS_NAME", "Submission", "checked", "job_sources", "packing_notes", "plan_submission", "send"]
 
 PARAMETERS_NAME = "smpkit_mp_parameters.json"
 """The file in the sources that holds `mp_parameters` which are too long for a hyperparameter."""
@@ -71,6 +71,11 @@ class Submission:
         """On what, in words."""
         return self.request.machines
 
+    @property
+    def max_seconds(self) -> int | None:
+        """How long the job may run."""
+        return self.request.max_seconds
+
     def shown(self) -> dict[str, Any]:
         """The request, without secrets."""
         return self.request.shown()
@@ -98,7 +103,7 @@ def plan_submission(
     """
     name = job_name or unique_name(job.name, cloud.clock.now())
     problems = list(_not_for_the_cloud(job))
-    sources = _sources(job, folder, problems, script_only=script_only)
+    sources = job_sources(job, folder, problems, script_only=script_only)
     generated = _generated_files(job) if sources is not None else {}
     parameters_file = PARAMETERS_NAME if generated else None
     problems += _limits(job, _placeholders(job, name, parameters_file))
@@ -122,7 +127,7 @@ def plan_submission(
     problems = _limits(job, context)
     if problems:
         raise ConfigError(problems, subject="job for SageMaker")
-    notes = [*_notes(sources, packed)] if sources is not None and packed is not None else []
+    notes = [*packing_notes(sources, packed)] if sources is not None and packed is not None else []
     if isinstance(cloud, DryCloud):
         notes += cloud.notes
     key = job.encryption.output_key
@@ -229,7 +234,7 @@ def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
             yield Problem(("inputs", name), f"is the channel that brings {what} without network", "rename it")
 
 
-def _sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
+def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
     if "://" in job.source_dir:
         if not job.source_dir.endswith(".tar.gz"):
             problems.append(Problem(("source_dir",), "must be a `.tar.gz` in S3", "or name a local folder"))
@@ -299,7 +304,7 @@ def _code_folder(job: JobConfig, output: str) -> str:
     return (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
 
 
-def _notes(sources: Sources, packed: Packed) -> Iterator[str]:
+def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
     secrets = sorted([*sources.secrets, *packed.secrets])
     if secrets:
         yield f"left out, as secrets are never packed: {_some(secrets)}"

@@ -95,7 +95,7 @@ def backend_options(function: _Function) -> _Function:
         type=_Name(),
         metavar="NAME",
         envvar="SMPKIT_BACKEND",
-        help="`sagemaker`, or `fake`, which plays a job on this machine in seconds. "
+        help="`sagemaker`, `slurm`, or `fake`, which plays a job on this machine in seconds. "
         "Default: the job file's, else `sagemaker`.",
     )
     decorated: Any = profile(region(backend(command)))

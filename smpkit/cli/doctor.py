@@ -24,9 +24,10 @@ _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "ye
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @backend_options
 def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: BackendChoice) -> int:
-    """Check this machine, AWS credentials, and what a job names.
+    """Check this machine, the back end, and what a job names.
 
-    With the job file FILE of a managed job also its role, bucket, image and quota are looked at.
+    With the job file FILE of a managed job also its role, bucket, image and quota are looked at; on Slurm its
+    partition, nodes, folders and container runtime.
 
     The exit code is 1 if there is a problem: something that the job FILE cannot do without. Nothing is changed, unless
     `--write` is given.

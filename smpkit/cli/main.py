@@ -28,7 +28,7 @@ COMMANDS: dict[str, Entry] = {
     "init": Entry("smpkit.cli.init:init", "Write a job file and a script to begin with.", "Start"),
     "doctor": Entry(
         "smpkit.cli.doctor:doctor",
-        "Check this machine, AWS credentials, and what a job names.",
+        "Check this machine, the back end, and what a job names.",
         "Start",
     ),
     "completion": Entry("smpkit.cli.completion:completion", "Print the completion script of SHELL.", "Start"),
@@ -52,7 +52,9 @@ COMMANDS: dict[str, Entry] = {
         "Run",
     ),
     "image": Entry("smpkit.cli.image:image", "Build the training image on any base.", "Run"),
-    "submit": Entry("smpkit.cli.submit:submit", "Start a managed job and print its name.", "Run"),
+    "submit": Entry(
+        "smpkit.cli.submit:submit", "Start a managed job, on SageMaker or Slurm, and print its name.", "Run"
+    ),
     "jobs": Entry("smpkit.cli.jobs:jobs", "List managed jobs, newest first.", "Run"),
     "status": Entry(
         "smpkit.cli.status:status",

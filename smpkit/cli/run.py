@@ -73,6 +73,8 @@ def run(
 ) -> int:
     """Run the job on this machine, with the launcher of the training image or in the image itself.
 
+    Inside a Slurm allocation of several nodes it runs on these.
+
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
@@ -81,6 +83,11 @@ def run(
         options = _DockerOptions(hosts, interrupt_after, gpus, keep, events)
         return _run_in_docker(job, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
+    from smpkit_estimator.slurm.allocation import nodes_here
+
+    nodes = nodes_here(os.environ)
+    if nodes > 1:
+        return _run_on_nodes(job, arguments, nodes)
     return _run_here(job, arguments, keep, events)
 
 
@@ -134,6 +141,22 @@ def _conclude_here(console: _console.Console, done: LocalRun, events: bool) -> N
         console.note(f"kept: {done.tree}")
     if events:
         _hint_at_timeline(console, done.output_data)
+
+
+# ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
+
+
+def _run_on_nodes(job: LoadedJob, arguments: tuple[str, ...], nodes: int) -> int:
+    from smpkit_estimator.slurm.allocation import plan_here, run_here
+
+    plan = plan_here(job.config, job.folder, nodes)
+    console = _console.current()
+    for note in plan.notes:
+        console.note(f"note: {note}")
+    console.note(f"Running `{job.config.name}` on the {nodes} nodes of Slurm's job {os.environ['SLURM_JOB_ID']}")
+    code = run_here(plan, arguments)
+    console.note(f"kept: {plan.runs[0].folder}")
+    return int(code != 0)
 
 
 # ---- in the training image, with one container for each host ---------------------------------------------------------

@@ -41,7 +41,7 @@ def submit(
     as_json: bool,
     chosen: BackendChoice,
 ) -> int:
-    """Start a managed job and print its name.
+    """Start a managed job, on SageMaker or Slurm, and print its name.
 
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.
@@ -102,6 +102,5 @@ def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
 def _announce(loaded: LoadedJob, backend: Backend, plan: Plan) -> None:
     from smpkit_container.failure import duration
 
-    longest = duration(loaded.config.compute.max_run_seconds)
-    text = f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}, at most {longest})"
-    _console.current().note(text)
+    longest = "" if plan.max_seconds is None else f", at most {duration(plan.max_seconds)}"
+    _console.current().note(f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}{longest})")

@@ -2,22 +2,142 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
-from smpkit.config.fields import Word
-from smpkit.config.section import Section
+from smpkit.config.explain import validation_error
+from smpkit.config.fields import Hyperparameters, Location, Word
+from smpkit.config.section import KeyPath, Section
+from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
-__all__ = ["BackendChoice"]
+__all__ = ["BackendChoice", "Slurm"]
+
+_TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED")
+
+
+def _refuse(message: str, hint: str | None = None) -> Exception:
+    return validation_error("value", [Problem((), message, hint)])
+
+
+def _time(value: str) -> str:
+    if _TIME.fullmatch(value) is None:
+        raise _refuse(f"must be a time as Slurm writes it, got {quoted(value)}", "`90` minutes, `2:00:00`, `3-12:00`")
+    return value
+
+
+def _line(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise _refuse(f"must be one printable line, got {quoted(value)}")
+    return value
+
+
+def _option(value: str) -> str:
+    if re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?|-[A-Za-z]\S*", _line(value)) is None:
+        raise _refuse(f"must be an option of `sbatch`, got {quoted(value)}", "for example `--mail-type=END`")
+    return value
+
+
+Time = Annotated[str, AfterValidator(_time)]
+Line = Annotated[str, AfterValidator(_line)]
+SbatchOption = Annotated[str, AfterValidator(_option)]
+
+
+class Slurm(Section):
+    """How a job runs on a Slurm cluster. What is not given is the cluster's default."""
+
+    partition: Word | None = None
+    """The partition, or several with commas between."""
+
+    account: Word | None = None
+    """The account that is charged."""
+
+    qos: Word | None = None
+    """The quality of service."""
+
+    time: Time | None = None
+    """The time limit, as Slurm writes it. Default: `compute.max_run_seconds` if that is given."""
+
+    gpus_per_node: Word | int | None = None
+    """GPUs of each node: a number, or with the type, `a100:8`. The launcher gives each rank one."""
+
+    gres: Word | None = None
+    """Generic resources of each node, such as `gpu:8`, on clusters without `--gpus-per-node`."""
+
+    cpus_per_node: int | None = Field(default=None, ge=1)
+    """CPUs of each node. All of the node's with `exclusive`."""
+
+    memory: Word | None = None
+    """Memory of each node, such as `64G`; `0` for all of it."""
+
+    constraint: Word | None = None
+    """Features that the nodes must have."""
+
+    reservation: Word | None = None
+    """A reservation to run in."""
+
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+
+    options: list[SbatchOption] = Field(default_factory=list, max_length=100)
+    """More options of `sbatch`, each as one text."""
+
+    setup: list[Line] = Field(default_factory=list, max_length=100)
+    """Lines of shell that every node runs before the launcher, such as `module load cuda`."""
+
+    folder: Location | None = None
+    """Where runs are kept: sources, logs, results. Nodes must see it. Default: `SMPKIT_RUNS`, or `~/smpkit-runs`."""
+
+    container: Literal["auto", "pyxis", "apptainer", "none"] = "auto"
+    """What starts the job's `image`: pyxis or Apptainer, whichever the cluster has; `none` to run without it, in the
+    environment that submits."""
+
+    mounts: list[Word] = Field(default_factory=list, max_length=100)
+    """More folders that the container sees, each `path` or `path:path inside`."""
+
+    interface: Word | None = None
+    """The network interface over which nodes talk. Default: the one over which the launchers reach each other."""
+
+    grace_seconds: int | None = Field(default=None, ge=1)
+    """How long ranks may save after SIGTERM. Default: a little less than the cluster's `KillWait`, at most 110."""
+
+    requeue: bool = True
+    """Let the job start again from its checkpoints when it is preempted or a node fails."""
+
+    array: list[Hyperparameters] = Field(default_factory=list, max_length=10_000)
+    """Run the job once with each of these sets of hyperparameters, laid over the job's own (a job array)."""
+
+    array_limit: int | None = Field(default=None, ge=1)
+    """How many runs of the array may run at once."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "cpus_per_task": ("is called `cpus_per_node` here: a node has one launcher", "rename it"),
+        "gpus": ("is called `gpus_per_node` here", "rename it"),
+        "image": ("belongs to the top of the job file", "write `image: ...` there"),
+        "nodes": ("is `compute.instance_count` for all back ends", "write `compute: {instance_count: ...}`"),
+        "mem": ("is called `memory` here", "rename it"),
+    }
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse options that contradict each other."""
+        if self.gres is not None and self.gpus_per_node is not None and not broken & {("gres",), ("gpus_per_node",)}:
+            yield Problem(("gres",), "is given together with gpus_per_node", "keep one of them")
+        if self.array_limit is not None and not self.array and not any(path[:1] == ("array",) for path in broken):
+            yield Problem(("array_limit",), "requires array", "remove it")
 
 
 class BackendChoice(Section):
-    """Where `smpkit submit` sends the job. A name alone, `backend: fake`, is the `name`."""
+    """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `fake` or one of another package. Default: `sagemaker`. `--backend` goes before it."""
+    """The back end: `sagemaker`, `slurm`, `fake` or one of another package. Default: the one whose options are given,
+    else `sagemaker`. `--backend` goes before it."""
+
+    slurm: Slurm = Field(default_factory=Slurm)
+    """Options of Slurm."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of a back end of another package, which checks them."""
@@ -35,4 +155,4 @@ class BackendChoice(Section):
     @property
     def chosen(self) -> str | None:
         """The back end that the job file chooses, if it does."""
-        return self.name
+        return self.name or ("slurm" if "slurm" in self.model_fields_set else None)

@@ -57,6 +57,8 @@ _TITLES: Mapping[str, str] = {
     "Container": "`container`",
     "Secret": "`secrets.<name>`",
     "Experiment": "`experiment`",
+    "BackendChoice": "`backend`",
+    "Slurm": "`backend.slurm`",
     "Distribution": "`distribution`",
     "SmDistributed": "`distribution.smdistributed`",
     "ModelParallelBlock": "`distribution.smdistributed.modelparallel`",

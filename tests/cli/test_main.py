@@ -21,7 +21,7 @@ Options:
 
 Start:
   init        Write a job file and a script to begin with.
-  doctor      Check this machine, AWS credentials, and what a job names.
+  doctor      Check this machine, the back end, and what a job names.
   completion  Print the completion script of SHELL.
 
 Before:

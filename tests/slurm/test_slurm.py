@@ -1,0 +1,351 @@
+"""Jobs on a real Slurm of two nodes: what users see, and what is left when something is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smpkit_estimator.slurm.folder import read_json
+from tests.slurm.conftest import PIPELINE, User
+
+ODD = "a,b 'q' \"d\"\nnew $HOME `x` \\ é%j"
+
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("bad batch")
+time.sleep(600)
+"""
+
+WAITS = """
+import os, time, smpkit.torch as smp
+smp.stop_requested()
+print("ready", flush=True)
+while not smp.stop_requested():
+    time.sleep(0.05)
+print("saved", flush=True)
+"""
+
+
+def losses(user: User, name: str) -> str:
+    return (user.place(name) / "model" / "losses.txt").read_text()
+
+
+# ---- what a job is -----------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_over_two_nodes(user: User) -> None:
+    """The run, from what the dry run shows to what is kept; losses are those of plain PyTorch in one process."""
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6}, secrets={"KEY": {"variable": "MY_KEY"}})
+    user.environ["MY_KEY"] = "hush-hush"
+    dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)
+    sent = user.run("submit", "job.yaml", "--name", "pipe")
+    assert sent.stdout == "pipe\n"
+    assert re.search(r"Submitting `train` to Slurm in cluster `test` \(2 nodes of low\)", sent.stderr)
+    job_id = str((read_json(user.place("pipe") / "slurm.json") or {})["id"])
+    assert user.cluster.ask("scontrol", "write", "batch_script", job_id, "-").rstrip("\n") + "\n" == dry["script"]
+    waited = user.run("wait", "pipe")
+    assert "Completed" in waited.stderr
+    spec = read_json(user.place("pipe") / "spec.json") or {}
+    shown = dry["runs"]["pipe"]
+    assert {**spec, "created": ""} == {**shown, "created": ""}
+    assert losses(user, "pipe") == uninterrupted()
+    status = user.status("pipe")
+    assert (status["status"], status["instance_count"], status["failure"]) == ("Completed", 2, None)
+    assert status["model_data"] == str(user.place("pipe") / "model")
+    lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
+    assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on n2: ")
+    assert {line["host"] for line in lines} == {"n2"}
+    assert user.run("logs", "pipe", "--tail", "1", "--host", "n1").stdout.startswith("n1 [rank 0] step 6 on n1: ")
+    [item] = json.loads(user.run("jobs", "--json").stdout)
+    assert (item["name"], item["status"]) == ("pipe", "Completed")
+    for name in ("token", "secrets.json"):
+        assert stat.S_IMODE((user.place("pipe") / name).stat().st_mode) == 0o600
+    assert "hush-hush" not in json.dumps(dry) + user.log("pipe") + json.dumps(spec)
+
+
+def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
+    user.write(FAILS, hyperparameters={"text": ODD})
+    done = user.run("submit", "job.yaml", "--name", "fails", "--follow", code=1)
+    assert "Failed" in done.stderr
+    assert "rank 1 on n2, exit 1" in done.stderr
+    status = user.status("fails")
+    assert status["failure"]["headline"] == "ValueError: bad batch"
+    assert (status["failure"]["rank"], status["failure"]["host"]) == (1, "n2")
+    assert user.run("wait", "fails", code=1).stdout == ""
+    assert not user.processes("fails")
+
+
+def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
+    """SIGTERM, saved, queued again by Slurm, and the same losses as without: a job of higher priority came between."""
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
+    user.run("submit", "job.yaml", "--name", "low")
+    user.until_logged("low", "step 2 on")
+    user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
+    user.until_logged("low", "saved and stopping")
+    user.hurry("low")
+    user.run("wait", "low", timeout=170)
+    log = user.log("low")
+    assert "resumed at step" in log
+    assert user.status("low")["interruptions"] == 1
+    assert losses(user, "low") == uninterrupted()
+
+
+def uninterrupted() -> str:
+    """The losses of six steps in this process: mean over two microbatches of a batch of four."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    found = []
+    for step in range(6):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step))
+        optimizer.zero_grad()
+        parts = [(model(x) - x).square().mean() for x in batch.chunk(2)]
+        for part in parts:
+            (part / 2).backward()
+        optimizer.step()
+        found.append(torch.stack([part.detach() for part in parts]).mean().item())
+    return "".join(f"{loss:.12f}\n" for loss in found)
+
+
+@pytest.mark.full
+def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
+    user.run("submit", "job.yaml", "--name", "old")
+    user.until_logged("old", "step 2 on")
+    stopped = user.run("stop", "old", "--wait")
+    assert "newest checkpoint: " in stopped.stderr
+    assert user.status("old")["status"] == "Stopped"
+    assert user.run("wait", "old", code=1).stdout == ""
+    resumed = user.run("resume", "old", "--name", "new", "--follow")
+    assert "Resuming from " in resumed.stderr
+    assert "resumed at step" in resumed.stdout
+    assert losses(user, "new") == uninterrupted()
+    refused = user.run("resume", "old", "--instance-type", "ml.x", code=2)
+    assert "`--instance-type` is not for Slurm" in refused.stderr
+
+
+# ---- what is lost ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_named(user: User) -> None:
+    user.write(WAITS + "\nos.kill(os.getpid(), 9)")
+    user.run("submit", "job.yaml", "--name", "killed")
+    user.until(lambda: user.log("killed").count("ready") == 2, "both ranks")
+    victim = [pid for pid in user.processes("killed") if b"RANK=1" in environ_of(pid)][-1]
+    os.kill(victim, signal.SIGKILL)
+    user.run("wait", "killed", code=1)
+    failure = user.status("killed")["failure"]
+    assert (failure["rank"], failure["host"]) == (1, "n2")
+    assert "SIGKILL" in failure["reason"]
+
+
+def environ_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> None:
+    user.write(WAITS)
+    user.run("submit", "job.yaml", "--name", "orphan")
+    user.until(lambda: user.log("orphan").count("ready") == 2, "both ranks")
+    [launcher] = [pid for pid in launchers(user, "orphan") if f"SLURMD_NODENAME={node}".encode() in environ_of(pid)]
+    os.kill(launcher, signal.SIGKILL)
+    user.run("wait", "orphan", code=1)
+    assert f"{node}: the host was lost" in user.status("orphan")["failure"]["reason"]
+    user.until(lambda: not user.processes("orphan"), "the ranks to end", 30)
+
+
+def launchers(user: User, name: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"smpkit_container" in words and str(user.place(name)).encode() in words and b"srun" not in words[0]:
+            found.append(int(path.name))
+    return found
+
+
+@pytest.mark.full
+def test_a_lost_node_queues_the_job_again_and_it_goes_on(user: User) -> None:
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 200, "seconds": 0.3})
+    user.run("submit", "job.yaml", "--name", "lost")
+    user.until_logged("lost", "step 2 on")
+    user.cluster.daemons["n2"].kill()
+    user.until(lambda: "down" in user.cluster.state("n2"), "Slurm to miss n2", 60)
+    user.cluster.start_node("n2")
+    user.hurry("lost")
+    user.until_logged("lost", "resumed at step")
+    user.run("stop", "lost", "--wait")
+
+
+# ---- stopping and queueing again ---------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
+    user.write(WAITS)
+    job_id = json.loads(user.run("submit", "job.yaml", "--name", "cancelled", "--json").stdout)["id"]
+    user.until(lambda: user.log("cancelled").count("ready") == 2, "both ranks")
+    user.cluster.ask("scancel", job_id)
+    user.run("wait", "cancelled", code=1)
+    assert user.status("cancelled")["status"] == "Stopped"
+    assert user.log("cancelled").count("saved") == 2
+
+
+@pytest.mark.full
+def test_a_time_of_grace_before_preemption_queues_the_job_again(user: User) -> None:
+    """Ranks that save and end before the grace is over have ended well for Slurm: the script queues the job itself."""
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm={"partition": "grace"})
+    user.run("submit", "job.yaml", "--name", "graced")
+    user.until_logged("graced", "step 2 on")
+    user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
+    user.until_logged("graced", "saved and stopping")
+    user.hurry("graced")
+    user.run("wait", "graced", timeout=170)
+    assert "resumed at step" in user.log("graced")
+    assert losses(user, "graced") == uninterrupted()
+
+
+@pytest.mark.full
+def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
+    user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 60")
+    user.write(WAITS)
+    user.run("submit", "job.yaml", "--name", "waits")
+    assert user.status("waits")["phase"] == "Pending"
+    user.run("stop", "waits", "--wait")
+    assert user.status("waits")["status"] == "Stopped"
+
+
+# ---- arrays, logs, containers, allocations -----------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_runs_of_an_array_are_jobs_of_their_own(user: User) -> None:
+    script = "import sys, os\nprint('got', sys.argv[1:])\nif '--lr=0' in sys.argv or '0' in sys.argv: sys.exit(3)"
+    sets = [{"lr": 0.1, "text": ODD}, {"lr": 0}]
+    user.write(script, nodes=1, slurm={"array": sets, "array_limit": 1})
+    refused = user.run("submit", "job.yaml", "--name", "many", "--follow", code=2)
+    assert "`--follow` follows one job, and this starts 2" in refused.stderr
+    done = user.run("submit", "job.yaml", "--name", "many", "--wait", code=1)
+    assert done.stdout == "many-0\nmany-1\n"
+    assert repr(["--lr", "0.1", "--text", ODD]) in user.run("logs", "many-0").stdout
+    assert user.status("many-0")["status"] == "Completed"
+    assert user.status("many-1")["failure"]["exit_code"] == 3
+    names = [item["name"] for item in json.loads(user.run("jobs", "--json", "--status", "failed").stdout)]
+    assert names == ["many-1"]
+
+
+@pytest.mark.full
+def test_a_log_of_a_hundred_thousand_lines_is_followed_whole(user: User) -> None:
+    user.write("import os\nfor n in range(50_000): print('line', os.environ['RANK'], n)")
+    done = user.run("submit", "job.yaml", "--name", "long", "--follow")
+    for rank in range(2):
+        numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
+        assert [int(number) for number in numbers] == list(range(50_000))
+    tail = user.run("logs", "long", "--rank", "1", "--tail", "2").stdout.splitlines()
+    assert tail == [f"n2 [rank 1] line 1 {number}" for number in (49_998, 49_999)]
+
+
+@pytest.mark.full
+def test_an_image_is_started_by_apptainer(user: User, tmp_path: Path) -> None:
+    """A program in its place that notes how it was called, and runs the rest here."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    called = tmp_path / "called"
+    stand_in = tools / "apptainer"
+    stand_in.write_text(
+        f'#!/bin/bash\necho "$*" >> {called}\nwhile [ "$1" != docker://registry.io/team/smpkit:1 ]; do shift; done\n'
+        f'shift\n[ "$1" = python3 ] && shift && exec {sys.executable} "$@"\nexec "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    user.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
+    user.write("print('inside')", image="registry.io/team/smpkit:1")
+    assert "inside" in user.run("submit", "job.yaml", "--name", "boxed", "--follow").stdout
+    [first, *_] = called.read_text().splitlines()
+    assert first.startswith(f"exec --bind {user.environ['SMPKIT_RUNS']}:{user.environ['SMPKIT_RUNS']} docker://")
+
+
+@pytest.mark.full
+def test_run_inside_an_allocation_uses_its_nodes(user: User) -> None:
+    user.write("import os; print(os.environ['SM_CURRENT_HOST'], os.environ['WORLD_SIZE'])")
+    command = ["salloc", "-N2", "-n2", "-p", "low", str(Path(sys.executable).with_name("smpkit")), "run", "job.yaml"]
+    done = subprocess.run(
+        command, cwd=user.folder, env={**os.environ, **user.environ}, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("[rank")) == [
+        "[rank 0] n1 2",
+        "[rank 1] n2 2",
+    ]
+
+
+@pytest.mark.full
+def test_srun_alone_is_a_launcher(user: User) -> None:
+    """Without a job file: `srun python train.py`, as the how-to says."""
+    user.write(
+        "import smpkit.torch as smp\nsmp.init({'ddp': True})\nprint(smp.rank(), smp.allgather(smp.rank(), smp.WORLD))"
+    )
+    around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
+    text = subprocess.run(
+        ["srun", "-N2", "-n2", "-p", "low", sys.executable, "train.py"],
+        cwd=user.folder, env={**os.environ, **around}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert sorted(text.stdout.splitlines()) == ["0 [0, 1]", "1 [0, 1]"], text.stderr
+
+
+# ---- what is refused, and what is looked at ----------------------------------------------------------------------
+
+
+def test_what_slurm_cannot_do_is_refused_by_name(user: User) -> None:
+    user.write("", slurm={"gres": "gpu:1", "gpus_per_node": 1})
+    refused = user.run("submit", "job.yaml", code=2)
+    assert "backend.slurm.gres: is given together with gpus_per_node" in refused.stderr
+    user.write(
+        "", live_output=True, output="s3://bucket/out", inputs={"train": "s3://b-b/data"}, image="registry.io/x:1"
+    )
+    refused = user.run("submit", "job.yaml", code=2)
+    for words in (
+        "live_output: uploads to S3",
+        "output: is not a folder that the nodes see",
+        "inputs.train: is not on this machine",
+        "image: is a container image, and neither pyxis nor Apptainer was found",
+        "4 problems in the job for Slurm",
+    ):
+        assert words in refused.stderr
+    user.write("", slurm={"partition": "none"})
+    refused = user.run("submit", "job.yaml", "--name", "refused", code=4)
+    assert "cannot start job `refused`: Slurm refused: " in refused.stderr
+    assert not user.place("refused").exists()
+    assert "there is no job `refused`" in user.run("status", "refused", code=2).stderr
+
+
+def test_doctor_looks_at_the_cluster(user: User) -> None:
+    user.write("", nodes=3)
+    found = user.run("doctor", "job.yaml", "--write", "--json", code=1).stdout
+    findings = {item["what"]: item for item in json.loads(found)}
+    assert findings["slurm"]["text"].endswith("cluster `test` answers")
+    assert findings["partition"]["text"] == "partition `low` has 2 nodes, the job asks for 3"
+    assert findings["runs"]["text"].startswith("wrote to and deleted from ")
+    assert findings["kill wait"]["state"] == "info"
+    user.environ["PATH"] = str(Path(sys.executable).parent)
+    lost = json.loads(user.run("doctor", "--json", "--backend", "slurm", code=1).stdout)
+    assert [item["state"] for item in lost if item["what"] == "slurm"] == ["problem"]
