@@ -153,6 +153,9 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
         waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
+        if schedule.splits_backward and weight[segment]:  # its halves are two actions
+            backward[segment] += speed.action_seconds
+            weight[segment] += speed.action_seconds
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 
