@@ -84,7 +84,7 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def save_both_ways(folder: Path, settings: dict[str, Any]) -> list[str]:
     job = Job(**settings)
-    content = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
+    content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
     with pytest.MonkeyPatch.context() as patch:
         for number in range(2):  # the second uses the memory of the first again
             smp.save_checkpoint(folder, f"now_{number}", user_content=content)
