@@ -12,6 +12,7 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.file_systems import position_beside
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
@@ -70,6 +71,7 @@ def resume_from_checkpoint(
         UsageError: there is no model.
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
+    finish_previous_save()  # which may be what is to be loaded
     model, folder = wrapped_model(), Path(path)
     optimizer = state.optimizer if load_optimizer else None
     wanted = _Wanted(folder, partial, optimizer is not None, verify_checksums)

@@ -8,6 +8,9 @@ All ranks together::
     all            agree
     leaders        write `newest`, remove checkpoints beyond `num_kept_partial_checkpoints`
 
+With `blocking=False` a thread does this with copies of the values (`background.py`), from the files on; what all ranks
+must say before is exchanged before.
+
 So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
 each; each file system gets what its own ranks need to resume, and `pieces.json` lists where the rest is.
 """
@@ -29,6 +32,14 @@ from typing import Any
 from smpkit.errors import UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints import objects
+from smpkit.torch.checkpoints.background import (
+    Gather,
+    PendingSave,
+    Snapshot,
+    StoreGather,
+    finish_previous_save,
+    start,
+)
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
 from smpkit.torch.checkpoints.full_state import write_whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
@@ -63,7 +74,8 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
-) -> None:
+    blocking: bool = True,
+) -> PendingSave | None:
     """Save the job's state under `path`; called by all ranks.
 
     Args:
@@ -77,6 +89,9 @@ def save_checkpoint(
         translate_if_full: whether a full checkpoint has the names of the script's own model, where tensor parallelism
             has replaced modules.
         num_kept_partial_checkpoints: after this save, keep this many of the newest complete partial checkpoints.
+        blocking: False: copy what is to be saved to host memory and return; a thread writes the copies while training
+            goes on. The result's `wait()` returns when the checkpoint is complete. The next save, resuming and
+            `smp.shutdown()`, also at the end of the script, wait for it, and raise its error. Only with `partial`.
 
     Raises:
         CheckpointError: on all ranks, if one could not write its part or read `user_content` back; it names the rank.
@@ -84,6 +99,12 @@ def save_checkpoint(
     """
     files.check_tag(tag)
     _check_kept(num_kept_partial_checkpoints)
+    if not blocking and not partial:
+        raise UsageError(
+            "blocking is False with partial=False: only partial checkpoints are saved in the background",
+            hint="save with partial=True, or with blocking=True",
+        )
+    finish_previous_save()
     job = _Job(wrapped_model(model), optimizer or state.optimizer, user_content)
     failure = f"checkpoint `{tag}` was not saved"
     save = _begin(Path(path), tag, partial, failure)
@@ -92,19 +113,17 @@ def save_checkpoint(
         all_or_raise(failure, run_deferred_loads)
         if not partial:
             write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
-        own = all_or_raise(failure, lambda: _write_parts(save, job))
-        # Publish only after all ranks have written: a rename makes the checkpoint visible.
-        parts = allgather(own)
-        all_or_raise(failure, lambda: _publish(save, parts, job))
+        snapshot = None if blocking else Snapshot()
+        own = all_or_raise(failure, lambda: _prepare(save, job, snapshot))
+        contents = _Contents(own, allgather(_Part.of(own)), job.model.random_state(), _partition_of(job.model))
+        if snapshot is None:
+            _complete(save, contents, failure, num_kept_partial_checkpoints, allgather)
+            return None
+        return start(tag, lambda: _complete_later(save, contents, failure, num_kept_partial_checkpoints, snapshot))
     except BaseException:
         # On every rank, not only the leader, which may be gone after a failure.
         shutil.rmtree(save.staged, ignore_errors=True)
         raise
-    # From here on the checkpoint is visible, so a failure must not remove it.
-    all_or_raise(
-        f"checkpoint `{tag}` is saved, but not marked as newest",
-        lambda: _mark_newest(save, num_kept_partial_checkpoints),
-    )
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -146,12 +165,44 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one rank has written: the sizes of its files, and their content as in `pieces.json`."""
+class _File:
+    """A file that this rank writes: what is in it, and where its tensors belong, as in `pieces.json`."""
 
-    host: str = field(default_factory=socket.gethostname)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    name: str
+    content: Any
     pieces: Mapping[str, Any] = field(default_factory=dict)
+    is_from_user: bool = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The files of one rank, for the others."""
+
+    host: str
+    names: Sequence[str]
+    pieces: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, own: Sequence[_File]) -> _Part:
+        """Describe this rank's files."""
+        return cls(socket.gethostname(), [each.name for each in own], merge_pieces(each.pieces for each in own))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a checkpoint will hold, fixed before anything is written.
+
+    Args:
+        own: this rank's files.
+        parts: of all ranks.
+        random: of the index.
+        partition: of the index.
+    """
+
+    own: Sequence[_File]
+    parts: Sequence[_Part]
+    random: Mapping[str, int]
+    partition: str | None
 
 
 def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
@@ -178,33 +229,70 @@ def _stage(save: _Save) -> None:
             save.staged.mkdir(exist_ok=True)
 
 
-def _write_parts(save: _Save, job: _Job) -> _Part:
-    """Write this rank's files: its part of a partial checkpoint, and the user content."""
-    parts = []
+def _prepare(save: _Save, job: _Job, snapshot: Snapshot | None) -> list[_File]:
+    """Return what this rank writes: its part of a partial checkpoint, and the user content."""
+    found: list[_File] = []
     if save.partial:
-        parts.append(_write_part(save, "model", model_entries(job.model)))
+        found += _prepare_part(save, "model", model_entries(job.model), snapshot)
     if save.partial and job.optimizer is not None:
         entries = optimizer_entries(job.optimizer, job.model)
-        parts.append(_write_part(save, "optimizer", [entry for entry in entries if not entry.is_of_half_precision]))
+        exact = [entry for entry in entries if not entry.is_of_half_precision]
+        found += _prepare_part(save, "optimizer", exact, snapshot)
         if half := [entry for entry in entries if entry.is_of_half_precision]:
-            parts.append(_write_part(save, "fp16_states", half))
+            found += _prepare_part(save, "fp16_states", half, snapshot)
     if save.file_systems.is_leader and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
-        parts.append(_Part(sizes={name: _write_user_content(save.staged / name, job.user_content)}))
-    sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    return _Part(sizes=sizes, pieces=merge_pieces(part.pieces for part in parts))
+        content = job.user_content if snapshot is None else snapshot.copy(job.user_content)
+        found.append(_File(name, content, is_from_user=True))
+    if snapshot is not None:
+        snapshot.finish()
+    return found
 
 
-def _write_part(save: _Save, kind: str, entries: Sequence[StateEntry]) -> _Part:
-    """Write the entries that this rank writes on its file system."""
+def _prepare_part(save: _Save, kind: str, entries: Sequence[StateEntry], snapshot: Snapshot | None) -> Sequence[_File]:
+    """Return the file of the entries that this rank writes on its file system, if it writes one."""
     own = [entry for entry in entries if save.file_systems.writer(entry.holders) == state.rank]
     replicas = frozenset(rank for rank in range(state.size) if _pp_tp(rank) == _pp_tp(state.rank))
     # There is a file for each pipeline and tensor-parallel rank, even an empty one.
     if not own and save.file_systems.writer(replicas) != state.rank:
-        return _Part()
+        return []
     name = f"{kind}_{_rank_info(kind)}.pt"
-    size = _write(save.staged / name, {**nested(own), PARTIAL_KEY: True})
-    return _Part(sizes={name: size}, pieces=describe(own, name))
+    content = {**nested(own, None if snapshot is None else snapshot.copy), PARTIAL_KEY: True}
+    return [_File(name, content, describe(own, name))]
+
+
+def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | None, snapshot: Snapshot) -> None:
+    """Write the copies, in the thread of a save in the background."""
+    with contextlib.closing(StoreGather(save.save_id, save.tag)) as gather:
+        snapshot.wait()
+        _complete(save, contents, failure, kept, gather)
+
+
+def _complete(save: _Save, contents: _Contents, failure: str, kept: int | None, gather: Gather) -> None:
+    """Write this rank's files, and make the checkpoint visible when all ranks have."""
+    try:
+        sizes = gather(all_or_raise(failure, lambda: _write_files(save, contents.own), gather))
+        # Publish only after all ranks have written: a rename makes the checkpoint visible.
+        all_or_raise(failure, lambda: _publish(save, contents, sizes), gather)
+    except BaseException:
+        shutil.rmtree(save.staged, ignore_errors=True)
+        raise
+    # From here on the checkpoint is visible, so a failure must not remove it.
+    unmarked = f"checkpoint `{save.tag}` is saved, but not marked as newest"
+    all_or_raise(unmarked, lambda: _mark_newest(save, kept), gather)
+
+
+def _write_files(save: _Save, own: Sequence[_File]) -> dict[str, int]:
+    """Write this rank's files; return their sizes."""
+    return {
+        each.name: (_write_user_content if each.is_from_user else _write)(save.staged / each.name, each.content)
+        for each in own
+    }
+
+
+def _partition_of(model: Model) -> str | None:
+    assignment = model.pipeline.assignment if model.pipeline is not None else None
+    return None if assignment is None else str(assignment.to_json())
 
 
 def _rank_info(kind: str) -> str:
@@ -231,38 +319,39 @@ def _write_user_content(path: Path, content: Any) -> int:
     return size
 
 
-def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
+def _publish(save: _Save, contents: _Contents, sizes: Sequence[Mapping[str, int]]) -> None:
     """Make the checkpoint visible on this rank's file system.
 
     Args:
-        parts: of all ranks.
+        sizes: of the files of each rank.
     """
     # The folder is gone if another leader on this file system, which saw our marker late, has published it.
     if not save.file_systems.is_leader or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
-            _finish_folder(save, parts, job)
+            _finish_folder(save, contents, sizes)
             files.publish_folder(save.staged, save.path / save.name)
         else:
             _publish_full(save)
 
 
-def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
+def _finish_folder(save: _Save, contents: _Contents, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
     """Write `pieces.json` and the index of a partial checkpoint, including files on other file systems."""
+    parts = contents.parts
     here = [part for rank, part in enumerate(parts) if rank in save.file_systems.here]
-    sizes = {name: size for part in here for name, size in part.sizes.items()}
+    sizes = {name: size for rank in save.file_systems.here for name, size in sizes_of_ranks[rank].items()}
     elsewhere: dict[str, str] = {}
     there = []
     for rank, part in enumerate(parts):
-        new = {name for name in part.sizes if name not in sizes and name not in elsewhere}
+        new = {name for name in part.names if name not in sizes and name not in elsewhere}
         elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
         there.append(only_in_files(part.pieces, new))
     # Chunks in files of this file system first: of the same chunk the first one counts.
     pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
     checksums = {PIECES: zlib.crc32(pieces)}  # the other files carry their own
-    files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, job))
+    files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, contents))
     if elsewhere:
         warn_user(
             f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
@@ -272,11 +361,14 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
 
 
 def _index(
-    save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], checksums: Mapping[str, int], job: _Job
+    save: _Save,
+    sizes: Mapping[str, int],
+    elsewhere: Mapping[str, str],
+    checksums: Mapping[str, int],
+    contents: _Contents,
 ) -> files.Index:
     # A count, not a time: clocks of restarted hosts can go back.
     orders = [index.order for _, index in files.complete_partials(save.path)]
-    assignment = job.model.pipeline.assignment if job.model.pipeline is not None else None
     return files.Index(
         tag=save.tag,
         save_id=save.save_id,
@@ -289,8 +381,8 @@ def _index(
         smpkit=metadata.version("smpkit"),
         files=sizes,
         elsewhere=elsewhere,
-        random=job.model.random_state(),
-        partition=None if assignment is None else assignment.to_json(),
+        random=contents.random,
+        partition=contents.partition,
         checksums=checksums,
     )
 

@@ -234,16 +234,21 @@ def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
     return name + "".join(f"@{index}of{size}" for index, size in positions)
 
 
-def nested(entries: Iterable[StateEntry]) -> dict[Any, Any]:
-    """Return entries as nested dicts, as they are written to a file."""
+def nested(entries: Iterable[StateEntry], copy: Callable[[Any], Any] | None = None) -> dict[Any, Any]:
+    """Return entries as nested dicts, as they are written to a file.
+
+    Args:
+        copy: copies the values; None: they are written before they change.
+    """
+    value_of = copy or _compact
     root: dict[Any, Any] = {}
     for entry in entries:
         if not entry.key:
-            return dict(entry.value)
+            return dict(value_of(entry.value))
         innermost = root
         for part in entry.key[:-1]:
             innermost = innermost.setdefault(part, {})
-        innermost[entry.key[-1]] = _compact(entry.value)
+        innermost[entry.key[-1]] = value_of(entry.value)
     return root
 
 
@@ -354,8 +359,11 @@ def runs_of(shape: Sequence[int], chunk: Chunk) -> Iterator[tuple[int, int]]:
         yield outer + sum(first), math.prod(chunk.sizes[along:])
 
 
-def all_or_raise(what: str, attempt: Callable[[], _T]) -> _T:
+def all_or_raise(what: str, attempt: Callable[[], _T], gather: Callable[[Any], list[Any]] = allgather) -> _T:
     """Run `attempt` on all ranks; return this rank's result if all succeed. All ranks must call this.
+
+    Args:
+        gather: returns what each rank passes.
 
     Raises:
         CheckpointError: on all ranks, if one failed; it names those that did.
@@ -365,7 +373,7 @@ def all_or_raise(what: str, attempt: Callable[[], _T]) -> _T:
         result = attempt()
     except Exception as error:  # of any kind: this rank must reach the collective below, or the others wait for it
         cause = error
-    errors = allgather(None if cause is None else _message(cause))
+    errors = gather(None if cause is None else _message(cause))
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
     if failed:
         hint = cause.hint if isinstance(cause, SmpkitError) else None

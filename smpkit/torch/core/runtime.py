@@ -115,6 +115,8 @@ class State:
         """Hugging Face's `save_pretrained` takes its translation of state dicts from it; set with the model."""
         self.reset_hooks: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: they reset what other modules keep as long as the process groups live."""
+        self.end_hooks: list[Callable[[], Exception | None]] = []
+        """Called before the job ends, while its store is there: they finish work, and return why that failed."""
 
     @property
     def is_v1_script(self) -> bool:

@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import socket
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +33,7 @@ from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
 
-__all__ = ["init", "shutdown"]
+__all__ = ["init", "shared_store", "shutdown"]
 
 _log = logging.getLogger("smpkit")
 
@@ -98,11 +100,34 @@ def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _world.groups.channels(ranks, backends.backend_for(state.device) or backends.GLOO)
 
 
+def shared_store(name: str) -> Store:
+    """Return a part of the store that all ranks share, for keys that begin with a name of their own."""
+    assert _world is not None, "smp.init() has been called"
+    return PrefixStore(name, _world.store)
+
+
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 
-    Runs at exit by itself. Does not wait for other ranks.
+    Runs at exit by itself. Waits for other ranks only to finish a checkpoint that is being saved in the background.
+
+    Raises:
+        CheckpointError: that failed.
     """
+    error = _end_work()
+    _shut_down()
+    if error is not None:
+        raise error
+
+
+def _end_work() -> Exception | None:
+    """Finish what runs in the background; return why it failed, if it did."""
+    if not state.initialized or deadline.failed():  # after a failure, other ranks may be gone
+        return None
+    return next(filter(None, [finish() for finish in state.end_hooks]), None)
+
+
+def _shut_down() -> None:
     global _world
     world, _world = _world, None
     if state.model is not None and state.model.data_parallel is not None:
@@ -206,9 +231,16 @@ def _at_exit() -> None:
             deadline.abort(_world.groups.all())
         watcher.stop()
         return
+    error = _end_work()
     if _world is not None:
         deadline.report_end()
-    shutdown()
+    _shut_down()
+    if error is not None:
+        # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 # --- the groups -------------------------------------------------------------------------------------------------------

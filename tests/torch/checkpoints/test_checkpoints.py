@@ -337,7 +337,7 @@ def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, lis
         setattr(checkpoint_files, name, fail)
     if phase == "write" and smp.rank() == failing:
         # Rank 1 writes nothing of its own here: let it fail as one that has a part to write.
-        saving._write_parts = lambda save, job: saving._Part(sizes={"x": saving._write(save.staged / "x", 1)})
+        saving._prepare = lambda *arguments: [saving._File("x", 1)]
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(path, "bad", user_content={"step": 2})
     smp.barrier()

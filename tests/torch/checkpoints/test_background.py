@@ -1,0 +1,260 @@
+"""Saves in the background: the same bytes as a blocking save, one at a time, errors that are not lost."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError, DeadlineError, UsageError
+from smpkit.torch.checkpoints import save as saving
+from smpkit.torch.checkpoints.background import Snapshot
+from tests.ranks import run_ranks
+
+WIDTH = 32
+
+
+class Tied(nn.Module):
+    """A layer on each of two pipeline ranks, and one whose weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        with smp.partition(smp.pp_size() - 1):
+            self.second = nn.Linear(WIDTH, WIDTH)
+            self.third = nn.Linear(WIDTH, WIDTH)
+            self.third.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.third(self.second(self.first(x))).sum())
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    model.backward(loss)
+    return loss
+
+
+class Job:
+    """Trains."""
+
+    def __init__(self, **settings: Any) -> None:
+        if "pipeline_parallel_degree" in settings:
+            settings |= {"auto_partition": False, "default_partition": 0}
+        smp.init({"microbatches": 2, **settings})
+        torch.manual_seed(0)
+        self.model = smp.DistributedModel(Tied())
+        self.optimizer = smp.DistributedOptimizer(torch.optim.Adam(self.model.parameters(), lr=0.1))
+        self.train()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        train_step(self.model, torch.ones(4, WIDTH))
+        self.optimizer.step()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the tensors' files; the indices differ in the names of the two saves."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "index.json"}
+
+
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no rank write before the event is set."""
+    event, write = threading.Event(), saving._write_files
+
+    def held(*args: Any) -> Any:
+        assert event.wait(30), "nobody let the save go on"
+        return write(*args)
+
+    monkeypatch.setattr(saving, "_write_files", held)
+    return event
+
+
+def save_both_ways(folder: Path, settings: dict[str, Any]) -> list[str]:
+    job = Job(**settings)
+    content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(2):  # the second uses the memory of the first again
+            smp.save_checkpoint(folder, f"now_{number}", user_content=content)
+            event = hold_writes(patch)
+            pending = smp.save_checkpoint(folder, f"later_{number}", user_content=content, blocking=False)
+            assert pending is not None
+            assert not pending.done()
+            job.train()  # while it waits to be written
+            content["history"] += 1
+            content["rates"][0] = 7
+            event.set()
+            pending.wait(30)
+            assert pending.done()
+            patch.undo()
+            assert (folder / "newest").read_text() == f"later_{number}_partial\n"
+            now, later = files_of(folder / f"now_{number}_partial"), files_of(folder / f"later_{number}_partial")
+            if now != later:
+                return [name for name in now if now[name] != later.get(name)]
+            content["history"] -= 1
+            content["rates"][0] = 0.1
+            smp.barrier()
+    kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
+    pending = smp.save_checkpoint(folder, "last", user_content=content, blocking=False)
+    job.train()
+    assert smp.resume_from_checkpoint(folder)["step"] == 1  # waits for the save
+    after = job.model.local_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in kept.items())
+    return []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_parallel_degree": 2},
+        {"pipeline_parallel_degree": 2, "bf16": True},
+        {"pipeline_parallel_degree": 2, "fp16": True},
+        {"ddp": True, "shard_optimizer_state": True},
+        {"ddp": True, "sharded_data_parallel_degree": 2},
+    ],
+    ids=["pipeline", "bf16", "fp16", "sharded states", "sharded parameters"],
+)
+def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert run_ranks(save_both_ways, 2, tmp_path, settings) == [[], []]
+
+
+def run_out_of_room(folder: Path, told_by: str) -> list[str]:
+    job = Job(pipeline_parallel_degree=2)
+    smp.save_checkpoint(folder, "good", blocking=True)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if smp.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    texts = []
+    try:
+        pending = smp.save_checkpoint(folder, "bad", blocking=False)
+        assert pending is not None
+        job.train()
+        while not pending.done():
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    try:
+        if told_by == "wait":
+            pending.wait()
+        elif told_by == "save":
+            smp.save_checkpoint(folder, "next")
+        else:
+            smp.shutdown()
+    except CheckpointError as error:
+        texts.append(error.message)
+    if told_by == "wait":
+        smp.save_checkpoint(folder, "next")  # it has been told: this is not its error
+    elif told_by == "save":
+        smp.save_checkpoint(folder, "again", blocking=False)
+        smp.shutdown()  # as at the end of a script
+    return texts
+
+
+@pytest.mark.parametrize("told_by", ["wait", "save", "shutdown"])
+def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: Path, told_by: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for (text,) in run_ranks(run_out_of_room, 2, tmp_path, told_by):
+        assert "checkpoint `bad` was not saved; rank 1: model_" in text
+        assert "File too large" in text
+    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    later = {"wait": ["next_partial"], "save": ["again_partial"], "shutdown": []}[told_by]
+    assert left == sorted(["good_partial", "newest", *later])
+
+
+def save_twice(folder: Path) -> list[str]:
+    Job(pipeline_parallel_degree=2)
+    with pytest.MonkeyPatch.context() as patch:
+        event = hold_writes(patch)
+        first = smp.save_checkpoint(folder, "first", blocking=False)
+        assert first is not None
+        with pytest.raises(DeadlineError, match=r"waited 0\.1 s for checkpoint `first`, which is still being written"):
+            first.wait(0.1)
+        threading.Timer(0.3, event.set).start()
+        smp.save_checkpoint(folder, "second", blocking=False)
+        assert first.done()
+    with pytest.raises(UsageError, match="blocking is False with partial=False"):
+        smp.save_checkpoint(folder, "third", partial=False, blocking=False)
+    smp.shutdown()  # as at the end of a script
+    return []
+
+
+def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
+    run_ranks(save_twice, 2, tmp_path)
+    assert (tmp_path / "newest").read_text() == "second_partial\n"
+
+
+def lose_a_rank(folder: Path) -> str:
+    job = Job(pipeline_parallel_degree=2)
+    smp.save_checkpoint(folder, "good")
+    with pytest.MonkeyPatch.context() as patch:
+        if smp.rank() == 1:
+            hold_writes(patch)
+        pending = smp.save_checkpoint(folder, "bad", blocking=False)
+        assert pending is not None
+        if smp.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CheckpointError) as caught:
+            pending.wait(60)
+        del job
+        return caught.value.message
+
+
+def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011 - that a rank died
+        run_ranks(lose_a_rank, 2, tmp_path)
+    assert (tmp_path / "newest").read_text() == "good_partial\n"
+    assert sorted(path.name for path in tmp_path.glob("*_partial")) == ["good_partial"]
+
+
+def test_a_snapshot_keeps_shared_memory_and_copies_parts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(smp.state), "device", torch.device("cpu"))
+    whole, large = torch.arange(6.0).reshape(2, 3), torch.arange(100.0)
+    pair = {"a": whole, "b": whole.t(), "part": large[10:20]}
+    snapshot = Snapshot()
+    copies = {name: snapshot.copy(value) for name, value in pair.items()}
+    snapshot.finish()
+    snapshot.wait()
+    whole.zero_()
+    large.zero_()
+    assert torch.equal(copies["a"], torch.arange(6.0).reshape(2, 3))
+    assert copies["a"].data_ptr() == copies["b"].data_ptr()
+    assert torch.equal(copies["b"], copies["a"].t())
+    assert torch.equal(copies["part"], torch.arange(10.0, 20.0))
+    assert copies["part"].untyped_storage().nbytes() == 40
+    again = Snapshot()
+    assert again.copy(whole).data_ptr() == copies["a"].data_ptr()
+    again.finish()
+
+
+SCRIPT = """
+import resource, signal, sys, torch
+import smpkit.torch as smp
+smp.init({})
+model = smp.DistributedModel(torch.nn.Linear(64, 64))
+smp.save_checkpoint(sys.argv[1], "good")
+if sys.argv[2] == "full":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+smp.save_checkpoint(sys.argv[1], "last", blocking=False)
+"""
+
+
+@pytest.mark.parametrize(("disk", "code", "newest"), [("empty", 0, "last"), ("full", 1, "good")])
+def test_the_end_of_a_script_finishes_the_save_or_fails(tmp_path: Path, disk: str, code: int, newest: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), disk]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("checkpoint `last` was not saved; rank 0: model_0_0.pt" in done.stderr) == (disk == "full")
+    assert (tmp_path / "newest").read_text() == f"{newest}_partial\n"
