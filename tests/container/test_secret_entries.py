@@ -104,7 +104,7 @@ def test_the_script_has_the_variable_and_no_file_has_its_value(
     (config / "hyperparameters.json").write_text(json.dumps(sent))
     seen: dict[str, Any] = {}
 
-    def launch(environment: Environment, environ: dict[str, str], *_: Any) -> int:
+    def launch(environment: Environment, environ: dict[str, str], *_: Any, **__: Any) -> int:
         seen.update(environ)
         return 0
 
