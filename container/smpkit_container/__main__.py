@@ -59,7 +59,12 @@ def _on_slurm(run: Path, extra: Sequence[str], environ: Mapping[str, str]) -> in
     except (SmpkitError, OSError) as error:
         sys.stderr.write(f"error: {plain(str(error))}\n")
         return error.exit_code if isinstance(error, SmpkitError) else 1
-    ours = {"SMPKIT_BASE_DIR": str(base), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": times}
+    ours = {
+        "SMPKIT_BASE_DIR": str(base),
+        "SMPKIT_DIE_WITH_PARENT": "1",
+        "SMPKIT_LOG_TIMES": times,
+        "TRAINING_JOB_NAME": run.name,
+    }
     # Who asked for it to stop may have done so before there was a launcher to hear of it.
     stopped = (run / "stopped").exists()
     code = slurm.STOPPED if stopped else _train({**environ, **variables, **ours}, extra, stopped_code=slurm.STOPPED)

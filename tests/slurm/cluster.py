@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ _SECONDS = 30.0
 
 _CONFIGURATION = """\
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
@@ -175,8 +177,17 @@ def start(root: Path, kill_wait: int = 30) -> Iterator[Cluster]:
     for name in ("state", "spool-n1", "spool-n2"):
         (root / name).mkdir()
     host = socket.gethostname().partition(".")[0]
+    # Ports are made of the numbers of jobs: those of another cluster on this machine must be others.
+    first_job = random.randrange(1, 1_000_000)
     text = _CONFIGURATION.format(
-        host=host, root=root, user="root", controller=controller, first=first, second=second, kill_wait=kill_wait
+        host=host,
+        root=root,
+        user="root",
+        controller=controller,
+        first=first,
+        second=second,
+        kill_wait=kill_wait,
+        first_job=first_job,
     )
     (root / "slurm.conf").write_text(text)
     cluster = Cluster(root, {"n1": first, "n2": second})

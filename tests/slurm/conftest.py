@@ -144,6 +144,9 @@ def user(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     folder.mkdir()
     around = {"SMPKIT_RUNS": str(runs), "SMPKIT_BACKEND": "slurm", "SMPKIT_SETTLE_SECONDS": "0.5"}
     yield User(cluster, folder, {**around, "OMP_NUM_THREADS": "1"})
+    for name in ("n1", "n2"):
+        if cluster.daemons[name].poll() is not None:
+            cluster.start_node(name)
     cluster.ask("scancel", "--signal=KILL", "--user=root")
     cluster.ask("scancel", "--user=root")
     cluster.until(lambda: not cluster.ask("squeue", "-h"), "the jobs to end", 60)
