@@ -3,19 +3,19 @@
 ::
 
     DistributedModel(module)   distribute ──► cast ──► place ──► replicate     (over a pipeline at the first step)
-    @smp.step                  step_inputs ──► begin_step ──► (begin_microbatch, forward, backward) ... ──► end_step
+    @smp.step                  step_inputs ──► prepare, once ──► participants, and within them the engine
 
-The parts that do the work, each None where the configuration has no use for it: `pipeline`, `data_parallel` and
-`offloading`. State dicts are those of the user's module; state_dict.py puts them together over ranks.
+The `engine` runs the microbatches of a step, over a pipeline or here; the `participants` begin the step before it, and end
+it afterwards (core/step_participants.py). State dicts are those of the user's module; state_dict.py puts them together
+over ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,27 +23,24 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.core.arguments import check_callable
-from smpkit.torch.core.microbatches import scaled_root_gradient
+from smpkit.torch.core.model_hooks import ModelHooks
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, state
+from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.data_parallel.join import JoinContext
 from smpkit.torch.data_parallel.reducer import CommHook
-from smpkit.torch.distributed.recorder import recorded_backward, recorded_work
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offloading import Offloading
 from smpkit.torch.optim.empty_updates import UpdateCheck
 from smpkit.torch.optim.gradient_norm import warn_of_torch_clipping
+from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.pipeline.pipeline import Pipeline
-from smpkit.torch.pipeline.random_streams import RandomStreams
-from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.measure import MeasureOptions
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
-from smpkit.torch.placement.trace import units_of
 from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
@@ -55,7 +52,7 @@ from smpkit.torch.state_dict import (
     local_state_names,
     runs_here,
 )
-from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck, common_seed
+from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
 from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.replace import distribute
@@ -128,12 +125,8 @@ class DistributedModel(nn.Module):
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self.random: RandomStreams | None = None
         self._saved_random: Mapping[str, int] = {}
-        self._in_backward = False
         self._call_check = CallConsistencyCheck()
-        self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
-        self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         self._reduction = ReductionOptions(
             overlapping=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
@@ -158,24 +151,35 @@ class DistributedModel(nn.Module):
         # Weights move when their dtypes are final. Over a pipeline they stay where they are until the first step, which
         # partitions the model.
         self.module = _place_weights(module)
-        self.pipeline = _make_pipeline(module, MeasureOptions(trace_execution_times, trace_memory_usage))
+        self.participants = StepParticipants()
+        self.pipeline = _make_pipeline(
+            module, self.participants, MeasureOptions(trace_execution_times, trace_memory_usage)
+        )
         self.partitioned = self.pipeline is None
         """Whether this rank has its part: at once without a pipeline, else from the first step on."""
         self.placement = Placement(self.module)
         """Which ranks hold each parameter and what they do with it; all of a pipeline hold all until the first step."""
-        self.offloading = Offloading() if state.cfg.offload_activations else None
-        # Replicas come last: they are compared and copied where the weights will stay. `begin_step` does it for a
+        # Parts begin each step in this order, and end it in reverse. Hooks come first, because they may load or change
+        # weights that the others look at; and last at its end, when gradients are final.
+        self._hooks = ModelHooks(self)
+        self.participants.add(self._hooks)
+        if state.is_v1_script:
+            self.participants.add(UnwrittenCheck(module, self.holds))
+        self.updates = UpdateCheck(module)
+        self.participants.add(self.updates)
+        self.offloading = Offloading(self.module) if state.cfg.offload_activations else None
+        self.participants.add(self.offloading)
+        # Replicas come last: they are compared and copied where the weights will stay. `prepare` does it for a
         # pipeline.
         self.data_parallel: DataParallel | None = None
         if self.pipeline is None:
             self._replicate()
+        self.is_prepared = False
+        """Whether the engine is ready, from the first step on."""
 
-        self.updates = UpdateCheck(module)
-        self._unwritten = UnwrittenCheck(module) if state.is_v1_script else None
         _alias_module(module)
         refuse_assignment(module)
-        if self.pipeline is None:
-            self._refuse_backward_on_tensors()
+        self.engine: Pipeline | OneStage = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
@@ -196,12 +200,8 @@ class DistributedModel(nn.Module):
                 )
             number = random_number() if state.tp_size > 1 and self.training else 0
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
-            self._run_hooks(self._post_partition_hooks)
-            if self._unwritten is not None:
-                self._check_unwritten(self._unwritten)
-            self.updates.note_forward()
-            if self.data_parallel is not None:
-                self.data_parallel.begin_pass_outside_step(self.training)
+            for begin in self.participants.begin_outside_step:
+                begin(self.training)
             if number:
                 with seed_with_common_number(number, state.device):
                     return self._run_module(args, kwargs)
@@ -215,10 +215,9 @@ class DistributedModel(nn.Module):
             args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
             return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
         except BaseException:
-            # `fully_shard` has gathered blocks when a forward fails, and must shard them again. In a step,
-            # `abandon_step` does that.
-            if state.step is None and self.data_parallel is not None and self.data_parallel.shards_parameters:
-                self.data_parallel.abandon()
+            if state.step is None:
+                for abandon in self.participants.abandon_forward_outside_step:
+                    abandon()
             raise
 
     def backward(
@@ -243,25 +242,7 @@ class DistributedModel(nn.Module):
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
         self.updates.note_backward()
-        if self.pipeline is not None and run is None:
-            raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
-        scale = _loss_scale() * (1.0 if run is None else self._microbatch_scale(run))
-        if self.pipeline is not None and run is not None:
-            # Only records the roots: the schedule decides when each microbatch runs its backward.
-            run.total_backwards += 1
-            self.pipeline.backward(roots, grads, scale)
-            return
-        grads = _scale_grad_outputs(roots, grads, scale)
-        if run is not None:
-            if self.data_parallel is not None:
-                self.data_parallel.before_backward(run)
-            run.backwards += 1
-        self._in_backward = True
-        try:
-            with recorded_backward(), _abandon_on_error(self.data_parallel):
-                torch.autograd.backward(roots, grads)
-        finally:
-            self._in_backward = False
+        self.engine.backward(roots, grads, state.loss_scale * (1.0 if run is None else self._microbatch_scale(run)))
 
     # --- the life of a step ------------------------------------------------------------------------------------
 
@@ -269,19 +250,20 @@ class DistributedModel(nn.Module):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
-        if self.pipeline is not None:
-            args, kwargs = self.pipeline.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
+        args, kwargs = self.engine.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
         # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
         return args, kwargs
 
-    def begin_step(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
-        """Prepare for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
-        if self.pipeline is not None and not self.partitioned:
+    def prepare(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
+        """Prepare for the first step (called by `@smp.step`); over a pipeline, partition the model."""
+        placement = self.engine.prepare(function, first)
+        self.is_prepared = True
+        self._restore_random()
+        if placement is not None:
             # What the constructor does last without a pipeline, now that ranks know their parts. All of it is
             # collective, so every rank of the pipeline runs this in its first step.
-            self.placement = self.pipeline.prepare(function, first)
-            self._restore_random()
+            self.placement = placement
             self.partitioned = True
             self._replicate()
             if state.optimizer is not None:
@@ -291,42 +273,10 @@ class DistributedModel(nn.Module):
             run_deferred_loads()
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
-        self._run_hooks(self._post_partition_hooks)
-        if self._unwritten is not None:
-            self._check_unwritten(self._unwritten)
-        self.updates.note_forward()
-        if self.offloading is not None:
-            self.offloading.begin_step(self.module)
-        if self.data_parallel is not None:
-            self.data_parallel.begin_step(self.training)
-
-    @contextlib.contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Give modules the random streams that they have over a pipeline, without one (called by `@smp.step`).
-
-        So dropout draws the same masks at every pipeline degree.
-        """
-        if self.random is None:
-            # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.
-            if hasattr(self.module, "_orig_mod"):
-                yield
-                return
-            self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
-            install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
-            self._restore_random()
-        with self.random.training_step(training=self.module.training), self.random.between_units():
-            yield
-
-    def begin_microbatch(self, index: int) -> None:
-        """Start the random streams of a microbatch, and tell offloading its number (called by `@smp.step`)."""
-        if self.random is not None:
-            self.random.begin_microbatch(index)
-        if self.offloading is not None:
-            self.offloading.begin_microbatch(index)
 
     def random_state(self) -> Mapping[str, int]:
         """Return seed and step of the random streams, for a checkpoint; the same on all ranks."""
-        random = self._streams
+        random = self.engine.random
         if random is None:  # not made before the first step
             return self._saved_random
         return {"seed": random.seed - state.rdp_rank, "step": random.step}
@@ -337,7 +287,7 @@ class DistributedModel(nn.Module):
         self._restore_random()
 
     def _restore_random(self) -> None:
-        random = self._streams
+        random = self.engine.random
         if random is not None and self._saved_random:
             random.seed, random.step = self._saved_random["seed"] + state.rdp_rank, self._saved_random["step"]
             self._saved_random = {}
@@ -347,44 +297,17 @@ class DistributedModel(nn.Module):
         gradients = "with" if torch.is_grad_enabled() else "without"
         return f"{'training' if self.training else 'evaluation'}, {gradients} gradients"
 
-    @property
-    def _streams(self) -> RandomStreams | None:
-        return self.random if self.pipeline is None else self.pipeline.random
-
-    def before_last_backward(self) -> None:
-        """Make the coming backward, the last of the step, reduce gradients while it runs."""
-        if self.data_parallel is not None:
-            self.data_parallel.before_last_backward()
-
-    def end_step(self, run: StepProgress) -> None:
-        """Reduce what is left of the gradients when the microbatches are done (called by `@smp.step`)."""
-        if self.data_parallel is not None:
-            with recorded_work("reduce gradients"):
-                self.data_parallel.end_step(run)
-        if self.offloading is not None:
-            self.offloading.end_step(trains=run.total_backwards > 0)
-        self.run_post_step_hooks()
-
-    def abandon_step(self, error: BaseException) -> None:
-        """Clean up after a step that an exception ended."""
-        if self.pipeline is not None:
-            self.pipeline.abandon(error)
-        if self.offloading is not None:
-            self.offloading.abandon_step()
-        if self.data_parallel is not None:
-            self.data_parallel.abandon()
-
     def run_post_step_hooks(self) -> None:
         """Run the post-step hooks; without `@smp.step` the optimizer calls this before its step."""
-        self._run_hooks(self._post_step_hooks)
+        self._hooks.run(self._hooks.post_step)
 
     def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once, after partitioning and before the next forward."""
-        return _register(self._post_partition_hooks, hook)
+        return self._hooks.register(self._hooks.post_partition, hook)
 
     def register_post_step_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once, at the end of the next step, when gradients are final."""
-        return _register(self._post_step_hooks, hook)
+        return self._hooks.register(self._hooks.post_step, hook)
 
     def register_comm_hook(self, state: object, callable: CommHook) -> None:  # noqa: A002 - SMP v1's and torch's name
         """Replace the all-reduce of gradients by `callable(state, bucket)`, which returns a future.
@@ -598,67 +521,14 @@ class DistributedModel(nn.Module):
             self.placement = Placement(self.module)  # of the parts, which have taken the parameters' places
             if state.optimizer is not None:
                 self.data_parallel.replace_parameters_of(state.optimizer)
-            return
-        self.data_parallel = replicate(self.module, self.placement, self._reduction)
+        else:
+            self.data_parallel = replicate(self.module, self.placement, self._reduction)
+        self.participants.add(self.data_parallel)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
         has_hook = self.data_parallel is not None and self.data_parallel.has_comm_hook
         return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not has_hook else 1.0
-
-    def _refuse_backward_on_tensors(self) -> None:
-        """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
-        # On the first trained parameter only: nearly every backward reaches it, and a hook on each would cost time.
-        first = next((param for param in self.module.parameters() if param.requires_grad), None)
-        if first is not None:
-            first.register_post_accumulate_grad_hook(self._refuse_backward_on_tensor)  # type: ignore[no-untyped-call]
-
-    def _refuse_backward_on_tensor(self, _: torch.Tensor) -> None:
-        if state.model is not self or self._in_backward:
-            return
-        if state.step is not None or _loss_scale() != 1.0:
-            where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
-            raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
-
-    def _check_unwritten(self, check: UnwrittenCheck) -> None:
-        """Refuse to run with weights that nothing has written; scripts may load them until the first step."""
-        check.check(self.holds)
-        self._unwritten = None
-
-    def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
-        while hooks:
-            hook = hooks.pop(next(iter(hooks)))
-            hook(self, cast("DistributedOptimizer | None", state.optimizer))
-
-
-@contextlib.contextmanager
-def _abandon_on_error(replica: DataParallel | None) -> Iterator[None]:
-    """Clean up after a pass outside any step that an exception ends; inside, `abandon_step` does that."""
-    try:
-        yield
-    except BaseException:
-        if replica is not None and state.step is None:
-            replica.abandon()
-        raise
-
-
-def _loss_scale() -> float:
-    return 1.0 if state.optimizer is None else state.optimizer.scale_for_backward()
-
-
-def _scale_grad_outputs(
-    roots: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None] | None, scale: float
-) -> list[torch.Tensor | None]:
-    """Return the gradients of the roots of backward, times `scale`; those not given are 1."""
-    given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
-    return [scaled_root_gradient(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
-
-
-def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:
-    check_callable("a hook", hook)
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
@@ -696,10 +566,10 @@ def _place_weights(module: nn.Module) -> nn.Module:
     return module.to(state.device)
 
 
-def _make_pipeline(module: nn.Module, measured: MeasureOptions) -> Pipeline | None:
+def _make_pipeline(module: nn.Module, participants: StepParticipants, measured: MeasureOptions) -> Pipeline | None:
     if state.pp_size == 1:
         return None
-    pipeline = Pipeline(module, measured, _prepare_checkpointing)
+    pipeline = Pipeline(module, participants, measured, _prepare_checkpointing)
     warn_of_torch_clipping()
     return pipeline
 

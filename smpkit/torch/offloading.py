@@ -11,7 +11,9 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import offload_hooks as active
+from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
@@ -23,10 +25,11 @@ from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 __all__ = ["Offloading", "offload_report"]
 
 
-class Offloading:
-    """Offloads the inputs of checkpointed layers, for as long as the model is used."""
+class Offloading(StepParticipant):
+    """Offloads the inputs of checkpointed layers of `module`, for as long as the model is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         cfg = state.cfg
         horizon = None if cfg.activation_loading_horizon == "auto" else cfg.activation_loading_horizon
         self._engine = make_engine(
@@ -44,19 +47,19 @@ class Offloading:
         if _close_engine not in state.reset_hooks:
             state.reset_hooks.append(_close_engine)
 
-    def begin_step(self, module: nn.Module) -> None:
+    def begin_step(self, step: StepProgress) -> None:  # noqa: ARG002 - that of all parts
         """Exclude the model's own tensors, which may have changed since the last step."""
-        tensors = (*module.parameters(), *module.buffers())
+        tensors = (*self._module.parameters(), *self._module.buffers())
         self._engine.exclude(tensor for tensor in tensors if tensor.device == self._engine.link.device)
 
     def begin_microbatch(self, index: int) -> None:
         """Note which microbatch runs, where there is no pipeline."""
         self._engine.begin_microbatch(index)
 
-    def end_step(self, *, trains: bool) -> None:
+    def end_step(self, step: StepProgress) -> None:
         """Close the step's statistics; after the first step that trains, warn if there is nothing to offload."""
         self._engine.end_step()
-        if trains and not self._has_checked:
+        if step.total_backwards and not self._has_checked:
             self._has_checked = True
             if not self._any_layer_is_checkpointed():
                 warn_user(
@@ -64,7 +67,7 @@ class Offloading:
                     "call smp.set_activation_checkpointing(layers) or smp.checkpoint(layer, ...)",
                 )
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""
         self._engine.abandon_step()
 

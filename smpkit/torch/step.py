@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgress
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tree import children, map_leaves, rebuild
-from smpkit.torch.distributed.recorder import recorded_microbatch, recorded_step
+from smpkit.torch.core.step_participants import StepEngine, StepParticipants
+from smpkit.torch.core.tree import children, rebuild
+from smpkit.torch.distributed.recorder import recorded_step
+from smpkit.torch.pipeline.one_stage import OneStage
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
+
+_NOBODY: Final = StepParticipants()
+_WITHOUT_MODEL: Final[tuple[StepEngine, StepParticipants]] = OneStage(None, _NOBODY), _NOBODY
 
 
 class StepFunction:
@@ -62,28 +66,32 @@ class StepFunction:
                 f"`{self.__name__}` was called inside another step",  # type: ignore[attr-defined]
                 hint="a step function calls plain functions",
             )
+        engine, parts = _WITHOUT_MODEL if model is None else (model.engine, model.participants)
         if model is not None:
             args, kwargs = model.step_inputs(getattr(self, "__name__", "step"), args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
-        run = StepProgress(count, expected_backwards=self._backwards_per_microbatch)
-        state.step = run
+        state.step = run = StepProgress(
+            count,
+            expected_backwards=self._backwards_per_microbatch,
+            training=model is not None and model.training,
+            detach_outputs=self._detach_outputs,
+        )
         try:
-            if model is not None:
-                model.begin_step(self._function, calls[0])
-            if model is not None and model.pipeline is not None:
-                outputs = model.pipeline.run(self, lambda i: self._body(calls[i]), calls, model.before_last_backward)
-            else:
-                with contextlib.nullcontext() if model is None else model.training_step():
-                    outputs = self._run_without_pipeline(run, calls)
+            if model is not None and not model.is_prepared:
+                model.prepare(self._function, calls[0])
+            for begin in parts.begin_step:
+                begin(run)
+            outputs = engine.run(self, self._body, calls, run)
         except BaseException as error:
-            if model is not None:
-                model.abandon_step(error)
+            engine.abandon(error)
+            for abandon in parts.abandon_step:
+                abandon(error)
             raise
         finally:
             state.step = None
         self._backwards_per_microbatch = run.expected_backwards
-        if model is not None:
-            model.end_step(run)
+        for end in parts.end_step:
+            end(run)
         return collate(outputs)
 
     def _body(self, call: MicrobatchCall) -> Any:
@@ -92,29 +100,11 @@ class StepFunction:
         _materialise(output)
         return output
 
-    def _run_without_pipeline(self, run: StepProgress, calls: Sequence[MicrobatchCall]) -> list[Any]:
-        """Run the microbatches one after the other, all of the model on this rank."""
-        outputs = []
-        for index, call in enumerate(calls):
-            run.microbatch = index
-            if state.model is not None:
-                state.model.begin_microbatch(index)
-            with recorded_microbatch(index):
-                output = self._body(call)
-                # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
-                outputs.append(map_leaves(_detached, output) if self._detach_outputs else output)
-            run.end_microbatch()
-        return outputs
-
 
 def _materialise(output: Any) -> None:
     """Materialise lazily gathered logits before the microbatch ends: the gather is a collective."""
     for part in (children(output) or {}).values():
         _materialise(part)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 @overload

@@ -135,8 +135,8 @@ def gradient_beside_difference() -> tuple[float, float]:
             with torch.no_grad():
                 weight[0, 0] += change
             losses.append(step(model, *batch(case, 0, 4)).reduce_mean().item())
-            assert model.random is not None
-            model.random.step = 0
+            assert model.engine.random is not None
+            model.engine.random.step = 0
         assert weight.grad is not None
         return float(weight.grad[0, 0]) / 2, (losses[0] - losses[1]) / 2e-6
 

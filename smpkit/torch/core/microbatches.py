@@ -20,7 +20,15 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = ["MicrobatchCall", "MicrobatchCalls", "RootGradients", "Splitter", "StepProgress", "scaled_root_gradient"]
+__all__ = [
+    "MicrobatchCall",
+    "MicrobatchCalls",
+    "RootGradients",
+    "Splitter",
+    "StepProgress",
+    "loss_scale",
+    "scaled_root_gradient",
+]
 
 
 class MicrobatchCall(NamedTuple):
@@ -220,7 +228,7 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 @dataclass
 class StepProgress:
-    """One call of a step function, while it runs without a pipeline.
+    """One call of a step function, while it runs.
 
     `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many the
     microbatch before has made, so that the last one of the step is known, and gradients are reduced while it runs.
@@ -231,6 +239,10 @@ class StepProgress:
     backwards: int = 0
     total_backwards: int = 0
     expected_backwards: int | None = None
+    training: bool = False
+    """Whether the model is in training mode."""
+    detach_outputs: bool = True
+    """Whether returned tensors are cut off their graph; over a pipeline they always are."""
 
     @property
     def is_last_backward(self) -> bool:

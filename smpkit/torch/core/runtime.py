@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,7 +17,8 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch
-from smpkit.torch.core.microbatches import StepProgress
+from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
+from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 
 __all__ = ["ModuleManager", "Runtime", "State", "WrappedModel", "WrappedOptimizer", "state"]
 
@@ -59,7 +59,11 @@ class WrappedModel(Protocol):
     """The part of `DistributedModel` that lower floors use; they cannot import the class."""
 
     module: nn.Module
+    training: bool
     partitioned: bool
+    is_prepared: bool
+    engine: StepEngine
+    participants: StepParticipants
     placement: Any
     pipeline: Any
     data_parallel: Any
@@ -74,12 +78,7 @@ class WrappedModel(Protocol):
     def step_inputs(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-    def begin_step(self, body: Callable[..., Any], call: Any) -> None: ...
-    def begin_microbatch(self, index: int) -> None: ...
-    def before_last_backward(self) -> None: ...
-    def training_step(self) -> AbstractContextManager[None]: ...
-    def end_step(self, run: StepProgress) -> None: ...
-    def abandon_step(self, error: BaseException) -> None: ...
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None: ...
 
 
 class WrappedOptimizer(Protocol):
@@ -122,6 +121,11 @@ class State:
     def is_v1_script(self) -> bool:
         """Whether the script has imported SMP v1's name, and so expects v1's behaviour where ours differs."""
         return "smdistributed.modelparallel" in sys.modules
+
+    @property
+    def loss_scale(self) -> float:
+        """What backward multiplies the loss by, and the optimizer's step takes out again."""
+        return 1.0 if self.optimizer is None else self.optimizer.scale_for_backward()
 
     @property
     def initialized(self) -> bool:

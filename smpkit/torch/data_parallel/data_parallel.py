@@ -21,9 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
+from smpkit.torch.distributed.recorder import recorded_work
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import is_tp_shard
 
@@ -63,14 +65,11 @@ def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptio
     return DataParallel(module, placements, reduction)
 
 
-class DataParallel:
+class DataParallel(StepParticipant):
     """One rank's part of a model, and the ranks that hold the same.
 
     A *pass* is one step with a backward, or outside steps one backward; every `passes_per_reduction`-th pass reduces.
     """
-
-    shards_parameters = False
-    """Whether ranks hold parts of parameters, which every pass gathers."""
 
     def __init__(
         self, module: nn.Module, placements: Sequence[ParameterPlacement], reduction: ReductionOptions
@@ -109,21 +108,21 @@ class DataParallel:
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Make an optimizer hold the parameters that this rank updates; here it does already."""
 
-    def begin_step(self, training: bool) -> None:
+    def begin_step(self, step: StepProgress) -> None:
         """Prepare for the microbatches of a step."""
         for reducer in self.reducers:
             reducer.on_backward_end = None
             reducer.cancel_overlap()
-        self._begin_pass(training)
+        self._begin_pass(step.training)
 
-    def before_backward(self, run: StepProgress) -> None:
+    def before_backward(self, step: StepProgress) -> None:
         """Make the coming backward reduce while it runs, if it is the last of the step."""
         if not self._reduces_now():
             return
         if any(reducer.active for reducer in self.reducers):
             # One backward more than last time: what is reduced already stays right, see the note in reducer.py.
             self._finish()
-        elif run.is_last_backward:
+        elif step.is_last_backward:
             self.before_last_backward()
 
     def before_last_backward(self) -> None:
@@ -131,17 +130,18 @@ class DataParallel:
         if self.overlapping and self._reduces_now():
             self._overlapped_reducer.overlap_next_backward()
 
-    def end_step(self, run: StepProgress) -> None:
+    def end_step(self, step: StepProgress) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
-        if run.total_backwards:
-            self._end_pass()
+        with recorded_work("reduce gradients"):
+            if step.total_backwards:
+                self._end_pass()
 
-    def abandon(self) -> None:
+    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""
         for reducer in self.reducers:
             reducer.abandon()
 
-    def begin_pass_outside_step(self, training: bool) -> None:
+    def begin_outside_step(self, training: bool) -> None:
         """Prepare for a forward and backward outside any step."""
         if not torch.is_grad_enabled():
             return

@@ -91,8 +91,6 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
 class ShardedDataParallel(DataParallel):
     """One rank's part of a model that is divided over a sharding group."""
 
-    shards_parameters = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -130,26 +128,33 @@ class ShardedDataParallel(DataParallel):
                     value.to(after.dtype) if same else value, after
                 )
 
-    def begin_step(self, training: bool) -> None:
+    def begin_step(self, step: StepProgress) -> None:
         self._check_same_failure()
-        super().begin_step(training)
+        super().begin_step(step)
 
-    def before_backward(self, run: StepProgress) -> None:
+    def before_backward(self, step: StepProgress) -> None:
         # The all-reduce over the columns is linear in the gradients, so one at the end of an accumulation is enough.
-        last = run.microbatch == run.num_microbatches - 1
+        last = step.microbatch == step.num_microbatches - 1
         self._root.set_requires_all_reduce(last and self._reduces_now())
 
     def before_last_backward(self) -> None:
         """Do nothing: `fully_shard` reduces while backward runs, every time."""
 
-    def begin_pass_outside_step(self, training: bool) -> None:
+    def begin_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
         self._check_same_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
             self._begin_pass(training)
 
-    def abandon(self) -> None:
+    def abandon_forward_outside_step(self) -> None:
+        # `fully_shard` has gathered blocks when a forward fails, and must shard them again.
+        self._abandon()
+
+    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
+        self._abandon()
+
+    def _abandon(self) -> None:
         """Reshard what a failed pass had gathered, and drop its gradients that were not reduced yet.
 
         No message goes to the other ranks, which may not have failed: the next pass asks them.

@@ -14,14 +14,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.offload_model.model import OffloadModel
 
 __all__ = ["UpdateCheck"]
 
 
-class UpdateCheck:
+class UpdateCheck(StepParticipant):
     """Counts a model's training passes, and checks that updates of its parameters follow a backward.
 
     Every optimizer that has a parameter of the model is checked, wrapped or not, until `smp.shutdown()`.
@@ -47,7 +49,10 @@ class UpdateCheck:
         """Copy as a new check: that of a copied model knows no optimizer yet."""
         return UpdateCheck, (self._module,)
 
-    def note_forward(self) -> None:
+    def begin_outside_step(self, training: bool) -> None:  # noqa: ARG002 - that of all parts
+        self.begin_step()
+
+    def begin_step(self, step: StepProgress | None = None) -> None:  # noqa: ARG002 - that of all parts
         """Count a step, or a forward outside one, unless it cannot be meant for training."""
         if torch.is_grad_enabled() and self._module.training:
             self._forwards += 1

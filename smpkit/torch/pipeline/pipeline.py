@@ -16,6 +16,7 @@ from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure, waiting
 from smpkit.torch.distributed.init import channel_group
@@ -44,7 +45,7 @@ from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, uni
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls
+    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
 
 __all__ = ["Pipeline"]
 
@@ -57,16 +58,19 @@ class Pipeline:
     """One rank's part in running `root` over the ranks of PP_GROUP.
 
     Args:
+        participants: the parts of the model that prepare for its last backward.
         on_placement: called once with `root` and the rank of each module, before modules leave this rank.
     """
 
     def __init__(
         self,
         root: nn.Module,
+        participants: StepParticipants,
         measured: MeasureOptions,
         on_placement: Callable[[nn.Module, Mapping[str, int]], None],
     ) -> None:
         self._root = root
+        self._participants = participants
         self._on_placement = on_placement
         self._measured = measured
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
@@ -214,11 +218,11 @@ class Pipeline:
     def run(
         self,
         function: Hashable,
-        body: Callable[[int], Any],
+        body: Callable[[MicrobatchCall], Any],
         calls: MicrobatchCalls,
-        before_last_backward: Callable[[], None],
+        step: StepProgress,  # noqa: ARG002 - the executor knows the progress of each microbatch
     ) -> list[Any]:
-        """Run one step: `body(index)` for each microbatch."""
+        """Run one step: `body` for each microbatch."""
         assert self._executor is not None
         trainable = bytes(map(_NEEDS_GRADIENT, self._parameters))
         self._executor.stage.set_trainable(trainable)
@@ -243,12 +247,12 @@ class Pipeline:
             # Enter the mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their
             # own.
             with random.between_units():
-                return body(index)
+                return body(calls[index])
 
         versions = [tied.version for tied in self._tied]
         with random.training_step(training=self._root.training):
             numbers = tuple([part for part in described if type(part) in _NUMBERS])
-            outputs = self._executor.run(kind, streamed, len(calls), before_last_backward, numbers)
+            outputs = self._executor.run(kind, streamed, len(calls), self._before_last_backward, numbers)
         for tied, version in zip(self._tied, versions, strict=True):
             if tied.version != version:
                 self._executor.stage.failed_alone = True
@@ -256,10 +260,21 @@ class Pipeline:
         self._input_broadcast.end_step()
         return outputs
 
+    def _before_last_backward(self) -> None:
+        for prepare in self._participants.before_last_backward:
+            prepare()
+
     def backward(
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
     ) -> None:
-        """Note that the current microbatch's backward starts at `roots`."""
+        """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs.
+
+        Raises:
+            UsageError: outside a step.
+        """
+        if state.step is None:
+            raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
+        state.step.total_backwards += 1
         current_microbatch().backward(roots, [None] * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:

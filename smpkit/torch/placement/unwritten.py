@@ -18,6 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.microbatches import StepProgress
+from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.dtensor import local_tensor_of
 
@@ -64,23 +66,31 @@ class _NanInAllocations(TorchFunctionMode):
         return made
 
 
-class UnwrittenCheck:
-    """Refuses to run a model with weights that nothing has written.
+class UnwrittenCheck(StepParticipant):
+    """Refuses to run a model with weights that nothing has written; scripts may load them until the first step.
 
     Args:
         module: the user's model, as it is wrapped; what is written by now is not looked at again.
+        holds: tells whether this rank holds a parameter.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool]) -> None:
         self._module = module
+        self._holds = holds
         self._suspects = [name for name, each in module.named_parameters() if _is_unwritten(each)]
 
-    def check(self, holds: Callable[[torch.Tensor], bool]) -> None:
+    def begin_step(self, step: StepProgress) -> None:  # noqa: ARG002 - that of all parts
+        if self._suspects:
+            self._check()
+
+    def begin_outside_step(self, training: bool) -> None:  # noqa: ARG002 - that of all parts
+        if self._suspects:
+            self._check()
+
+    def _check(self) -> None:
         """Raise UsageError if one of the parameters that this rank holds has not been written until its first use."""
-        if not self._suspects:
-            return
         parameters = dict(self._module.named_parameters())
-        names = [name for name in self._suspects if holds(parameters[name]) and _is_unwritten(parameters[name])]
+        names = [name for name in self._suspects if self._holds(parameters[name]) and _is_unwritten(parameters[name])]
         if names:
             listed = ", ".join(f"`{name}`" for name in names[:5]) + (", ..." if len(names) > 5 else "")
             raise UsageError(

@@ -1,0 +1,103 @@
+"""The parts of a model that take part in its steps, the engine that runs a step's microbatches, and their one order.
+
+::
+
+    begin_step          in the order of the list
+        engine.run      for each microbatch begin_microbatch, forward, before_backward, backward
+    end_step            in reverse, as `with` blocks end; after an exception `abandon_step` instead, the engine first
+
+A part overrides the phases that it needs. `smpkit.torch.step` drives whole steps; a forward and backward outside any
+step has the phases with `outside_step` in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
+
+__all__ = ["StepEngine", "StepParticipant", "StepParticipants"]
+
+
+class StepParticipant:
+    """A part of a model that takes part in its steps."""
+
+    def begin_step(self, step: StepProgress) -> None:
+        """Prepare for the microbatches of a step."""
+
+    def begin_microbatch(self, index: int) -> None:
+        """Note which microbatch runs; over several pipeline ranks, the executor's actions tell that instead."""
+
+    def before_backward(self, step: StepProgress) -> None:
+        """Prepare for a backward that the script runs itself, as it does without a pipeline."""
+
+    def before_last_backward(self) -> None:
+        """Prepare for the last backward of the step, where a schedule says which one that is."""
+
+    def end_step(self, step: StepProgress) -> None:
+        """Finish a step whose microbatches are done."""
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Clean up after a step, or a backward outside any, that an exception ended."""
+
+    def begin_outside_step(self, training: bool) -> None:
+        """Prepare for a forward outside any step, and perhaps its backward."""
+
+    def abandon_forward_outside_step(self) -> None:
+        """Clean up after a forward outside any step that an exception ended."""
+
+
+class StepParticipants:
+    """The parts of one model, in order.
+
+    Each phase is a tuple of the methods of those parts that override it: what a part does not need costs nothing.
+    """
+
+    def __init__(self, *parts: StepParticipant) -> None:
+        self._parts: list[StepParticipant] = []
+        for part in parts:
+            self.add(part)
+
+    def add(self, part: StepParticipant | None) -> None:
+        """Add a part, behind all others; None is none."""
+        if part is not None:
+            self._parts.append(part)
+        self.begin_step: Sequence[Callable[[StepProgress], None]] = self._methods("begin_step")
+        self.begin_microbatch: Sequence[Callable[[int], None]] = self._methods("begin_microbatch")
+        self.before_backward: Sequence[Callable[[StepProgress], None]] = self._methods("before_backward")
+        self.before_last_backward: Sequence[Callable[[], None]] = self._methods("before_last_backward")
+        self.end_step: Sequence[Callable[[StepProgress], None]] = self._methods("end_step")[::-1]
+        self.abandon_step: Sequence[Callable[[BaseException], None]] = self._methods("abandon_step")[::-1]
+        self.begin_outside_step: Sequence[Callable[[bool], None]] = self._methods("begin_outside_step")
+        self.abandon_forward_outside_step: Sequence[Callable[[], None]] = self._methods("abandon_forward_outside_step")
+
+    def _methods(self, phase: str) -> tuple[Callable[..., None], ...]:
+        unused = getattr(StepParticipant, phase)
+        return tuple(getattr(part, phase) for part in self._parts if getattr(type(part), phase) is not unused)
+
+
+class StepEngine(Protocol):
+    """Runs the microbatches of steps: `Pipeline` over several ranks, `OneStage` on one."""
+
+    def broadcast_inputs(self, call: str, arguments: Any) -> Any:
+        """Return the arguments of a step as all ranks that run it must have them."""
+
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> object:
+        """Prepare the model, at its first step."""
+
+    def run(
+        self, function: Hashable, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress
+    ) -> list[Any]:
+        """Run `body` and its backward for each microbatch; return the outputs."""
+
+    def backward(
+        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
+    ) -> None:
+        """Run, or schedule, a backward of the current microbatch."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Forget a step that an exception ended."""

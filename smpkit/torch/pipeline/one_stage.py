@@ -1,0 +1,126 @@
+"""A model on one rank: microbatches run one after the other, and each backward where the script calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.microbatches import scaled_root_gradient
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipants
+from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.distributed.recorder import recorded_backward, recorded_microbatch
+from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.units import install_streams
+from smpkit.torch.placement.trace import units_of
+from smpkit.torch.tensor_parallel.agreement import common_seed
+
+if TYPE_CHECKING:
+    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
+
+__all__ = ["OneStage"]
+
+
+class OneStage:
+    """Runs steps of `root` on this rank; without a model, of what the step function does.
+
+    Not a pipeline of one rank: that holds back each backward until its forward has ended, and a script may look at
+    gradients right after `model.backward`.
+    """
+
+    def __init__(self, root: nn.Module | None, participants: StepParticipants) -> None:
+        self._root = root
+        self._participants = participants
+        self._in_backward = False
+        self.random: RandomStreams | None = None
+        """The streams of random numbers, from the first step on: dropout draws the same masks at every degree."""
+        if root is not None:
+            self._refuse_backward_on_tensors(root)
+
+    def broadcast_inputs(self, call: str, arguments: Any) -> Any:  # noqa: ARG002 - those of a pipeline
+        """Return the arguments as they are: no other rank runs this step."""
+        return arguments
+
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None:  # noqa: ARG002 - those of a pipeline
+        """Give modules the random streams that they have over a pipeline."""
+        # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.
+        if self._root is not None and not hasattr(self._root, "_orig_mod"):
+            self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
+            install_streams(self._root, [unit.name for unit in units_of(self._root).units], self.random)
+
+    def run(
+        self,
+        function: Hashable,  # noqa: ARG002 - of a pipeline, whose schedules depend on it
+        body: Callable[[MicrobatchCall], Any],
+        calls: MicrobatchCalls,
+        step: StepProgress,
+    ) -> list[Any]:
+        """Run the microbatches one after the other."""
+        random = self.random
+        if random is None or self._root is None:
+            return self._run_all(body, calls, step)
+        with random.training_step(training=self._root.training), random.between_units():
+            return self._run_all(body, calls, step)
+
+    def _run_all(self, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress) -> list[Any]:
+        outputs = []
+        for index, call in enumerate(calls):
+            step.microbatch = index
+            if self.random is not None:
+                self.random.begin_microbatch(index)
+            for begin in self._participants.begin_microbatch:
+                begin(index)
+            with recorded_microbatch(index):
+                output = body(call)
+                # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
+                outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
+            step.end_microbatch()
+        return outputs
+
+    def backward(
+        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
+    ) -> None:
+        """Run backward now; inside a step or outside any."""
+        given: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
+        scaled = [scaled_root_gradient(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
+        step, participants = state.step, self._participants
+        if step is not None:
+            for prepare in participants.before_backward:
+                prepare(step)
+            step.backwards += 1
+        self._in_backward = True
+        try:
+            with recorded_backward():
+                torch.autograd.backward(roots, scaled)
+        except BaseException as error:
+            if step is None:  # else the step is abandoned as a whole
+                for abandon in participants.abandon_step:
+                    abandon(error)
+            raise
+        finally:
+            self._in_backward = False
+
+    def abandon(self, error: BaseException) -> None:
+        """Do nothing: nothing is left of a step here."""
+
+    def _refuse_backward_on_tensors(self, root: nn.Module) -> None:
+        """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
+        # On the first trained parameter only: nearly every backward reaches it, and a hook on each would cost time.
+        first = next((param for param in root.parameters() if param.requires_grad), None)
+        if first is not None:
+            first.register_post_accumulate_grad_hook(self._refuse_backward_on_tensor)  # type: ignore[no-untyped-call]
+
+    def _refuse_backward_on_tensor(self, _: torch.Tensor) -> None:
+        if state.model is None or state.model.engine is not self or self._in_backward:
+            return
+        if state.step is not None or state.loss_scale != 1.0:
+            where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
+            raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
