@@ -104,14 +104,7 @@ def main() -> None:
 
     def save() -> None:
         content = {"step": step, "scheduler": scheduler.state_dict()}
-        # Written while training goes on; the end of the script waits for the last one.
-        smp.save_checkpoint(
-            arguments.checkpoints,
-            f"step_{step}",
-            user_content=content,
-            num_kept_partial_checkpoints=2,
-            blocking=False,
-        )
+        smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content, num_kept_partial_checkpoints=2)
 
     first = evaluate(model, test)
     progress = Progress(smp.rank() == 0, arguments.steps, start=step)

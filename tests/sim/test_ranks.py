@@ -25,10 +25,12 @@ from tests.sim.on_sim import needs_sim, run_on_sim
 _ROOT = Path(__file__).parents[2]
 
 _PIPELINE, _TRANSPARENCY = "tests/torch/pipeline", "tests/transparency"
+_BACKGROUND = "tests/torch/checkpoints/test_background.py::test_the_files_are_those_of_a_blocking_save"
 QUICK = {
     "lazy:0": [
         f"{_TRANSPARENCY}/test_pipeline.py",
         f"{_TRANSPARENCY}/test_sharded_state.py::test_over_a_pipeline_with_a_tied_weight",
+        f"{_BACKGROUND}[bf16]",
     ],
     "random:1": [
         f"{_TRANSPARENCY}/test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch",
@@ -41,7 +43,8 @@ QUICK = {
     ],
 }
 """For the default suite: pipelines over 2 devices, sharded states and a tied weight, TP 2 x PP 2 of all schedules;
-messages one by one, through channels and the hosts, steps that leave their record or are given up; reductions."""
+messages one by one, through channels and the hosts, steps that leave their record or are given up; reductions; weights
+that are trained on while a thread waits for their copies and writes them."""
 _HAS_NO_PLACE_HERE = (
     *("full", "made_before_it_arrives"),  # as on a CPU
     *("gpus_only", "models_train_over_channels", "delays_change_nothing"),  # of models that are trained above
@@ -61,9 +64,10 @@ def run(order: str, *tests: str, timeout: float) -> None:
 
 
 FULL = {
-    "random:2": ["test_pipeline_routing.py", "test_pipeline_schedules.py"],
-    "copies:0": ["test_pipeline_failures.py"],
-    "compute:0": ["test_sharded_state.py"],
+    "random:2": [f"{_TRANSPARENCY}/{each}.py" for each in ("test_pipeline_routing", "test_pipeline_schedules")],
+    "copies:0": [f"{_TRANSPARENCY}/test_pipeline_failures.py", _BACKGROUND],
+    "compute:0": [f"{_TRANSPARENCY}/test_sharded_state.py"],
+    "random:1": [_BACKGROUND],
 }
 """With `full`. What is left out makes tensors on the CPU inside a model, which plain PyTorch refuses, too."""
 ONLY_ON_THE_CPU = "not models_of_every_shape and not autocast"
@@ -78,8 +82,7 @@ def test_ranks_train_without_races(order: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("order", FULL)
 def test_more_ranks_train_without_races(order: str) -> None:
-    tests = [f"{_TRANSPARENCY}/{test}" for test in FULL[order]]
-    run(order, *tests, "-m", "not full", "-k", ONLY_ON_THE_CPU, timeout=1200)
+    run(order, *FULL[order], "-m", "not full", "-k", ONLY_ON_THE_CPU, timeout=1200)
 
 
 # --- everything at once: the example on eight ranks -----------------------------------------------------------------

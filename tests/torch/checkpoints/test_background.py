@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.background import Snapshot
+from smpkit.torch.core.runtime import state
 from tests.ranks import run_ranks
 
 WIDTH = 32
@@ -66,8 +68,22 @@ class Job:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the tensors' files; the indices differ in the names of the two saves."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "index.json"}
+    """Return the tensors' files; the indices differ in the names of the two saves.
+
+    A blocking save notes the device of each tensor in its file, one in the background the host, where its copies are.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if path.name != "index.json"]
+    if state.device.type == "cpu":
+        return {path.name: path.read_bytes() for path in paths}
+    return {path.name: _on_the_host(path) for path in paths}
+
+
+def _on_the_host(path: Path) -> bytes:
+    if path.suffix != ".pt":
+        return path.read_bytes()
+    written = io.BytesIO()
+    torch.save(torch.load(path, map_location="cpu", weights_only=True), written)
+    return written.getvalue()
 
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -106,6 +122,14 @@ def save_both_ways(folder: Path, settings: dict[str, Any]) -> list[str]:
             content["history"] -= 1
             content["rates"][0] = 0.1
             smp.barrier()
+    job.train()
+    pending = smp.save_checkpoint(folder, "alone", user_content=content, blocking=False)
+    assert pending is not None
+    pending.wait(30)  # nothing else waits for the copies
+    smp.save_checkpoint(folder, "beside", user_content=content)
+    alone, beside = files_of(folder / "alone_partial"), files_of(folder / "beside_partial")
+    if alone != beside:
+        return [name for name in beside if beside[name] != alone.get(name)]
     kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
     pending = smp.save_checkpoint(folder, "last", user_content=content, blocking=False)
     job.train()

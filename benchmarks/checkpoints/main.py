@@ -1,0 +1,167 @@
+"""What a save costs training: smpkit's, blocking and in the background, beside torch.distributed.checkpoint's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+import smpkit.torch as smp
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+STEPS = 10
+NO_SAVE = "no save"
+
+Save = Callable[[Path], Callable[[], object]]
+"""Saves, or starts to; returns what waits for the end."""
+
+
+@smp.step
+def _train(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
+    """Return the ways to save, by name; each saves this rank's parts of weights and optimizer states."""
+
+    # Its thread's collectives must not meet those of training.
+    group = dist.new_group(backend="gloo")
+
+    def ours(folder: Path, *, blocking: bool) -> Callable[[], object]:
+        pending = smp.save_checkpoint(folder, "step", blocking=blocking)
+        return (lambda: None) if pending is None else pending.wait
+
+    def parts() -> dict[str, Any]:
+        mine = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
+        return {f"rank {smp.rank()}": mine}  # a name for each rank, or the planner would save equal names once
+
+    def theirs(folder: Path) -> Callable[[], object]:
+        save(parts(), checkpoint_id=str(folder / "step"))
+        return lambda: None
+
+    def theirs_in_background(folder: Path) -> Callable[[], object]:
+        response: Any = async_save(parts(), checkpoint_id=str(folder / "step"), process_group=group)
+        wait: Callable[[], object] = response.result
+        return wait
+
+    return {
+        "smpkit, blocking": lambda folder: ours(folder, blocking=True),
+        "torch.distributed.checkpoint.save": theirs,
+        "smpkit, blocking=False": lambda folder: ours(folder, blocking=False),
+        "torch.distributed.checkpoint.async_save": theirs_in_background,
+    }
+
+
+def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
+    """Return seconds in the call and of ten steps with the end of the save, of each contestant in each turn."""
+    smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(4, 32, width)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            _train(model, x)
+            optimizer.step()
+
+    steps()
+    saves = contestants(model, optimizer)
+    held: dict[str, list[float]] = {name: [] for name in saves}
+    spent: dict[str, list[float]] = {name: [] for name in (NO_SAVE, *saves)}
+    for turn in range(turns + 1):
+        for name, times in spent.items():
+            folder = _common_folder()
+            start = time.perf_counter()
+            end = saves[name](folder) if name in saves else lambda: None
+            called = time.perf_counter() - start
+            steps()
+            end()
+            both = _slowest(called, time.perf_counter() - start)
+            if smp.rank() == 0:
+                shutil.rmtree(folder)
+            if turn:  # the first one warms up
+                times.append(both[1])
+                if name in held:
+                    held[name].append(both[0])
+    size = _sizes(model, optimizer)
+    smp.shutdown()
+    return {"held": held, "spent": spent, "MiB": size}
+
+
+def _common_folder() -> Path:
+    names = [tempfile.mkdtemp() if smp.rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(str(names[0]))
+
+
+def _slowest(*seconds: float) -> list[float]:
+    values = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return [float(each) for each in values]
+
+
+def _sizes(model: Any, optimizer: Any) -> float:
+    states = [model.local_state_dict(), *optimizer.local_state_dict()["state"].values()]
+    tensors = [each for values in states for each in values.values() if isinstance(each, torch.Tensor)]
+    return sum(getattr(each, "to_local", lambda each=each: each)().nbytes for each in tensors) / 2**20
+
+
+def table(found: Mapping[str, Any]) -> str:
+    plain = statistics.median(found["spent"][NO_SAVE])
+    lines = [f"| save of {found['MiB']:.0f} MiB on each rank | held | cost of ten steps |", "|---|---|---|"]
+    for name, held in found["held"].items():
+        cost = statistics.median(found["spent"][name]) - plain
+        lines.append(f"| {name} | {statistics.median(held) * 1e3:.0f} ms | {cost * 1e3:.0f} ms |")
+    return "\n".join([*lines, "", f"Ten steps without a save: {plain * 1e3:.0f} ms."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, once; the README stays as it is")
+    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
+    parser.add_argument("--turns", type=int, default=10, help="of each contestant (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if "WORLD_SIZE" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+        os.execv(sys.executable, [*torchrun, "benchmarks.checkpoints.main", *(arguments or sys.argv[1:])])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch")
+    width, num_layers, turns = (64, 2, 1) if options.quick else (512, 4, options.turns)
+    found = measure(width, num_layers, turns)
+    if os.environ["RANK"] != "0":
+        return 0
+    about = (
+        f"Medians of {turns} turns, {os.cpu_count()} cores ({platform.machine()}), load average"
+        f" {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, torch {torch.__version__}."
+    )
+    text = f"{table(found)} {about}"
+    print(text)
+    if not (options.quick or options.dry):
+        readme = HERE / "README.md"
+        before, _, rest = readme.read_text().partition(BEGIN)
+        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
