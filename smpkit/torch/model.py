@@ -5,9 +5,9 @@
     DistributedModel(module)   distribute ──► cast ──► place ──► replicate     (over a pipeline at the first step)
     @smp.step                  step_inputs ──► prepare, once ──► participants, and within them the engine
 
-The `engine` runs the microbatches of a step, over a pipeline or here; the `participants` begin the step before it, and end
-it afterwards (core/step_participants.py). State dicts are those of the user's module; state_dict.py puts them together
-over ranks.
+The `engine` runs the microbatches of a step, over a pipeline or here; the `participants` begin the step before it, and
+end it afterwards (core/step_participants.py). State dicts are those of the user's module; state_dict.py puts them
+together over ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.model_hooks import ModelHooks
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, state
-from smpkit.torch.core.step_participants import StepParticipants
+from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.data_parallel.join import JoinContext
 from smpkit.torch.data_parallel.reducer import CommHook
@@ -168,7 +168,8 @@ class DistributedModel(nn.Module):
         self.updates = UpdateCheck(module)
         self.participants.add(self.updates)
         self.offloading = Offloading(self.module) if state.cfg.offload_activations else None
-        self.participants.add(self.offloading)
+        if self.offloading is not None:
+            self.participants.add(self.offloading)
         # Replicas come last: they are compared and copied where the weights will stay. `prepare` does it for a
         # pipeline.
         self.data_parallel: DataParallel | None = None
@@ -179,7 +180,7 @@ class DistributedModel(nn.Module):
 
         _alias_module(module)
         refuse_assignment(module)
-        self.engine: Pipeline | OneStage = self.pipeline or OneStage(self.module, self.participants)
+        self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
@@ -523,7 +524,8 @@ class DistributedModel(nn.Module):
                 self.data_parallel.replace_parameters_of(state.optimizer)
         else:
             self.data_parallel = replicate(self.module, self.placement, self._reduction)
-        self.participants.add(self.data_parallel)
+        if self.data_parallel is not None:
+            self.participants.add(self.data_parallel)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.

@@ -20,15 +20,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = [
-    "MicrobatchCall",
-    "MicrobatchCalls",
-    "RootGradients",
-    "Splitter",
-    "StepProgress",
-    "loss_scale",
-    "scaled_root_gradient",
-]
+__all__ = ["MicrobatchCall", "MicrobatchCalls", "RootGradients", "Splitter", "StepProgress", "scaled_root_gradient"]
 
 
 class MicrobatchCall(NamedTuple):

@@ -58,14 +58,15 @@ class StepParticipants:
     """
 
     def __init__(self, *parts: StepParticipant) -> None:
-        self._parts: list[StepParticipant] = []
-        for part in parts:
-            self.add(part)
+        self._parts = list(parts)
+        self._collect()
 
-    def add(self, part: StepParticipant | None) -> None:
-        """Add a part, behind all others; None is none."""
-        if part is not None:
-            self._parts.append(part)
+    def add(self, part: StepParticipant) -> None:
+        """Add a part, behind all others."""
+        self._parts.append(part)
+        self._collect()
+
+    def _collect(self) -> None:
         self.begin_step: Sequence[Callable[[StepProgress], None]] = self._methods("begin_step")
         self.begin_microbatch: Sequence[Callable[[int], None]] = self._methods("begin_microbatch")
         self.before_backward: Sequence[Callable[[StepProgress], None]] = self._methods("before_backward")
@@ -83,11 +84,14 @@ class StepParticipants:
 class StepEngine(Protocol):
     """Runs the microbatches of steps: `Pipeline` over several ranks, `OneStage` on one."""
 
+    random: Any
+    """The `RandomStreams` of the model, from the first step on; else None."""
+
     def broadcast_inputs(self, call: str, arguments: Any) -> Any:
         """Return the arguments of a step as all ranks that run it must have them."""
 
-    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> object:
-        """Prepare the model, at its first step."""
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Any:
+        """Prepare the model, at its first step; return the `Placement` of its parameters where that has changed."""
 
     def run(
         self, function: Hashable, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress

@@ -20,6 +20,7 @@ from smpkit.plan.schedule.actions import Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast
@@ -394,7 +395,7 @@ def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> tuple[boo
     from smpkit.torch.pipeline.pipeline import Pipeline
     from smpkit.torch.placement.measure import MeasureOptions
 
-    transport = Pipeline(nn.Linear(1, 1), MeasureOptions(), lambda root, ranks: None)._transport
+    transport = Pipeline(nn.Linear(1, 1), StepParticipants(), MeasureOptions(), lambda root, ranks: None)._transport
     inputs, equal, frames = InputBroadcast(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
     for step in range(5):
         expected = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]
