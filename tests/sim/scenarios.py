@@ -1373,6 +1373,8 @@ def saved_in_the_background() -> None:
         for number in range(2):
             now, later = (read(Path(name, f"{tag}_{number}_partial")) for tag in ("now", "later"))
             assert_same(later, now, f"of save {number}")
+        smp.save_checkpoint(name, "last", user_content={"step": 3}, blocking=False)
+        assert smp.resume_from_checkpoint(name) == {"step": 3}, "it resumed from an older save"
     smp.shutdown()
 
 
