@@ -34,6 +34,7 @@ QUICK = {
     ],
     "random:1": [
         f"{_TRANSPARENCY}/test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch",
+        f"{_TRANSPARENCY}/test_pipeline_routing.py",
     ],
     "copies:0": [
         f"{_PIPELINE}/test_transport.py",
