@@ -31,7 +31,7 @@ from tests.gpu.workspaces import workspace_bytes
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(4096), 12
 _BOUNDARY = 2 * _WIDTH * _TOKENS
-_STEPS = 50
+_STEPS = scaled(50, to=2)
 
 Note = Callable[[str, Any], None]
 

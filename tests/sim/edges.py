@@ -25,7 +25,6 @@ RUNTIME: Final = "smpkit/torch"
 ELSEWHERE: Final = {
     "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/mutants.yaml",
     "smpkit/torch/offload/emulated.py": "a link whose copies are made by threads of the host",
-    "smpkit/torch/checkpoints/": "files",
     "smpkit/torch/describe.py": "writes to a terminal",
 }
 """Where calls of these names order something else."""
@@ -33,6 +32,7 @@ ELSEWHERE: Final = {
 _DROPPED: Final = {
     "_wait_event",
     "before_reuse",
+    "finish_previous_save",
     "flush",
     "note_read",
     "order_after",
@@ -137,7 +137,8 @@ class _Finder(ast.NodeVisitor):
         if isinstance(call, ast.Call):
             name, receiver = _callee(call)
             keeps = name == "append" and (receiver == "after" or receiver.rpartition(".")[2] in _KEEPERS)
-            if keeps or (name in ("wait", "result") and not receiver.endswith("link")):
+            joins = name == "join" and "checkpoints/" in self._path
+            if keeps or joins or (name in ("wait", "result") and not receiver.endswith("link")):
                 self._add(call, "None")
         self.generic_visit(node)
 

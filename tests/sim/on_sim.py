@@ -15,8 +15,8 @@ from tests.simulated import Order, run_in_order
 
 __all__ = ["ORDERS", "naming", "needs_sim", "run_on_sim"]
 
-ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1), ("random", 2))
-"""Policies and seeds under which the default suite runs what it checks."""
+ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
+"""Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
 
 
 def needs_sim() -> None:

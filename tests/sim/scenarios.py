@@ -10,11 +10,14 @@ import contextlib
 import copy
 import gc
 import os
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +33,7 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
+from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
 from smpkit.torch.offload_model import counted_link, kernels
@@ -1331,6 +1335,50 @@ def trained_after_an_exception() -> list[Tensor]:
     found = [each.detach().cpu() for _, each in model.local_named_parameters()]
     smp.shutdown()
     return found
+
+
+def saved_in_the_background() -> None:
+    """Write copies of the weights while training goes on, twice; the second save takes the memory of the first."""
+    write = saving._write_files
+
+    def write_later(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return write(*args)
+
+    def train(number: int) -> None:
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(number))
+        optimizer.step()
+
+    def read(folder: Path) -> list[Tensor]:
+        names = sorted(path.name for path in folder.glob("*_0.pt"))
+        assert names
+        return [each for name in names for each in _values(torch.load(folder / name, "cpu", weights_only=True))]
+
+    smp.init({"microbatches": 1})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(saving, "_write_files", write_later):
+        train(0)
+        for number in range(2):
+            smp.save_checkpoint(name, f"now_{number}")
+            pending = smp.save_checkpoint(name, f"later_{number}", blocking=False)
+            train(number + 1)
+        assert pending is not None
+        pending.wait()
+        for number in range(2):
+            now, later = (read(Path(name, f"{tag}_{number}_partial")) for tag in ("now", "later"))
+            assert_same(later, now, f"of save {number}")
+        smp.save_checkpoint(name, "last", user_content={"step": 3}, blocking=False)
+        assert smp.resume_from_checkpoint(name) == {"step": 3}, "it resumed from an older save"
+    smp.shutdown()
+
+
+_add("saved in the background", saved_in_the_background, is_quick=True)
 
 
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:

@@ -10,7 +10,8 @@ from smpkit.testing import simulated_device
 from tests.sim.on_sim import ORDERS, run_on_sim
 from tests.sim.scenarios import SCENARIOS, run_scenario
 
-MORE_ORDERS = [*ORDERS, ("eager", 0), ("timed", 0), *(("random", seed) for seed in range(3, 9))]
+NEED_MORE_ORDERS = ("activations, an exception in forward", "OffloadModel, checkpointed, backward")
+"""Of the edges that these find missing, some are not found by the first order; the last finds them."""
 
 
 def run_under(name: str, orders: list[tuple[str, int]]) -> dict[str, float]:
@@ -32,7 +33,7 @@ NAMES = [name for name, scenario in SCENARIOS.items() if scenario.ranks == 1]
 
 @pytest.mark.parametrize("name", [name for name in NAMES if SCENARIOS[name].is_quick])
 def test_offloading_changes_no_bit_and_has_no_race(name: str) -> None:
-    run_on_sim(run_under, name, list(ORDERS[:4]), order=None)
+    run_on_sim(run_under, name, list(ORDERS if name in NEED_MORE_ORDERS else ORDERS[:1]), order=None)
 
 
 OF_RANKS = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 and scenario.is_quick]
@@ -40,10 +41,10 @@ OF_RANKS = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 a
 
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_ranks_give_what_they_give_when_nothing_is_late(name: str) -> None:
-    run_on_sim(run_under, name, [ORDERS[2]], size=SCENARIOS[name].ranks, order=None)
+    run_on_sim(run_under, name, [ORDERS[0]], size=SCENARIOS[name].ranks, order=None)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_grid(name: str) -> None:
-    run_on_sim(run_under, name, MORE_ORDERS, order=None, timeout=300)
+    run_on_sim(run_under, name, [ORDERS[0], ORDERS[3]], order=None, timeout=150)

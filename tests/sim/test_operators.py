@@ -197,6 +197,9 @@ def errors() -> None:
         torch.ones(3, device="sim") + torch.ones(3, device="cpu")
     with pytest.raises(RuntimeError, match="there is no sim:5, only 1"):
         torch.ones(3, device="sim:5")
+    table = nn.Embedding(8, 4, sparse=True).to("sim")
+    with pytest.raises(NotImplementedError, match=r"sim: sparse tensors are not simulated \(aten::"):
+        table(torch.tensor([1, 2], device="sim")).sum().backward()
     simulated_device.configure(memory=1 << 20)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2097152 bytes"):
         torch.empty(2 << 20, dtype=torch.uint8, device="sim")

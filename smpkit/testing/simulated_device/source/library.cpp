@@ -21,9 +21,18 @@ void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
 bool can_take_data(const at::Tensor& self, const at::Tensor& from) {
   return self.layout() == c10::kStrided && from.layout() == c10::kStrided;
 }
+void refuse_sparse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "sim: sparse tensors are not simulated (", op.schema().name(),
+                              "); use sparse=False, or test this code on the CPU or a GPU");
+}
 }  // namespace sim
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::fallback>()); }
+
+// Sparse tensors begin with the operator that makes one; the dense fallback knows nothing of their two parts.
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::refuse_sparse>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", sim::empty);
