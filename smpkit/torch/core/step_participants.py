@@ -84,8 +84,9 @@ class StepParticipants:
 class StepEngine(Protocol):
     """Runs the microbatches of steps: `Pipeline` over several ranks, `OneStage` on one."""
 
-    random: Any
-    """The `RandomStreams` of the model, from the first step on; else None."""
+    @property
+    def random(self) -> Any:
+        """The `RandomStreams` of the model, from the first step on; else None."""
 
     def broadcast_inputs(self, call: str, arguments: Any) -> Any:
         """Return the arguments of a step as all ranks that run it must have them."""
