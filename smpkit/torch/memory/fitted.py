@@ -2,12 +2,14 @@
 
 ::
 
-    step          0          1              2              3        4
-                  sizes      times, peak    choose                  compare the peak with the choice, choose again
-    layers        hold least                as chosen                as chosen
+    phase       STARTING          MEASURED       CHOSEN       COMPARED             DONE
+    a step      each until the    sizes,         one          its peak beside      all others
+                first update      times, peak                 the predicted one
+    layers      hold as little as they can     │ as chosen                       │ as chosen with that
 
-In the first two steps every layer holds as little as it can, so they fit if the model can train at all. Each choice
-gives the same gradients to the bit: only time and memory differ.
+Until they are chosen for, layers hold as little as they can, which fits if the model can train at all. The first update
+makes the optimizer's states, so nothing before it is measured. Each choice gives the same gradients to the bit: only
+time and memory differ.
 
 [Note: what the rest takes] The device holds weights, gradients, optimizer states, and what the model computes outside
 its layers (logits, the loss). Where the device counts its memory, that is the measured peak without what the layers
@@ -22,6 +24,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from enum import Enum
 from statistics import median
 from typing import Any, Final
 
@@ -53,10 +56,21 @@ __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
 _GIB: Final = 2**30
 _USABLE: Final = 0.95
 """Of the device: its driver, its libraries and the allocator's fragments have the rest."""
-_TIMED, _DECIDED, _CHECKED = 1, 2, 4
-"""Steps, counted from 0: the one that is timed, and those before which layers are chosen, and chosen again."""
+_LAST_START: Final = 64
+"""Steps to wait for the first update: only optimizers of torch's class tell."""
+_MOST_COMPARED: Final = 2
 _LOOSE: Final = 0.05
 """A choice stands if the share of the device that it leaves free by mistake is smaller."""
+
+
+class _Phase(Enum):
+    """What the current step is for."""
+
+    STARTING = "wait for the first update"
+    MEASURED = "measure"
+    CHOSEN = "let the allocator get used to what was chosen"
+    COMPARED = "compare the peak with the predicted one"
+    DONE = "train"
 
 
 def fit(
@@ -81,11 +95,14 @@ def fit(
             optimizer.zero_grad()
         print(fitted.report())
 
-    Layers are the items of the model's `ModuleList`s and `Sequential`s. The first two steps measure them; then each
-    layer keeps its activations, has its input copied to the host and is recomputed, or is only recomputed, whichever
-    together is the fastest that fits. Larger inputs than those measured are provided for as they come. Losses,
-    gradients and weights are the same bits as without it. Works beside `DistributedDataParallel`, `fully_shard` and
-    autocast; call it before they wrap the model.
+    Layers are the items of the model's `ModuleList`s and `Sequential`s. The step after the first update measures them;
+    from then on each layer keeps its activations, has its input copied to the host and is recomputed, or is only
+    recomputed, whichever together is the fastest that fits. Larger inputs than those measured are provided for as they
+    come. Losses, gradients and weights are the same bits as without it. Works beside `DistributedDataParallel`,
+    `fully_shard` and autocast; call it before they wrap the model.
+
+    It reads the peaks of torch's memory statistics for the device, and resets them at the beginning of the steps that
+    it measures.
 
     Args:
         model: all of it on one device. Turn off its own checkpointing (`gradient_checkpointing_disable()`).
@@ -146,7 +163,7 @@ class FitReport:
     least_seconds: float
     """Measured, with every layer holding as little as it can."""
     measured_bytes: int | None
-    """The peak of the first step as chosen; None: not known yet, or not counted by the device."""
+    """The peak of an early step as chosen; None: not known, or not counted by the device."""
     measured_seconds: float | None
     gap: float
     """By which share of its time the best choice could be faster; 0: this one is the best."""
@@ -236,12 +253,13 @@ class Fitted:
             ModuleCall.on(layer.module).checkpointing = layer
         ModuleCall.on(model).checkpointing = self._around_model
         self._graphs = LiveGraphs()
-        self._states = _OptimizerStates(model)
-        self._step = -1
+        self._updates = _Updates(model, device)
+        self._phase = _Phase.STARTING
+        self._num_steps = self._num_compared = 0
         self._static = 0
-        self._began: list[Any] = []
+        self._began: Any = None
         self._first: str | None = None
-        self._first_bytes = 0
+        self._first_bytes = self._largest_bytes = 0
         self._scale = 1.0
         self._facts: _Facts | None = None
         self._chosen: tuple[ChainLimits, ChainChoice] | None = None
@@ -259,11 +277,11 @@ class Fitted:
         """Return what was chosen, and what came of it.
 
         Raises:
-            UsageError: before the second step has ended.
+            UsageError: nothing has been chosen yet.
         """
         if self._facts is None or self._chosen is None:
             raise UsageError(
-                "nothing has been chosen yet: two steps are measured first", hint="ask again after the third forward"
+                "nothing has been chosen yet", hint="ask again two steps after the first update, or in the next run"
             )
         facts, (limits, chosen) = self._facts.scaled(self._scale), self._chosen
         least = cost_of(facts.layers, [self._least] * len(facts.layers), limits)
@@ -278,7 +296,7 @@ class Fitted:
             other_bytes=other,
             device_bytes=other + int(chosen.cost.device_bytes),
             host_bytes=int(chosen.cost.host_bytes),
-            step_seconds=facts.step_seconds + chosen.cost.seconds - least.seconds,
+            step_seconds=max(0.0, facts.step_seconds - least.seconds) + chosen.cost.seconds,
             least_seconds=facts.step_seconds,
             measured_bytes=self._measured[0],
             measured_seconds=self._measured[1],
@@ -302,13 +320,13 @@ class Fitted:
             raise UsageError(f"these choices are for other layers: {', '.join(other[:3])}", hint="fit the same model")
         for name, word in state_dict.items():
             self._layers[name].choice = Choice(word)
-        self._step = _CHECKED
+        self._phase = _Phase.DONE
 
     def remove(self) -> None:
         """Leave the model as it was, and free the host memory; no graph of it may be needed any more."""
         for module in (self._model, *(layer.module for layer in self._layers.values())):
             ModuleCall.on(module).checkpointing = None
-        self._states.remove()
+        self._updates.remove()
         self._engine.close()
 
     # --- the life of a step ------------------------------------------------------------------------------------------
@@ -332,25 +350,39 @@ class Fitted:
 
     def _begin_step(self) -> None:
         """Begin a step: the first forward after all backwards of the step before."""
-        if self._graphs.num_backwards == 0 and self._step >= 0:
-            return  # forwards without a backward are no steps
-        self._graphs.num_backwards = 0
-        self._engine.end_step()
-        self._engine.exclude((*self._model.parameters(), *self._model.buffers()))
-        self._step += 1
-        if self._step > _CHECKED:
-            return
-        self._began.append(self._engine.link.stamp())
-        if self._step == _DECIDED:
-            self._decide()
-        elif self._step == _CHECKED and self._facts is not None:
-            self._check()
+        # A forward without a backward, or one that an exception ended, is no step: measure the next one in its place.
+        if self._graphs.num_backwards or not self._num_steps:
+            self._graphs.num_backwards = 0
+            self._num_steps += 1
+            self._engine.end_step()
+            self._engine.exclude((*self._model.parameters(), *self._model.buffers()))
+            self._phase = self._next_phase()
         self.probe = None
-        if self._step <= _TIMED and self._facts is None:
+        if self._phase is _Phase.MEASURED:
             self.probe = Probe(self._engine.link, (*self._model.parameters(), *self._model.buffers()))
-        if self._step in {_TIMED, _CHECKED - 1}:
+            self._first_bytes = 0
+        if self._phase in {_Phase.MEASURED, _Phase.COMPARED}:
             self._static = self._static_bytes()
+            self._began = self._engine.link.stamp()
             devices.reset_peak(self._device)
+            self._updates.peak_bytes = 0
+
+    def _next_phase(self) -> _Phase:
+        """Return what the step that begins is for; draw the conclusions of the one that has ended."""
+        if self._phase is _Phase.STARTING:
+            is_over = self._updates.num_updates or self._num_steps > _LAST_START
+            return _Phase.MEASURED if is_over else _Phase.STARTING
+        if self._phase is _Phase.MEASURED:
+            self._decide()
+            return _Phase.CHOSEN
+        if self._phase is _Phase.CHOSEN:
+            return _Phase.COMPARED
+        if self._phase is _Phase.COMPARED:
+            before = self.choices
+            self._compare()
+            if self.choices != before and self._num_compared < _MOST_COMPARED:
+                return _Phase.CHOSEN
+        return _Phase.DONE
 
     def begin_layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of the size of what enters the first layer; if it is larger than any before, choose anew."""
@@ -359,10 +391,11 @@ class Fitted:
         if name != self._first:
             return
         num_bytes = input_bytes(args, kwargs)
-        if self._facts is None:
-            self._first_bytes = max(self._first_bytes, num_bytes)
-        elif num_bytes > self._facts.first_bytes * self._scale:
-            self._scale = num_bytes / self._facts.first_bytes
+        self._first_bytes = max(self._first_bytes, num_bytes)
+        if num_bytes <= self._largest_bytes:
+            return
+        self._largest_bytes = num_bytes
+        if self._facts is not None:
             self._choose()
 
     # --- the choice --------------------------------------------------------------------------------------------------
@@ -375,21 +408,25 @@ class Fitted:
             return devices.memory_bytes(self._device) + missing
         gradients = sum(_num_bytes(each.grad) for each in parameters if each.grad is not None)
         weights = sum(map(_num_bytes, (*parameters, *self._model.buffers())))
-        return weights + gradients + missing + self._states.num_bytes
+        return weights + gradients + missing + self._updates.state_bytes
+
+    def _peak_bytes(self) -> int | None:
+        """Return the most that the device held in the last step; None on the CPU."""
+        peak = devices.peak_bytes(self._device)
+        return None if peak is None else max(peak, self._updates.peak_bytes)
 
     def _decide(self) -> None:
         """Take what the last step has measured, and choose."""
         assert self.probe is not None
+        now = self._engine.link.stamp()
         devices.wait_for_stream(self._device)
-        peak = devices.peak_bytes(self._device)
+        peak = self._peak_bytes()
         link = self._engine.link
-        seconds = link.seconds_between(self._began[_TIMED], self._began[_DECIDED]) or 0.0
+        seconds = link.seconds_between(self._began, now) or 0.0
         names = tuple(self.probe.calls)
         sizes = [(calls.saved_bytes, calls.input_bytes) for calls in self.probe.calls.values()]
         kinds = [(type(self._layers[name].module), *each) for name, each in zip(names, sizes, strict=True)]
         forwards = _medians(kinds, [self.probe.seconds(name) for name in names])
-        if not devices.is_asynchronous(self._device):
-            self._static = self._static_bytes()  # the optimizer may have made its states in the step that ended
         dynamic = max(0.0, (peak or 0) - self._static - self._kept_bytes(sizes))
         flat = [float(size) for pair in sizes for size in pair]
         numbers = self._agreed([*forwards, *flat, dynamic, self._static, seconds])
@@ -419,33 +456,45 @@ class Fitted:
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         return list(shared.tolist())
 
-    def _check(self) -> None:
+    def _compare(self) -> None:
         """Compare the peak of a step as chosen with the prediction; where they differ, choose again."""
         assert self._facts is not None
         assert self._chosen is not None
+        now = self._engine.link.stamp()
         devices.wait_for_stream(self._device)
-        seconds = self._engine.link.seconds_between(self._began[_CHECKED - 1], self._began[_CHECKED])
-        peak = devices.peak_bytes(self._device)
+        seconds = self._engine.link.seconds_between(self._began, now)
+        peak = self._peak_bytes()
         self._measured = (peak, seconds)
-        if peak is None or self._scale != 1.0:
-            return
+        self._num_compared += 1
+        if peak is None or self._first_bytes != self._facts.first_bytes or self._scale != 1.0:
+            return  # of another batch
         peak = int(self._agreed([peak])[0])
-        _, chosen = self._chosen
+        limits, chosen = self._chosen
         dynamic = max(0.0, peak - self._facts.static_bytes - chosen.cost.device_bytes)
         by_mistake = self._facts.dynamic_bytes - dynamic
         if 0 <= by_mistake < _LOOSE * self._limit:
             return
-        # A peak in the head shows nothing of the window and of the recomputation, which only some choices need.
-        kept = [layer for layer in self._facts.names if self._layers[layer].choice is Choice.KEEP]
         strict, self._facts = self._facts, replace(self._facts, dynamic_bytes=dynamic)
         self._choose()
-        if len(kept) < len(strict.names) and set(self.choices.values()) == {Choice.KEEP}:
-            self._facts = strict
-            self._choose()
+        if set(self.choices.values()) == {Choice.KEEP} and self._chosen is not None:
+            # If the peak was in the head and not in a layer, the window and the recomputation that this choice does
+            # without had no part in it, and going without them saves nothing.
+            once = chosen.cost.device_bytes - self._sum_of(chosen, limits.live)
+            if self._facts.static_bytes + dynamic + self._chosen[1].cost.device_bytes + once > self._limit:
+                self._facts = strict
+                self._choose()
+
+    def _sum_of(self, chosen: ChainChoice, live: float) -> float:
+        """Return what adds up of what layers hold: not what one layer holds at a time."""
+        assert self._facts is not None
+        sizes = {Choice.KEEP: "saved_bytes", Choice.RECOMPUTE: "input_bytes"}
+        pairs = zip(self._facts.layers, chosen.choices, strict=True)
+        return live * sum(int(getattr(layer, sizes[choice])) for layer, choice in pairs if choice in sizes)
 
     def _choose(self) -> None:
         """Choose for the largest batch so far, and let the layers do it."""
         assert self._facts is not None
+        self._scale = max(1.0, self._largest_bytes / self._facts.first_bytes)
         facts, engine = self._facts.scaled(self._scale), self._engine
         budget = engine.arena.budget_bytes
         link = engine.link
@@ -470,7 +519,10 @@ class Fitted:
             chosen = choose(facts.layers, replace(limits, device_bytes=least))
             assert chosen is not None, "the smallest choice fits into what it takes"
         self._chosen = limits, chosen
-        for name, choice in zip(facts.names, chosen.choices, strict=True):
+        chosen_for = dict(zip(facts.names, chosen.choices, strict=True))
+        if any(self._layers[name].choice is not choice for name, choice in chosen_for.items()):
+            self._measured = (None, None)
+        for name, choice in chosen_for.items():
             self._layers[name].choice = choice
 
 
@@ -500,17 +552,24 @@ class _Layer:
         return original(*args, **kwargs)
 
 
-class _OptimizerStates:
-    """The size of the states of optimizers that update a model: the CPU does not count its memory."""
+class _Updates:
+    """What the device holds when an optimizer has updated the model: at the end of a step, before the script goes on.
 
-    def __init__(self, model: nn.Module) -> None:
+    The script may begin the statistics of the device anew at any time between two steps.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._parameters = set(map(id, model.parameters()))
+        self._device = device
         self._sizes: dict[int, int] = {}
+        self.num_updates = 0
+        self.peak_bytes = 0
+        """The most that the device held until then; 0: not known, or the CPU."""
         self._hook = register_optimizer_step_post_hook(self._on_step)
 
     @property
-    def num_bytes(self) -> int:
-        """Of all that have made a step."""
+    def state_bytes(self) -> int:
+        """Of the states of all optimizers that have made a step."""
         return sum(self._sizes.values())
 
     def remove(self) -> None:
@@ -518,9 +577,13 @@ class _OptimizerStates:
         self._hook.remove()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._sizes:
-            return
         owned = [value for key, value in optimizer.state.items() if id(key) in self._parameters]
+        if not owned and not any(
+            id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
+        ):
+            return  # of another model
+        self.num_updates += 1
+        self.peak_bytes = max(self.peak_bytes, devices.peak_bytes(self._device) or 0)
         tensors = (each for values in owned for each in values.values() if isinstance(each, Tensor))
         self._sizes[id(optimizer)] = sum(map(_num_bytes, tensors))
 
