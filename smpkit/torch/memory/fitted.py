@@ -31,13 +31,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smpkit.errors import UsageError
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice, choose, cost_of, smallest_bytes
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_module
+from smpkit.torch.core.arguments import check_module, check_num_bytes
 from smpkit.torch.core.module_call import CallWrapper, ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
@@ -80,6 +81,7 @@ def fit(
     host_gib: float | None = None,
     layers: Sequence[nn.Module] | None = None,
     lead: Lead = "auto",
+    min_bytes: int | None = None,
     link: Link | None = None,
     group: dist.ProcessGroup | None = None,
     deadline_seconds: float = 600.0,
@@ -110,6 +112,7 @@ def fit(
         host_gib: for activations on the host; None: three quarters of what is free.
         layers: what is chosen for, instead of the items of lists; none inside another.
         lead: how many layers ahead of backward loads are issued; "auto" takes the smallest number without a stall.
+        min_bytes: smaller inputs stay on the device; None: 1 MiB on a GPU, 0 on the CPU.
         link: another link than the device's own, such as `smpkit.testing.EmulatedLink`. Without one the CPU offloads
             nothing, for its activations are on the host already.
         group: ranks with the same model that must choose alike, such as those that share each layer (tensor
@@ -126,6 +129,7 @@ def fit(
         host_gib=host_gib,
         layers=layers,
         lead=lead,
+        min_bytes=min_bytes,
         link=link,
         group=group,
         deadline_seconds=deadline_seconds,
@@ -231,19 +235,26 @@ class Fitted:
         host_gib: float | None,
         layers: Sequence[nn.Module] | None,
         lead: Lead,
+        min_bytes: int | None,
         link: Link | None,
         group: dist.ProcessGroup | None,
         deadline_seconds: float,
     ) -> None:
         check_module("fit", model)
         check_lead(lead)
+        check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
         found = _layers(model, layers)
         device = device_of(model) if link is None else link.device
         limit = _limit(device, device_gib)
         host_bytes = None if host_gib is None else int(_positive("host_gib", host_gib) * _GIB)
         self._model, self._device, self._group, self._limit = model, device, group, limit
         self._engine = make_engine(
-            device, lead=lead, host_budget_bytes=host_bytes, link=link, deadline_seconds=deadline_seconds
+            device,
+            lead=lead,
+            min_bytes=min_bytes,
+            host_budget_bytes=host_bytes,
+            link=link,
+            deadline_seconds=deadline_seconds,
         )
         offloads = link is not None or devices.has_streams(device)
         self._allowed = frozenset(Choice) if offloads else frozenset({Choice.KEEP, Choice.RECOMPUTE})
@@ -382,6 +393,7 @@ class Fitted:
             self._compare()
             if self.choices != before and self._num_compared < _MOST_COMPARED:
                 return _Phase.CHOSEN
+        self._updates.remove()
         return _Phase.DONE
 
     def begin_layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -559,8 +571,7 @@ class _Updates:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._parameters = set(map(id, model.parameters()))
-        self._device = device
+        self._model, self._device = model, device
         self._sizes: dict[int, int] = {}
         self.num_updates = 0
         self.peak_bytes = 0
@@ -577,11 +588,10 @@ class _Updates:
         self._hook.remove()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        owned = [value for key, value in optimizer.state.items() if id(key) in self._parameters]
-        if not owned and not any(
-            id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
-        ):
+        own = set(map(id, self._model.parameters()))  # now: `fully_shard` has put others in their place
+        if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
             return  # of another model
+        owned = [values for parameter, values in optimizer.state.items() if id(parameter) in own]
         self.num_updates += 1
         self.peak_bytes = max(self.peak_bytes, devices.peak_bytes(self._device) or 0)
         tensors = (each for values in owned for each in values.values() if isinstance(each, Tensor))
@@ -611,6 +621,9 @@ def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn
         )
     names = {module: name for name, module in model.named_modules()}
     found = dict(layers_of(model)) if given is None else {names.get(each, ""): each for each in given}
+    compiled = [name for module, name in names.items() if _is_compiled(module)]
+    if compiled:
+        raise UsageError(f"`{compiled[0] or kind}` is compiled", hint="fit the model without torch.compile")
     if not found:
         raise UsageError(f"{kind} has no list of layers", hint="name them: fit(model, layers=[model.first, ...])")
     if "" in found:
@@ -619,17 +632,18 @@ def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn
         inside = set(module.modules()) - {module}
         if not inside.isdisjoint(found.values()):
             raise UsageError(f"`{name}` contains another of the layers", hint="give layers side by side")
-        call = ModuleCall.of(module)
-        if call.checkpointing is not None or ModuleCall.of(model).checkpointing is not None:
+        if ModuleCall.of(module).checkpointing is not None or ModuleCall.of(model).checkpointing is not None:
             raise UsageError(f"`{name}` of {kind} is checkpointed, or fitted, already", hint="do one of the two")
-        if call.is_compiled or hasattr(module, "_orig_mod"):
-            raise UsageError(f"`{name}` of {kind} is compiled", hint="fit the model without torch.compile")
     own = next((name for name, each in model.named_modules() if getattr(each, "gradient_checkpointing", False)), None)
     if own is not None:
         raise UsageError(
             f"`{own or kind}` checkpoints its layers itself", hint="call model.gradient_checkpointing_disable() first"
         )
     return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled
 
 
 def _limit(device: torch.device, device_gib: float | None) -> int:
@@ -656,7 +670,8 @@ def _offload_nothing(_name: str) -> AbstractContextManager[object]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
 
 
 def _gib(num_bytes: float) -> str:
