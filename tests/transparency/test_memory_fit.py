@@ -257,12 +257,15 @@ def on_ranks(wrapper: str, share: float) -> list[str]:
             fully_shard(layer)
         return fully_shard(model)
 
-    wrap = {"DDP": DistributedDataParallel, "fully_shard": sharded}[wrapper]
+    wrap = {"DDP": DistributedDataParallel, "together": DistributedDataParallel, "fully_shard": sharded}[wrapper]
+    group = dist.group.WORLD if wrapper == "together" else None
     torch.manual_seed(0)
     model = Transformer()
     expected = train(model, wrap=wrap)
     gib = some_gib(model, share, wrap=wrap)
-    found = train(model, lambda each: smpkit.fit(each, device_gib=gib, link=link(), lead=1), wrap=wrap)
+    if group is not None:
+        gib *= 1 + dist.get_rank()  # rank 1 alone would keep more
+    found = train(model, lambda each: smpkit.fit(each, device_gib=gib, link=link(), lead=1, group=group), wrap=wrap)
     assert_same(found, expected)
     assert found.fitted is not None
     dist.destroy_process_group()
@@ -270,10 +273,13 @@ def on_ranks(wrapper: str, share: float) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("wrapper", ["DDP", "fully_shard"])
+@pytest.mark.parametrize("wrapper", ["DDP", "together", "fully_shard"])
 def test_beside_torchs_data_parallelism(wrapper: str) -> None:
-    for chosen in run_ranks(on_ranks, 2, wrapper, 0.5):
+    found = run_ranks(on_ranks, 2, wrapper, 0.5)
+    for chosen in found:
         assert set(chosen) == {"keep", "offload"}
+    if wrapper == "together":
+        assert found[0] == found[1]
 
 
 def test_in_hugging_faces_trainer(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class FitReport:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What was measured of a step."""
+    """What was measured of a step, and of where it ran."""
 
     names: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
@@ -207,6 +207,16 @@ class _Facts:
     """What the model computes outside its layers."""
     step_seconds: float
     live: int
+    limit_bytes: float
+    host_bytes: float
+    link: LinkSpeed
+    window_layers: int
+
+    @property
+    def limits(self) -> ChainLimits:
+        """What there is for the layers."""
+        room = max(0.0, self.limit_bytes - self.static_bytes - self.dynamic_bytes)
+        return ChainLimits(self.live, room, self.host_bytes, self.link, self.window_layers, overlaps=False)
 
     def scaled(self, factor: float) -> _Facts:
         """Return the facts of a batch that is so much larger."""
@@ -441,16 +451,32 @@ class Fitted:
         forwards = _medians(kinds, [self.probe.seconds(name) for name in names])
         dynamic = max(0.0, (peak or 0) - self._static - self._kept_bytes(sizes))
         flat = [float(size) for pair in sizes for size in pair]
-        numbers = self._agreed([*forwards, *flat, dynamic, self._static, seconds])
-        count = len(names)
-        forwards, flat, (dynamic, static, seconds) = numbers[:count], numbers[count:-3], numbers[-3:]
-        layers = tuple(
-            # A backward takes about two forwards; it matters only for how many loads hide behind it.
-            ChainLayer(forward, 2 * forward, int(saved), int(inputs))
-            for forward, saved, inputs in zip(forwards, flat[::2], flat[1::2], strict=True)
+        budget = self._engine.arena.budget_bytes
+        host_bytes = math.inf if budget is None else float(budget)
+        window = self._engine.tuner.lead + (3 if link.is_stream_ordered else 2)
+        speeds = 1 / link.out_bytes_per_second, 1 / link.back_bytes_per_second
+        worst = self._worst(
+            [*forwards, *flat, dynamic, self._static, seconds, -self._limit, -host_bytes, window, *speeds]
         )
-        live = max(1, self._graphs.most)
-        self._facts = _Facts(names, layers, max(1, self._first_bytes), int(static), dynamic, seconds, live)
+        forwards, flat, rest = worst[: len(names)], worst[len(names) : 3 * len(names)], worst[3 * len(names) :]
+        dynamic, static, seconds, limit, host_bytes, num_layers, out, back = rest
+        self._facts = _Facts(
+            names=names,
+            # A backward takes about two forwards; it matters only for how many loads hide behind it.
+            layers=tuple(
+                ChainLayer(forward, 2 * forward, int(saved), int(inputs))
+                for forward, saved, inputs in zip(forwards, flat[::2], flat[1::2], strict=True)
+            ),
+            first_bytes=max(1, self._first_bytes),
+            static_bytes=int(static),
+            dynamic_bytes=dynamic,
+            step_seconds=seconds,
+            live=max(1, self._graphs.most),
+            limit_bytes=-limit,
+            host_bytes=-host_bytes,
+            link=LinkSpeed(1 / out if out else math.inf, 1 / back if back else math.inf),
+            window_layers=int(num_layers),
+        )
         self._choose()
 
     def _kept_bytes(self, sizes: Sequence[tuple[int, int]]) -> float:
@@ -459,7 +485,7 @@ class Fitted:
         # choice: where the peak is in the head, and not in a layer, it holds beside them what the layers keep.
         return 0.0 if self._least is Choice.OFFLOAD else max(1, self._graphs.most) * sum(each[1] for each in sizes)
 
-    def _agreed(self, numbers: list[float]) -> list[float]:
+    def _worst(self, numbers: list[float]) -> list[float]:
         """Return the largest of all ranks that must choose alike."""
         if self._group is None:
             return numbers
@@ -480,7 +506,7 @@ class Fitted:
         self._num_compared += 1
         if peak is None or self._first_bytes != self._facts.first_bytes or self._scale != 1.0:
             return  # of another batch
-        peak = int(self._agreed([peak])[0])
+        peak = int(self._worst([peak])[0])
         limits, chosen = self._chosen
         dynamic = max(0.0, peak - self._facts.static_bytes - chosen.cost.device_bytes)
         by_mistake = self._facts.dynamic_bytes - dynamic
@@ -507,26 +533,16 @@ class Fitted:
         """Choose for the largest batch so far, and let the layers do it."""
         assert self._facts is not None
         self._scale = max(1.0, self._largest_bytes / self._facts.first_bytes)
-        facts, engine = self._facts.scaled(self._scale), self._engine
-        budget = engine.arena.budget_bytes
-        link = engine.link
-        limits = ChainLimits(
-            live=facts.live,
-            device_bytes=max(0.0, self._limit - facts.static_bytes - facts.dynamic_bytes),
-            host_bytes=math.inf if budget is None else budget,
-            link=LinkSpeed(link.out_bytes_per_second, link.back_bytes_per_second),
-            window_layers=engine.tuner.lead + (3 if link.is_stream_ordered else 2),
-            allowed=self._allowed,
-            overlaps=False,
-        )
+        facts = self._facts.scaled(self._scale)
+        limits = replace(facts.limits, allowed=self._allowed)
         chosen = choose(facts.layers, limits)
         if chosen is None:
             least = smallest_bytes(facts.layers, limits)
             other = facts.static_bytes + facts.dynamic_bytes
             warn_user(
                 f"the model does not fit: its layers hold at least {_gib(least)}, the rest takes {_gib(other)}, and "
-                f"the device may hold {_gib(self._limit)}; every layer holds as little as it can (use smaller batches, "
-                "or shard states with more ranks)"
+                f"the device may hold {_gib(facts.limit_bytes)}; every layer holds as little as it can "
+                "(use smaller batches, or shard states with more ranks)"
             )
             chosen = choose(facts.layers, replace(limits, device_bytes=least))
             assert chosen is not None, "the smallest choice fits into what it takes"
