@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_no_bit_changes(name: str, way: str) -> None:
     expected = train(model, **options)
     for share in (0.0, 0.5):
         gib = some_gib(model, share, **options)
-        found = train(model, lambda each, gib=gib: smpkit.fit(each, device_gib=gib, link=link(), lead=1), **options)
+        found = train(model, partial(smpkit.fit, device_gib=gib, link=link(), lead=1), **options)
         assert_same(found, expected)
     without_link = train(model, lambda each: smpkit.fit(each, device_gib=gib), **options)
     assert_same(without_link, expected)
@@ -209,7 +210,7 @@ def test_forwards_without_backward_and_failed_ones_are_no_steps() -> None:
     expected = train(model)
     assert expected.losses
 
-    def disturbed(fitted: nn.Module) -> Fitted:
+    def disturbed(fitted: Any) -> Fitted:
         found = smpkit.fit(fitted, device_gib=gib, link=link(), lead=1)
         original = fitted.head.forward
         calls = 0
@@ -252,12 +253,12 @@ def on_ranks(wrapper: str, share: float) -> list[str]:
     """Compare a wrapped model with the same one that is fitted; return what was chosen."""
     dist.init_process_group("gloo")
 
-    def sharded(model: nn.Module) -> nn.Module:
+    def sharded(model: Any) -> Any:
         for layer in model.layers:
             fully_shard(layer)
         return fully_shard(model)
 
-    wrap = {"DDP": DistributedDataParallel, "together": DistributedDataParallel, "fully_shard": sharded}[wrapper]
+    wrap: Any = {"DDP": DistributedDataParallel, "together": DistributedDataParallel, "fully_shard": sharded}[wrapper]
     group = dist.group.WORLD if wrapper == "together" else None
     torch.manual_seed(0)
     model = Transformer()

@@ -184,8 +184,9 @@ def test_what_is_refused(case: str) -> None:
 
 def test_layers_inside_each_other_are_refused() -> None:
     model = Model()
+    outer, inner = model.get_submodule("layers.0"), model.get_submodule("layers.0.linear")
     with pytest.raises(UsageError, match=r"`layers.0` contains another"):
-        smpkit.fit(model, device_gib=1, layers=[model.layers[0], model.layers[0].linear])
+        smpkit.fit(model, device_gib=1, layers=[outer, inner])
 
 
 def test_choices_for_other_layers_are_refused() -> None:
