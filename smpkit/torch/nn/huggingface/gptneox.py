@@ -32,7 +32,7 @@ def _names(num_heads: int, head: str = "lm_head") -> list[WeightMapping]:
 def _names_of(module: nn.Module) -> list[WeightMapping]:
     assert isinstance(module, HuggingFaceLMHead)
     first: Any = module.transformer.seq_layers[0]
-    return _names(first.attention.num_attention_heads)
+    return _names(first.attention.config.num_attention_heads)
 
 
 def translate_hf_state_dict_to_smdistributed_gptneox(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,8 +14,8 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.nn.huggingface.calls import CallReader, CallRules, check_given_once, refuse_recorded_outputs
 from smpkit.torch.nn.huggingface.generation import generate
 from smpkit.torch.nn.huggingface.names import WeightMapping, translation
+from smpkit.torch.tensor_parallel.layers.config import activation_of, with_options
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead, Inputs
-from smpkit.torch.tensor_parallel.layers.options import IGNORED_OPTIONS, LayerOptions, activation_of
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
 from smpkit.torch.tensor_parallel.layouts import Layout
 from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
@@ -26,23 +24,13 @@ from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 __all__ = ["ENCODER_CALLS", "LM_HEAD_CALLS", "HuggingFaceEncoder", "HuggingFaceLMHead", "register_model"]
 
 
-def _with_options(kind: type) -> inspect.Signature:
-    """Return the signature of a class with its `**options` spelled out: `with_overrides` goes by argument names."""
-    known = inspect.signature(kind).parameters.values()
-    named = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [field.name for field in dataclasses.fields(LayerOptions)] + sorted(IGNORED_OPTIONS)
-    excluded = {each.name for each in named} | {"layer_idx", "window_size"}  # which a stack sets for each layer
-    optional = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
-    return inspect.Signature([*named, *(each for each in optional if each.name not in excluded)])
-
-
 class HuggingFaceLMHead(DistributedTransformerLMHead):
     """A language model that returns what Hugging Face's return: `output["loss"]`, `output["logits"]`.
 
     With labels, logits are gathered when they are first read, which all ranks of the tensor-parallel group do together.
     """
 
-    __signature__ = _with_options(DistributedTransformerLMHead)
+    __signature__ = with_options(DistributedTransformerLMHead)
 
     needs_cross_states = False
 
@@ -123,7 +111,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 class HuggingFaceEncoder(DistributedTransformer):
     """A stack of layers that returns what Hugging Face's encoders return."""
 
-    __signature__ = _with_options(DistributedTransformer)
+    __signature__ = with_options(DistributedTransformer)
 
     def forward(self, inputs: LayerInputs, *, return_dict: bool | None = None) -> Any:
         """Return a `BaseModelOutputWithPastAndCrossAttentions`, or with `return_dict=False` a tuple."""
