@@ -206,7 +206,7 @@ def takes_arguments(in_order: str, by_name: str = "") -> Callable[[_Init], _Init
                 given = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{type(self).__name__}: {error}") from None
-            _check_options(type(self).__name__, options := given.pop("options", {}))
+            _check_options(type(self).__name__, options := given.pop("options", {}), signature.parameters)
             passed = {name: given.pop(name) for name in own.keys() & given.keys()}
             known = {name: value for name, value in options.items() if name not in _IGNORED}
             init(**passed, config=TransformerConfig(**given, **known))
@@ -240,11 +240,11 @@ def _signature_of(
     )
 
 
-def _check_options(owner: str, given: Iterable[str]) -> None:
-    """Raise UsageError if a name is unknown."""
-    for name in given:
+def _check_options(owner: str, options: Iterable[str], named: Iterable[str]) -> None:
+    """Raise UsageError if an option is unknown; `named` are the other arguments."""
+    for name in options:
         if name not in (*_OPTIONS, *_IGNORED):
-            near = difflib.get_close_matches(name, (*_OPTIONS, *_IGNORED), 1)
+            near = difflib.get_close_matches(name, (*named, *_OPTIONS, *_IGNORED), 1)
             hint = f"did you mean `{near[0]}`?" if near else f"the options are {', '.join(sorted(_OPTIONS))}"
             raise UsageError(f"{owner} has no argument `{name}`", hint=hint)
 
