@@ -16,7 +16,7 @@ from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_shard", "load_shard", "unpack"]
+__all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_shard", "load_shard"]
 
 
 class KeepsShardMarks(nn.Module):
@@ -114,26 +114,6 @@ def initialize_shard(parameter: nn.Parameter, initialize: Callable[[torch.Tensor
         whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
         initialize(whole)
         parameter.copy_(take_shard(whole, shard))
-
-
-def unpack(module: nn.Module, inputs: Any, names: str, optional: str = "") -> dict[str, Any]:
-    """Return the values in the one tuple that a module takes, by name.
-
-    Args:
-        optional: names of values at the end that may be left out.
-
-    Raises:
-        UsageError: there are more or fewer, or the first is None.
-    """
-    needed, more = names.split(), optional.split()
-    is_tuple = isinstance(inputs, (tuple, list))
-    if not is_tuple or not len(needed) <= len(inputs) <= len(needed) + len(more) or inputs[0] is None:
-        allowed = f", or with {optional} at its end" if optional else ""
-        raise UsageError(
-            f"{type(module).__name__} takes one tuple ({', '.join(needed)}){allowed}",
-            hint=f"pass None for what is not needed; `{needed[0]}` always is",
-        )
-    return dict(zip([*needed, *more], inputs, strict=False))
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

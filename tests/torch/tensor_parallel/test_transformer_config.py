@@ -68,9 +68,9 @@ def test_what_cannot_be_meant(given: dict[str, Any], text: str) -> None:
         smp.nn.DistributedTransformerLMHead(**given)
 
 
-def test_a_call_that_does_not_fit_names_the_class() -> None:
+def test_a_call_that_does_not_fit() -> None:
     with pytest.raises(TypeError, match="DistributedAttentionLayer: too many positional arguments"):
         smp.nn.DistributedAttentionLayer(*range(1, 20))
     layer: Any = smp.nn.DistributedTransformerLayer(**SIZES)
-    with pytest.raises(UsageError, match=r"DistributedTransformerLayer takes one tuple \(hidden_states, attention_m"):
+    with pytest.raises(UsageError, match=r"a transformer layer takes one tuple \(hidden_states, attention_mask\)"):
         layer(torch.zeros(1, 2, 8))

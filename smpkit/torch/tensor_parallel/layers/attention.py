@@ -32,7 +32,7 @@ from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
-from smpkit.torch.tensor_parallel.module import DistributedModule, unpack
+from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask"]
 
@@ -103,16 +103,13 @@ class DistributedAttentionLayer(DistributedModule):
         """Return hidden states like those that come in.
 
         Args:
-            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states,
-                attention_mask)`. States are (batch, length, hidden_size). Masks are added to the scores, or True where
-                positions may be attended to; they are None or broadcast to (batch, heads, length, length), with all
-                heads or those of this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and keys,
-                they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
+            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
+                States are (batch, length, hidden_size). Masks are added to the scores, or True where positions may be
+                attended to; they are None or broadcast to (batch, heads, length, length), with all heads or those of
+                this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and
+                keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
         """
-        names = "hidden_states cross_states attention_mask" if self.cross_attention else "hidden_states attention_mask"
-        given = unpack(self, inputs, names, "position_ids" if self.config.rotary_dim else "")
-        hidden, mask = given["hidden_states"], given["attention_mask"]
-        states, positions = given.get("cross_states"), given.get("position_ids")
+        hidden, states, mask, positions = self._inputs(inputs)
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         # The bias of `dense` comes after the sum between ranks: every rank has it, and the sum would count it tp_size
         # times.
@@ -121,6 +118,23 @@ class DistributedAttentionLayer(DistributedModule):
             output = output + self.dense.bias
         output = self.config.add(hidden, self.dropout(output))
         return output if self.layernorm is None else self.layernorm(output)
+
+    def _inputs(
+        self, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        rotates = bool(self.config.rotary_dim) and not self.cross_attention
+        if self.cross_attention:
+            expected: tuple[int, ...] = (3,)
+        else:
+            expected = (2, 3) if rotates else (2,)
+        if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
+            names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
+            more = ", or with position_ids for a third" if rotates else ""
+            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}{more}")
+        if self.cross_attention:
+            return inputs[0], inputs[1], inputs[2], None
+        positions = inputs[2] if len(inputs) == 3 else None
+        return inputs[0], None, inputs[1], positions
 
     def partial_output(
         self,

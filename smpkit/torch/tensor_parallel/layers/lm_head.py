@@ -28,7 +28,7 @@ from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
-from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks, unpack
+from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks
 
 __all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
 
@@ -146,11 +146,16 @@ class DistributedTransformerLMHead(DistributedModule):
         return whole if labels is None else (self._loss(logits, labels, num_items), whole)
 
     def _inputs(self, inputs: Inputs) -> list[Any]:
-        cross = "cross_states cross_mask" if self.add_cross_attention else ""
-        names = f"input_ids attention_mask token_type_ids position_ids {cross} labels"
-        given = unpack(self, inputs, names)
-        if cross and self.needs_cross_states and given["cross_states"] is None:
-            raise UsageError("DistributedTransformerLMHead needs `cross_states`")
+        names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
+        if self.add_cross_attention:
+            names[4:4] = ["cross_states", "cross_mask"]
+        needed = {"input_ids", *(["cross_states"] if self.needs_cross_states else [])} & set(names)
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(names):  # type: ignore[redundant-expr]
+            raise UsageError(f"DistributedTransformerLMHead takes one tuple ({', '.join(names)})")
+        given = dict(zip(names, inputs, strict=True))
+        for name in needed:
+            if given[name] is None:
+                raise UsageError(f"DistributedTransformerLMHead needs `{name}`")
         rotates = self.transformer.rotates and not self.add_cross_attention
         if given["position_ids"] is not None and self.position_embedding is None and not rotates:
             raise UsageError(
@@ -158,16 +163,7 @@ class DistributedTransformerLMHead(DistributedModule):
                 " queries and keys",
                 hint="leave them out; num_positions or rotary_dim make a model that reads them",
             )
-        every = (
-            "input_ids",
-            "attention_mask",
-            "token_type_ids",
-            "position_ids",
-            "cross_states",
-            "cross_mask",
-            "labels",
-        )
-        return [given.get(name) for name in every]
+        return [*inputs] if self.add_cross_attention else [*inputs[:4], None, None, inputs[4]]
 
     def _embed(
         self, ids: torch.Tensor, token_types: torch.Tensor | None, positions: torch.Tensor | None

@@ -13,7 +13,6 @@ position ids are those of attention.py. A layer takes and returns one tuple, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -36,7 +35,7 @@ from smpkit.torch.tensor_parallel.layouts import (
     leave_region,
     stack_layout,
 )
-from smpkit.torch.tensor_parallel.module import DistributedModule, unpack
+from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = [
     "DistributedTransformer",
@@ -130,7 +129,7 @@ class DistributedTransformerLayer(DistributedModule):
                 DistributedAttentionLayer.
         """
         cross, rotates = self.cross_attention is not None, bool(self.config.rotary_dim)
-        hidden, states, mask, cross_mask, positions = _unpack(self, inputs, cross=cross, rotates=rotates)
+        hidden, states, mask, cross_mask, positions = unpack_inputs(inputs, cross=cross, rotates=rotates)
         if self.config.parallel_residual:
             return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
         hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
@@ -189,8 +188,8 @@ class DistributedTransformer(DistributedModule):
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""
-        hidden, states, mask, cross_mask, positions = _unpack(
-            self, inputs, cross=self.add_cross_attention, rotates=self.rotates
+        hidden, states, mask, cross_mask, positions = unpack_inputs(
+            inputs, cross=self.add_cross_attention, rotates=self.rotates
         )
         mask, cross_mask = (None if each is None else additive_mask(each, hidden.dtype) for each in (mask, cross_mask))
         mask, cross_mask, positions = (
@@ -211,11 +210,32 @@ class DistributedTransformer(DistributedModule):
         return (from_stack_layout(hidden, self.boundary, self.inner), *inputs[1:])
 
 
-def _unpack(module: nn.Module, inputs: LayerInputs, *, cross: bool, rotates: bool) -> Iterator[Any]:
-    """Return hidden states, cross states, mask, cross mask and positions; None for what the module does not take."""
-    names = "hidden_states cross_states attention_mask cross_mask" if cross else "hidden_states attention_mask"
-    given = unpack(module, inputs, names, "position_ids" if rotates and not cross else "")
-    return map(given.get, ("hidden_states", "cross_states", "attention_mask", "cross_mask", "position_ids"))
+def unpack_inputs(
+    inputs: LayerInputs, *, cross: bool, rotates: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return hidden states, cross states, mask, cross mask and positions of a layer's one argument.
+
+    Raises:
+        UsageError: it is not such a tuple.
+    """
+    if cross:
+        expected: tuple[int, ...] = (4,)
+        names = "(hidden_states, cross_states, attention_mask, cross_mask)"
+    elif rotates:
+        expected = (2, 3)
+        names = "(hidden_states, attention_mask), or with position_ids for a third"
+    else:
+        expected = (2,)
+        names = "(hidden_states, attention_mask)"
+    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
+        raise UsageError(
+            f"a transformer layer takes one tuple {names}",
+            hint="pass None for a mask that is not needed",
+        )
+    if cross:
+        return inputs[0], inputs[1], inputs[2], inputs[3], None
+    positions = inputs[2] if len(inputs) == 3 else None
+    return inputs[0], None, inputs[1], None, positions
 
 
 def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
