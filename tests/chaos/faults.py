@@ -81,7 +81,7 @@ def fill_disk(training: Training) -> None:
 
 
 def pick(folder: Path, chance: random.Random) -> Path:
-    return chance.choice(sorted(folder.glob("*.pt")))
+    return chance.choice(sorted([*folder.glob("*.safetensors"), *folder.glob("*.pt")]))
 
 
 def truncate(folders: Sequence[Path], chance: random.Random) -> None:
@@ -100,10 +100,8 @@ def flip(file: Path, at: int, chance: random.Random) -> None:
 
 
 def flip_in_tensors(folders: Sequence[Path], chance: random.Random) -> None:
-    file = chance.choice(sorted(folders[0].glob("model_*.pt")))
-    data = file.read_bytes()
-    begin = data.index(b"PK", data.index(b"/data/0"))  # of the second tensor: the first is before it
-    flip(file, begin - 1 - chance.randrange(64), chance)
+    file = chance.choice(sorted(folders[0].glob("model_*.safetensors")))
+    flip(file, file.stat().st_size - 1 - chance.randrange(64), chance)
 
 
 def flip_in_index(folders: Sequence[Path], chance: random.Random) -> None:

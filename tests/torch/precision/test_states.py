@@ -88,7 +88,7 @@ def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(tmp_path: Path, be
     run_ranks(save, before, str(tmp_path), before)
     ranks = run_ranks(resume, after, str(tmp_path), after)
     names = {path.name for path in (tmp_path / "three_partial").iterdir()}
-    assert {f"fp16_states_{rank}_0.pt" for rank in range(before)} <= names
+    assert {f"fp16_states_{rank}_0.safetensors" for rank in range(before)} <= names
     found: dict[str, torch.Tensor] = {}
     for ours, our_scale, our_masters in ranks:
         assert ours == losses[3:]
