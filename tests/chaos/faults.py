@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from smpkit.torch.checkpoints import save as saving
 from tests.chaos.job import TIMEOUT, Training, traps
 
 __all__ = ["FAULTS", "Fault"]
@@ -32,6 +34,7 @@ class Fault:
         resumes: whether the same job can go on from its checkpoints.
         everywhere: whether it strikes all ranks.
         misleads: whether the rank hands other batches to its pipeline until that is noticed.
+        in_background: whether the job saves in the background, and the fault waits for the next save.
     """
 
     says: tuple[str, ...]
@@ -42,6 +45,7 @@ class Fault:
     resumes: bool = True
     everywhere: bool = False
     misleads: bool = False
+    in_background: bool = False
     victims: tuple[str, Sequence[int]] | None = None
     """The only configuration in which it is a fault, and the ranks there; None: any rank of any."""
 
@@ -78,6 +82,16 @@ def leave(training: Training) -> None:
 
 def fill_disk(training: Training) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+def die_in_save(training: Training) -> None:
+    write = saving._write_files
+
+    def begin_to_write(save: Any, own: Sequence[Any]) -> Any:
+        write(save, own[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saving._write_files = begin_to_write
 
 
 def pick(folder: Path, chance: random.Random) -> Path:
@@ -156,4 +170,5 @@ FAULTS = {
     "all checkpoints damaged": Fault(
         (r"can be used", r"`{newest}_partial`: .* has 7 bytes instead of"), in_files=damage_all, resumes=False
     ),
+    "kill rank in a background save": Fault(KILLED, die_in_save, in_background=True),
 }

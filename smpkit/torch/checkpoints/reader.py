@@ -105,10 +105,6 @@ class PieceReader(StorageReader):
     def _check_files(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if a file is on another host only."""
 
-    def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        """Return a chunk of a tensor of an open file."""
-        return view_of(_find(content, key), offsets, sizes)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare another read."""
         if checkpoint_id is not None:
@@ -163,7 +159,7 @@ class PieceReader(StorageReader):
         offsets = [
             local_start + offset for local_start, offset in zip(piece.local_start, item.storage_offsets, strict=True)
         ]
-        source = self._tensor(content, piece.key, offsets, item.lengths)
+        source = view_of(_find(content, piece.key), offsets, item.lengths)
         target = planner.resolve_tensor(item).detach()
         target.copy_(source)
         planner.commit_tensor(item, target)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.folder import fsync_write
+from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.integrity import PIECE_BYTES, Member, crcs_of
 
 __all__ = [
@@ -127,7 +127,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
         file.write(header)
         file.seek(0, os.SEEK_END)
 
-    size = fsync_write(path, write)
+    size = files.fsync_write(path, write)
     return size, int(header[_CRC_AT : _CRC_AT + 8], 16)
 
 

@@ -181,16 +181,15 @@ _Written = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Part:
-    """The files of one rank, for the others."""
+    """What one rank writes, for the others."""
 
     host: str
-    names: Sequence[str]
     pieces: Mapping[str, Any]
 
     @classmethod
     def of(cls, own: Sequence[_File]) -> _Part:
         """Describe this rank's files."""
-        return cls(socket.gethostname(), [each.name for each in own], merge_pieces(each.pieces for each in own))
+        return cls(socket.gethostname(), merge_pieces(each.pieces for each in own))
 
 
 @dataclass(frozen=True)
@@ -360,32 +359,16 @@ def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written]
     elsewhere: dict[str, str] = {}
     there = []
     for rank, part in enumerate(parts):
-        new = {name for name in part.names if name not in sizes and name not in elsewhere}
+        new = {name for name in written[rank] if name not in sizes and name not in elsewhere}
         elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
         there.append(only_in_files(part.pieces, new))
     # Chunks in files of this file system first: of the same chunk the first one counts.
     pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
     checksums[PIECES] = zlib.crc32(pieces)
-    files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, contents))
-    if elsewhere:
-        warn_user(
-            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
-            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
-            " all hosts share",
-        )
-
-
-def _index(
-    save: _Save,
-    sizes: Mapping[str, int],
-    elsewhere: Mapping[str, str],
-    checksums: Mapping[str, int],
-    contents: _Contents,
-) -> files.Index:
     # A count, not a time: clocks of restarted hosts can go back.
     orders = [index.order for _, index in files.complete_partials(save.path)]
-    return files.Index(
+    index = files.Index(
         tag=save.tag,
         save_id=save.save_id,
         order=max(orders, default=0) + 1,
@@ -401,6 +384,13 @@ def _index(
         partition=contents.partition,
         checksums=checksums,
     )
+    files.write_index(save.staged, index)
+    if elsewhere:
+        warn_user(
+            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
+            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
+            " all hosts share",
+        )
 
 
 def _publish_full(save: _Save) -> None:
