@@ -227,7 +227,7 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: it is no whole file of this format.
     """
     header = _read_header(path)
-    raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8, device="cpu")
     return {name: _tensor(raw, len(header.raw), each) for name, each in header.tensors.items()}
 
 
