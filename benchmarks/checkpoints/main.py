@@ -160,14 +160,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, once; the README stays as it is")
     parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--turns", type=int, default=10, help="of each contestant (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="of each contestant (default: %(default)s)")
     options = parser.parse_args(arguments)
     if "WORLD_SIZE" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
         os.execv(sys.executable, [*torchrun, "benchmarks.checkpoints.main", *(arguments or sys.argv[1:])])
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    width, num_layers, turns = (64, 2, 1) if options.quick else (512, 4, options.turns)
+    width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.turns)
     found = measure(width, num_layers, turns)
     if os.environ["RANK"] != "0":
         return 0

@@ -55,8 +55,8 @@ def write_format_2(
             if masters is not None:
                 file, full = _name("fp16_states", part, parts), f"optim.state.{name}.master"
                 halves["masters"][index] = _take(pieces, full, masters[name], file, ["masters", index], (part, parts))
-        content = {"model": model, "optimizer": states, **({} if masters is None else {"fp16_states": halves})}
-        for kind, each in content.items():
+        written = {"model": model, "optimizer": states, **({} if masters is None else {"fp16_states": halves})}
+        for kind, each in written.items():
             torch.save({**each, "_smp_is_partial": True}, folder / _name(kind, part, parts))
     if masters is not None:
         pieces["optim.loss_scaler"] = {"pieces": [[_name("fp16_states", 0, parts), ["loss_scaler"]]]}
@@ -64,7 +64,7 @@ def write_format_2(
         torch.save(user_content, folder / "user_content.pt")
     text = json.dumps(pieces).encode()
     (folder / "pieces.json").write_bytes(text)
-    index = {
+    content = {
         "tag": tag,
         "save_id": "0123456789abcdef",
         "order": 1,
@@ -77,8 +77,8 @@ def write_format_2(
         "partition": None,
         "checksums": {"pieces.json": zlib.crc32(text)},
     }
-    own = zlib.crc32(json.dumps(index, sort_keys=True).encode())
-    (folder / "index.json").write_text(json.dumps({**index, "crc32": own}, indent=1))
+    own = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (folder / "index.json").write_text(json.dumps({**content, "crc32": own}, indent=1))
     (path / "newest").write_text(f"{folder.name}\n")
     return folder
 
