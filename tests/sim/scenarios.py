@@ -34,8 +34,8 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.checkpoints import save as saving
-from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.checkpoints.safetensors import map_tensors
+from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
 from smpkit.torch.offload_model import counted_link, kernels
