@@ -202,6 +202,7 @@ class ModuleState:
             _note_modules(root, everything)
         self._saved = [self._save(module) for module in everything.values()]
         self._containers.clear()
+        self._keep = None  # a method of who holds this object: no cycle, which would keep tensors until it is collected
 
     # --- before the forward ------------------------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__
 
 _WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
 
+_CHECKPOINTS: Final = frozenset({"torch.utils.checkpoint", "smpkit.torch.recompute.region"})
+"""The modules of hooks under which nothing that autograd saves stays."""
+
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
 _CPU: Final = torch.default_generator
@@ -228,9 +231,9 @@ def _without_operation_streams() -> Iterator[None]:
 
 
 def will_be_recomputed() -> bool:
-    """Return whether this code runs under torch's checkpoint, in forward or in recomputation."""
+    """Return whether this code runs under our or torch's checkpoint, in forward or in recomputation."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") in _CHECKPOINTS
 
 
 class _ReplayHooks(threading.local):
