@@ -131,7 +131,7 @@ class _Region:
         requires a gradient."""
         self._is_overwritten = False
         """Whether the call has changed an input in place."""
-        self._promises: list[tuple[weakref.ref[_Promise], torch.Size, torch.dtype, torch.device]] = []
+        self._promises: list[tuple[weakref.ref[_Promise], tuple[torch.Size, torch.dtype, torch.device]]] = []
         """What the forward has saved, in order."""
         self._is_done = False
 
@@ -159,7 +159,7 @@ class _Region:
 
     def _pack(self, tensor: Tensor) -> _Promise:
         promise = _Promise()
-        self._promises.append((weakref.ref(promise), tensor.shape, tensor.dtype, tensor.device))
+        self._promises.append((weakref.ref(promise), (tensor.shape, tensor.dtype, tensor.device)))
         return promise
 
     def _unpack(self, promise: _Promise) -> Tensor:
@@ -178,9 +178,8 @@ class _Region:
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
-            reference, *expected = promises[count]
-            found = [tensor.shape, tensor.dtype, tensor.device]
-            if found != expected:
+            reference, expected = promises[count]
+            if (found := (tensor.shape, tensor.dtype, tensor.device)) != expected:
                 raise self._differs(f"tensor {count} that it saves was {_text(*expected)}, and now is {_text(*found)}")
             count += 1
             tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -248,7 +247,7 @@ class _Region:
 
 def _save(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor] | None, int, bool]:
     """Save an input as a node of the graph would: through the hooks around the call, if there are any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return tensor, None, _version(tensor), tensor.requires_grad
     pack, unpack = hooks
