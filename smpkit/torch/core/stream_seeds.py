@@ -59,8 +59,8 @@ class Seeds:
 
     def after(self, seed: int) -> int:
         """Return the seed of the same stream with the next number."""
-        number = mix((seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER, 0)  # as `number`, `closed` and `open` say
-        return ((number & _NUMBER ^ self.rank_salt) | 1 if seed & 1 else number & _NUMBER) | _TAG << _SHIFT
+        number = mix(self.number(seed), 0)
+        return self.closed(number) if seed & 1 else self.open(number)
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:
