@@ -9,11 +9,12 @@ from typing import Final
 
 import torch
 
-from smpkit.torch.core import devices as devices_
+from smpkit.torch.core.devices import Generator, default_generator
 
 __all__ = ["AutocastState", "RandomState"]
 
-_CPU: Final = torch.device("cpu")
+_WITHOUT_OWN: Final = frozenset({"cpu", "meta"})
+"""Types of devices that have no generator, and no autocast, besides the CPU's."""
 _NOTHING: Final = contextlib.nullcontext()
 
 
@@ -21,7 +22,8 @@ class RandomState:
     """The present states of the default random generators: the CPU's and those of `devices`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        generators = {devices_.default_generator(device) for device in (_CPU, *devices)}
+        generators: list[Generator] = [torch.default_generator]
+        generators += [default_generator(device) for device in devices if device.type not in _WITHOUT_OWN]
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     @contextlib.contextmanager
@@ -45,7 +47,7 @@ class AutocastState:
     """
 
     def __init__(self, devices: Iterable[torch.device], *, cache_enabled: bool | None = None) -> None:
-        kinds = {"cpu", *(device.type for device in devices if devices_.is_asynchronous(device))}
+        kinds = {device.type for device in devices} - _WITHOUT_OWN | {"cpu"}
         self._dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
         self._others = kinds - self._dtypes.keys()
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled

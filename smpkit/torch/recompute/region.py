@@ -6,9 +6,9 @@
     backward    the first promise is called in ──► take the inputs, run again up to the last saved tensor
                                                    └──► each promise that is still awaited gets its tensor
 
-The hooks are our own and not torch's checkpoint (`_Region`), which costs twice the Python for every call and
-cannot say which layer failed. Inputs are saved through the hooks around the call, so that offloading sees them, and an
-outer checkpoint can make them again.
+The hooks are our own (`CheckpointRegion`): torch's checkpoint takes more time for every call, and cannot say which
+layer failed. Inputs are saved through the hooks around the call, so that offloading sees them, and an outer checkpoint
+can make them again.
 
 A mask that the caller has put on the module, a counter, or a generator of its own would by the time of backward be
 those of a later microbatch; BatchNorm would count every microbatch twice; spectral normalisation would take two steps
@@ -66,7 +66,7 @@ def run_checkpointed(
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = _Region(function, modules, args, kwargs, preserve_rng_state)
+    region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
     if not any(tensor.requires_grad for tensor in region.tensors) and not any(
         parameter.requires_grad for module in modules for parameter in module.parameters()
     ):
@@ -101,7 +101,7 @@ class _AllSaved(BaseException):
     """Ends a recomputation; no `except Exception` of the user's may catch it."""
 
 
-class _Region:
+class CheckpointRegion:
     """A checkpointed call: what it needs to run again, and what backward awaits of that."""
 
     def __init__(
@@ -178,6 +178,8 @@ class _Region:
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
+            if count == len(promises):  # code of the user's that cleans up after `_AllSaved`
+                raise _AllSaved
             reference, expected = promises[count]
             if (found := (tensor.shape, tensor.dtype, tensor.device)) != expected:
                 raise self._differs(f"tensor {count} that it saves was {_text(*expected)}, and now is {_text(*found)}")
