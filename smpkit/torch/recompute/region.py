@@ -145,12 +145,12 @@ class CheckpointRegion:
         return slot
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], offloading: AbstractContextManager[object]) -> Any:
-        """Run the forward; `offloading` is the context in which inputs are saved."""
+        """Run the forward in the context that offloads its inputs, or records what the call costs."""
         tensors, self.tensors = self.tensors, []  # from here on only the inputs' hooks may hold them
         with offloading:
             self._inputs = [_save(tensor) for tensor in tensors]
-        with saved_tensors_hooks(self._pack, self._unpack), self._operations():
-            output = self._function(*args, **kwargs)
+            with saved_tensors_hooks(self._pack, self._unpack), self._operations():
+                output = self._function(*args, **kwargs)
         self._is_done = True
         versions = [version for _, _, version, _ in self._inputs]
         self._is_overwritten = versions != [_version(tensor) for tensor in tensors]

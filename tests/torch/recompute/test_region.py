@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.torch.core.offload_hooks import install
 
 WIDTH = 6
 
@@ -236,3 +238,28 @@ def test_no_cycle_keeps_a_call() -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+class Watcher:
+    """An offloader that notes whether a call runs in its context: the tracing pass measures calls so."""
+
+    def __init__(self) -> None:
+        self.is_inside = False
+
+    @contextlib.contextmanager
+    def offload_inputs(self, name: str) -> Iterator[None]:
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+
+def test_the_context_of_inputs_is_around_the_whole_call() -> None:
+    watcher, seen = Watcher(), list[bool]()
+    module = Runs(lambda layer, x: (seen.append(watcher.is_inside), layer(x).sin())[1])  # type: ignore[func-returns-value]
+    previous = install(watcher)  # type: ignore[arg-type]
+    try:
+        smp.checkpoint(module, inputs())
+    finally:
+        install(previous)
+    assert seen == [True]
+    assert not watcher.is_inside
