@@ -39,7 +39,10 @@ from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.offload.saved_storage import check_version
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
 
-__all__ = ["name_of", "run_checkpointed"]
+__all__ = ["Offload", "name_of", "run_checkpointed"]
+
+Offload = Callable[[str], AbstractContextManager[object]]
+"""Returns a context in which what autograd saves leaves the device; takes the path of the module, for reports."""
 
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
@@ -52,12 +55,14 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     *,
     preserve_rng_state: bool,
+    offload: Offload = offload_inputs,
 ) -> Any:
     """Call `function`, and recompute in backward what it would otherwise save.
 
     Args:
         function: calls `modules` and nothing else.
         preserve_rng_state: whether recomputation draws the same random numbers.
+        offload: what offloads the inputs, by the path of the (first) module.
 
     Raises:
         UsageError: in backward, if the call cannot be repeated.
@@ -72,8 +77,8 @@ def run_checkpointed(
     ):
         return function(*args, **kwargs)  # a frozen stem has no backward, so there is nothing to recompute
     # Inside another checkpointed call, that call's recomputation makes the inputs again: do not offload them.
-    is_offloaded = current_offloader() is not None and not will_be_recomputed()
-    return region.run(args, kwargs, offload_inputs(name_of(modules[0])) if is_offloaded else _NOTHING)
+    skips = will_be_recomputed() or (offload is offload_inputs and current_offloader() is None)
+    return region.run(args, kwargs, _NOTHING if skips else offload(name_of(modules[0])))
 
 
 class _TensorSlot:
