@@ -251,6 +251,8 @@ class DistributedModel(nn.Module):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
+        if self.pipeline is None and state.tp_size == 1:
+            return args, kwargs  # no other rank takes part in this rank's step
         args, kwargs = self.engine.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
         # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))

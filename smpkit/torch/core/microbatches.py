@@ -69,22 +69,21 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
             self._made.append(MicrobatchCall(args, {name: pieces(index) for name, pieces in self._named.items()}))
 
 
-@dataclass(frozen=True)
-class _SplitSpec:
-    """How one argument is cut: into `count` parts along `axis`; `name` is for messages."""
+class _SplitSpec(NamedTuple):
+    """How one argument is cut: into equal `parts` along `axis`; `name` is for messages."""
 
     name: str
-    count: int
+    parts: int
     axis: int
     device: torch.device
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The sources of the arguments for one form of call: by parameter, a position or a keyword."""
+    """The sources of the arguments for one form of call: parameters, and the position or the keyword of each."""
 
-    positional: dict[str, int | str]
-    keywords: dict[str, int | str]
+    positional: Sequence[tuple[str, int | str]]
+    keywords: Sequence[tuple[str, int | str]]
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,10 @@ class Splitter:
         layout = self._layouts.get(form)
         if layout is None:
             layout = self._layouts[form] = _layout_of(self._signature, *form)
-
-        def cut(sources: Mapping[str, int | str]) -> dict[str, _GetPiece]:
-            values = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in sources.items()}
-            return {name: self._split_argument(name, value, count, device) for name, value in values.items()}
-
-        return MicrobatchCalls(count, list(cut(layout.positional).values()), cut(layout.keywords))
+        given: Any = {**kwargs, **dict(enumerate(args))}
+        positional = [self._split_argument(name, given[at], count, device) for name, at in layout.positional]
+        named = {name: self._split_argument(name, given[at], count, device) for name, at in layout.keywords}
+        return MicrobatchCalls(count, positional, named)
 
     def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _GetPiece:
         plain = name.split("[", maxsplit=1)[0]
@@ -164,7 +161,7 @@ def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tupl
         TypeError: the function does not take such arguments.
     """
     bound = signature.bind(*range(num_positional), **{name: name for name in keywords})
-    return _Layout(dict(zip(_positional_names(bound), bound.args, strict=True)), bound.kwargs)
+    return _Layout([*zip(_positional_names(bound), bound.args, strict=True)], [*bound.kwargs.items()])
 
 
 def _positional_names(bound: inspect.BoundArguments) -> list[str]:
@@ -184,8 +181,10 @@ def _positional_names(bound: inspect.BoundArguments) -> list[str]:
 def _split(value: Any, cut: _SplitSpec) -> _GetPiece:
     if isinstance(value, torch.Tensor):
         return _split_tensor(value, cut)
+    if isinstance(value, torch.nn.Module):  # most steps are given the model, whose `__getattr__` is slow
+        return lambda _: value
     if callable(getattr(value, "smp_slice", None)):
-        return [value.smp_slice(cut.count, index, cut.axis) for index in range(cut.count)].__getitem__
+        return [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)].__getitem__
     parts = children(value)
     if parts is None:
         return lambda _: value
@@ -194,7 +193,7 @@ def _split(value: Any, cut: _SplitSpec) -> _GetPiece:
 
 
 def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
-    whole = devices.to_device(value, cut.device)
+    whole = value if value.device == cut.device else devices.to_device(value, cut.device)
     if value.dim() == 0:
         return lambda _: whole  # a scalar has no batch axis: every microbatch gets it
     if not -value.dim() <= cut.axis < value.dim():
@@ -202,14 +201,16 @@ def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
             f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
             hint="name its batch axis in input_split_axes, or the argument in non_split_inputs",
         )
+    if cut.parts == 1:
+        return lambda _: whole
     size = value.shape[cut.axis]
-    if size % cut.count:
+    if size % cut.parts:
         raise UsageError(
-            f"batch size {size} (argument `{cut.name}`, axis {cut.axis}) is not divisible by {cut.count} microbatches",
+            f"batch size {size} (argument `{cut.name}`, axis {cut.axis}) is not divisible by {cut.parts} microbatches",
             hint="use DataLoader(drop_last=True) and a batch size that is a multiple of `microbatches`,"
             " or name the argument in non_split_inputs",
         )
-    part = size // cut.count
+    part = size // cut.parts
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
     return lambda index: whole.narrow(cut.axis, index * part, part)
 

@@ -191,7 +191,7 @@ class ModuleState:
         self._keep = keep
         self._overwrites_weights = overwrite_weights
         self._wants_generators = generators
-        self._has_data = type(torch.empty(0, device="cpu")) is Tensor
+        self._has_data = not torch._C._len_torch_dispatch_stack() or type(torch.empty(0, device="cpu")) is Tensor
         """Whether there is no FakeTensorMode around the call: what it makes could neither be compared nor kept."""
         self._generators: dict[torch.Generator, Tensor] = {}
         self._cells: dict[int, _Cell] = {}
@@ -202,6 +202,7 @@ class ModuleState:
             _note_modules(root, everything)
         self._saved = [self._save(module) for module in everything.values()]
         self._containers.clear()
+        self._keep = None  # a method of who holds this object: no cycle, which would keep tensors until it is collected
 
     # --- before the forward ------------------------------------------------------------------------------------------
 

@@ -315,13 +315,14 @@ def stop() -> None:
         recorder.close()
 
 
-@contextmanager
-def recorded_step(name: str) -> Iterator[None]:
+def recorded_step(name: str) -> AbstractContextManager[None]:
     """Record one call of a step function, if this process records."""
     recorder = current_recorder()
-    if recorder is None:
-        yield
-        return
+    return nullcontext() if recorder is None else _recorded_step(recorder, name)
+
+
+@contextmanager
+def _recorded_step(recorder: Recorder, name: str) -> Iterator[None]:
     recorder.begin_step(name)
     try:
         yield

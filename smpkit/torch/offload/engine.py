@@ -320,8 +320,9 @@ class ActivationEngine:
                     is_complete = False
                     break
             num_bytes += saved.num_bytes
-            saved.enter(host)
             released.append(saved)
+        for saved in released:  # only now: had a wait above failed, all of them would still be on the device
+            saved.enter(host)
         self._drop(released)
         self.stats.release(num_bytes)
         return is_complete
@@ -349,13 +350,13 @@ class ActivationEngine:
                 self._await(group, h2d_event)
             self._last_wait = (h2d_event, stream)
         if saved.state == StorageState.LOADING:  # not if it was handed out before
-            saved.enter(StorageState.LIVE)
+            saved.enter(StorageState.BACK)
         return data if saved.stream == stream else self._copy_to_stream(saved, data, stream)
 
     def release(self, group: Group, saved: SavedStorage) -> None:
         """Drop the device copy after backward has asked for it as often as it was saved."""
         saved.num_pending = saved.num_handles  # `retain_graph`: backward may come again
-        if saved.block is None:
+        if saved.state == StorageState.LIVE:
             return  # it never left, and has no other copy
         self._consumed_bytes += saved.num_bytes
         if saved.state == StorageState.COPYING:

@@ -2,10 +2,13 @@
 
 ::
 
-    LIVE ──send──► COPYING ──copied──► HOST ──load──► LOADING ──waited──► LIVE ──► DEAD
-                      └── needed before it was released: handed out as it is
+    LIVE ──send──► COPYING ──copied──► HOST ──load──► LOADING ──waited──► BACK
+                      │                  ▲                │                 │
+                      └─── handed out ───┤◄── evicted ────┘                 │
+                                         └◄──────────── handed out ─────────┘
 
-Under `retain_graph` a storage that was loaded goes to HOST again: its bytes there are still valid.
+From each of them to DEAD, when no graph needs it. LIVE never leads to HOST, where its bytes are not: a storage whose
+copy could not begin stays LIVE. BACK does, under `retain_graph`: the bytes on the host are still valid.
 """
 
 from __future__ import annotations
@@ -31,22 +34,27 @@ class StorageState:
     # are tested with one operation.
 
     LIVE: Final = 1
-    """On the device."""
+    """On the device only."""
     COPYING: Final = 2
     """On the device; a copy to the host is under way."""
     HOST: Final = 4
     """On the host only."""
     LOADING: Final = 8
     """On the host; a copy to the device is under way."""
-    DEAD: Final = 16
+    BACK: Final = 16
+    """On the device, and on the host still."""
+    DEAD: Final = 32
 
 
 _EARLIER: Final = {
-    StorageState.LIVE: StorageState.LOADING,
+    StorageState.LIVE: 0,
     StorageState.COPYING: StorageState.LIVE,
-    StorageState.HOST: StorageState.LIVE | StorageState.COPYING | StorageState.LOADING,
+    StorageState.HOST: StorageState.COPYING | StorageState.LOADING | StorageState.BACK,
     StorageState.LOADING: StorageState.HOST,
-    StorageState.DEAD: StorageState.LIVE | StorageState.COPYING | StorageState.HOST | StorageState.LOADING,
+    StorageState.BACK: StorageState.LOADING,
+    StorageState.DEAD: (
+        StorageState.LIVE | StorageState.COPYING | StorageState.HOST | StorageState.LOADING | StorageState.BACK
+    ),
 }
 """From which states a storage may come."""
 _NAMES: Final = {value: name for name, value in vars(StorageState).items() if name.isupper()}

@@ -26,9 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_state import ModuleState
+from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
-from smpkit.torch.offload_model.rng_and_autocast import AutocastState, RandomState, random_state, restored_random_state
 from smpkit.torch.offload_model.values import JoinSpec, Structure, flatten, join, join_gradients, split
 
 __all__ = ["Run", "discarding", "without_weights"]
@@ -75,7 +75,9 @@ class Run:
         self._structure = structure
         self._training = training
         self._recompute = training and engine.checkpoint
-        self._autocast = AutocastState.current(engine.device)
+        # Without autocast's cache: it would keep a cast of every weight on the device until the end of the step, and
+        # return it for the same device parameter after another slice's weights have been loaded.
+        self._autocast = AutocastState([engine.device], cache_enabled=False)
         self._pieces: list[list[_Piece]] = []
         self._keeps_graph = training and not engine.checkpoint
         self._count = 1
@@ -216,7 +218,7 @@ class Run:
                     if offloaded.shared is not None and offloaded.user_input is not None:
                         tensors[number] = tensors[number].clone()
             versions = _versions(tensors)
-            with self._autocast.restore():
+            with self._autocast.restored():
                 value = engine.call(index, boundary.structure.fill(tensors))
             # An input that the slice has changed in place must be offloaded anew: the host has the old values.
             changed = versions is None or versions != _versions(tensors)
@@ -229,7 +231,7 @@ class Run:
             piece.graph = (tensors, flatten(value)[0])
         else:
             running = engine.slices[index]
-            piece.modes, piece.random = running.modes, random_state(engine.device)
+            piece.modes, piece.random = running.modes, RandomState([engine.device])
             piece.state = ModuleState([running.shard], overwrite_weights=True)
             with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
@@ -239,7 +241,7 @@ class Run:
     def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
         """Run a slice with a graph; return its inputs, its result, and whether it changed its inputs in place."""
         piece = self._engine.slices[index]
-        with torch.enable_grad(), self._autocast.restore():
+        with torch.enable_grad(), self._autocast.restored():
             modes = piece.modes
             expected = piece.overwrites_input.get(modes)
             # Clones until it is known that the slice leaves its inputs alone: backward needs them unchanged.
@@ -340,7 +342,7 @@ class Run:
         tensors = [engine.offloader.take(offloaded) for offloaded in boundary.tensors]
         for tensor, offloaded in zip(tensors, boundary.tensors, strict=True):
             tensor.requires_grad_(offloaded.requires_grad)
-        with torch.enable_grad(), self._autocast.restore(), restored_random_state(piece.random, engine.device):
+        with torch.enable_grad(), self._autocast.restored(), piece.random.restored():
             overwrites = engine.slices[index].overwrites_input.get(piece.modes, True)
             passed_in = [tensor.clone() for tensor in tensors] if overwrites else tensors
             value = engine.call(index, boundary.structure.fill(passed_in))

@@ -14,7 +14,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import recorded_backward, recorded_microbatch
-from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.random_streams import RandomStreams, without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.tensor_parallel.agreement import common_seed
@@ -68,14 +68,14 @@ class OneStage:
 
     def _run_all(self, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress) -> list[Any]:
         outputs = []
-        for index, call in enumerate(calls):
+        for index in range(step.num_microbatches):
             step.microbatch = index
             if self.random is not None:
                 self.random.begin_microbatch(index)
             for begin in self._participants.begin_microbatch:
                 begin(index)
             with recorded_microbatch(index):
-                output = body(call)
+                output = body(calls[index])
                 # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
                 outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
             step.end_microbatch()
@@ -94,7 +94,7 @@ class OneStage:
             step.backwards += 1
         self._in_backward = True
         try:
-            with recorded_backward():
+            with recorded_backward(), without_operation_streams():  # backward is none, as over a pipeline
                 torch.autograd.backward(roots, scaled)
         except BaseException as error:
             if step is None:  # else the step is abandoned as a whole

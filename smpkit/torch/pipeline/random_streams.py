@@ -31,7 +31,13 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
-__all__ = ["DRAWING", "RandomStreams", "replayed_operation_streams", "will_be_recomputed"]
+__all__ = [
+    "DRAWING",
+    "RandomStreams",
+    "replayed_operation_streams",
+    "will_be_recomputed",
+    "without_operation_streams",
+]
 
 DRAWING: Final = frozenset(
     {
@@ -55,6 +61,9 @@ _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 _WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
+
+_CHECKPOINTS: Final = frozenset({"torch.utils.checkpoint", "smpkit.torch.recompute.region"})
+"""The modules of hooks under which nothing that autograd saves stays."""
 
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
@@ -149,17 +158,17 @@ class RandomStreams:
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
         if not self.active:
-            with contextlib.nullcontext() if self._replacement is None or not closed else _without_operation_streams():
+            with contextlib.nullcontext() if self._replacement is None or not closed else without_operation_streams():
                 return function(*args, **kwargs)
         key = self._names.get(name)
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        with _WithoutModes():  # what follows is not an operation of the step
-            caller = _CPU.initial_seed()
-            seed = self._seed_of(mix(self._seeds.number(caller), key), closed=closed)
-            _CPU.manual_seed(seed)
-            if device is not None:
+        caller = _CPU.initial_seed()
+        seed = self._seed_of(mix(self._seeds.number(caller), key), closed=closed)
+        _CPU.manual_seed(seed)
+        if device is not None:
+            with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
                 kept_device = device.get_state()
                 device.manual_seed(seed)
         # Remove the mode inside a unit, so that operations there run without Python.
@@ -216,9 +225,9 @@ class _OperationStreams(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _without_operation_streams() -> Iterator[None]:
+def without_operation_streams() -> Iterator[None]:
     """Remove the mode meanwhile, so that operations run without Python."""
-    aside = type(_get_current_function_mode()) is _OperationStreams  # type: ignore[no-untyped-call]
+    aside = (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams
     mode = _pop_mode() if aside else None
     try:
         yield
@@ -228,9 +237,9 @@ def _without_operation_streams() -> Iterator[None]:
 
 
 def will_be_recomputed() -> bool:
-    """Return whether this code runs under torch's checkpoint, in forward or in recomputation."""
+    """Return whether this code runs under our or torch's checkpoint, in forward or in recomputation."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") in _CHECKPOINTS
 
 
 class _ReplayHooks(threading.local):

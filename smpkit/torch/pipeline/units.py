@@ -238,11 +238,7 @@ def _dispatch_everywhere(
     Args:
         closed: whether operations in it draw from its own stream, as in a unit.
     """
-
-    def run_everywhere(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return random.run(name, closed, original, args, kwargs)
-
-    _set_dispatch(module, name, run_everywhere, pp_ranks)
+    _set_dispatch(module, name, functools.partial(random.run, name, closed), pp_ranks)
 
 
 def _set_dispatch(module: nn.Module, name: str, dispatch: Dispatch, pp_ranks: Collection[int]) -> None:

@@ -225,7 +225,7 @@ class ModuleCheckpoint:
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        if not all(type(each) in _ORDINARY for each in (*args, *kwargs.values())):
+        if not _ORDINARY.issuperset(map(type, (*args, *kwargs.values()))):
             if pp_rank_of((args, kwargs)) is not None:
                 _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
                 return original(*args, **kwargs)
@@ -236,9 +236,13 @@ class ModuleCheckpoint:
             # again.
             args = tuple([None if _is_cache(each) else each for each in args])
             kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
-        name, preserve = name_of(self._module), self._preserve_rng_state
         return run_checkpointed(
-            original, [self._module], name, args, kwargs, preserve_rng_state=preserve, offload=self._offload
+            original,
+            [self._module],
+            args,
+            kwargs,
+            preserve_rng_state=self._preserve_rng_state,
+            offload=self._offload,
         )
 
 
@@ -338,8 +342,7 @@ class SequentialCheckpoint:
             return value
 
         def checkpointed(value: Any) -> Any:
-            name, preserve = name_of(layers[0]), self._preserve_rng_state
-            return run_checkpointed(run_layers, layers, name, (value,), {}, preserve_rng_state=preserve)
+            return run_checkpointed(run_layers, layers, (value,), {}, preserve_rng_state=self._preserve_rng_state)
 
         return checkpointed
 

@@ -27,7 +27,7 @@ from smpkit.torch.core import offload_hooks as active
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.pipeline.random_streams import will_be_recomputed
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.recompute.region import CheckpointRegion, name_of
+from smpkit.torch.recompute.region import name_of
 
 __all__ = ["patch_torch_checkpoint"]
 
@@ -133,12 +133,7 @@ def patch_torch_checkpoint() -> None:
 
 def _offloading_inputs_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
     """Return a context that offloads the positional tensors of a checkpointed call, if they are saved."""
-    if (
-        active.current_offloader() is None
-        or type(function) is CheckpointRegion
-        or not torch.is_grad_enabled()
-        or will_be_recomputed()
-    ):
+    if active.current_offloader() is None or not torch.is_grad_enabled() or will_be_recomputed():
         return contextlib.nullcontext()
     return active.offload_inputs(_name_of(function))
 

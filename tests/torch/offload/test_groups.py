@@ -15,6 +15,7 @@ from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import ThreadWait
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.prefetch import BackwardOrder
 from smpkit.torch.offload.saved_storage import SavedStorage, StorageState
@@ -169,7 +170,36 @@ def test_a_storage_goes_from_state_to_state_in_order_and_no_assignment_skips_tha
         saved.state = StorageState.HOST  # type: ignore[misc]
     with pytest.raises(AssertionError, match="cannot go from LIVE to LOADING"):
         saved.enter(StorageState.LOADING)
-    for state in (StorageState.COPYING, StorageState.HOST, StorageState.LOADING, StorageState.LIVE, StorageState.DEAD):
+    with pytest.raises(AssertionError, match="cannot go from LIVE to HOST"):  # the host has no copy
+        saved.enter(StorageState.HOST)
+    for state in (StorageState.COPYING, StorageState.HOST, StorageState.LOADING, StorageState.BACK, StorageState.DEAD):
         saved.enter(state)
     with pytest.raises(AssertionError, match="cannot go from DEAD to LIVE"):
         saved.enter(StorageState.LIVE)
+
+
+class BreakingLink(CountingLink):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        if self.fails:
+            raise ZeroDivisionError
+        return super().send(copies, after, what)
+
+
+def test_a_storage_whose_copy_could_not_begin_stays_on_the_device() -> None:
+    link = BreakingLink()
+    engine, x = ActivationEngine(link, Arena(), lead=1), [torch.randn(BATCH, WIDTH) for _ in range(2)]
+    context = engine.offload_saved_tensors("layer")
+    handles = [context._pack(each) for each in x]
+    link.fails = True
+    with pytest.raises(ZeroDivisionError):
+        context.next_layer("next")
+    for _ in range(2):  # also in a second backward through the same graph
+        assert all(torch.equal(context._unpack(handle), each) for handle, each in zip(handles, x, strict=True))
+    assert link.fetched == []
+    del handles, context
+    gc.collect()
+    assert_idle(engine)
