@@ -124,6 +124,16 @@ class RandomStreams:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
         return self._operation_streams if self.active or self._replacement is not None else _NOTHING
 
+    def call_between_units(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function in the context of `between_units`."""
+        if not self.active and self._replacement is None:
+            return function(argument)
+        _push_mode(self._operation_streams)
+        try:
+            return function(argument)
+        finally:
+            _pop_mode()
+
     def replace_arguments(self, replacement: ArgumentReplacement) -> None:
         """Call `replacement` for the arguments of each operation between units."""
         self._replacement = replacement
@@ -132,7 +142,10 @@ class RandomStreams:
         """Start the stream of a microbatch."""
         self.has_drawn = self.reads_after_draw = False
         if self.active:
-            self._seed(self._seed_of(mix(self._mixed_step, index), closed=False))
+            seed = self._seeds.open(mix(self._mixed_step, index))
+            _CPU.manual_seed(seed)
+            if self._device is not None:
+                self._device.manual_seed(seed)
 
     def skip(self) -> None:
         """Take the number of a call that another rank runs."""
@@ -155,11 +168,10 @@ class RandomStreams:
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        with _WithoutModes():  # what follows is not an operation of the step
-            caller = _CPU.initial_seed()
-            seed = self._seed_of(mix(self._seeds.number(caller), key), closed=closed)
-            _CPU.manual_seed(seed)
-            if device is not None:
+        seed, after = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
+        _CPU.manual_seed(seed)
+        if device is not None:
+            with _WithoutModes():  # what follows is not an operation of the step
                 kept_device = device.get_state()
                 device.manual_seed(seed)
         # Remove the mode inside a unit, so that operations there run without Python.
@@ -172,17 +184,9 @@ class RandomStreams:
                 _push_mode(mode)
             # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
             # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
-            _CPU.manual_seed(self._seeds.after(caller))
+            _CPU.manual_seed(after)
             if device is not None:
                 device.set_state(kept_device)
-
-    def _seed_of(self, number: int, *, closed: bool) -> int:
-        return self._seeds.closed(number) if closed else self._seeds.open(number)
-
-    def _seed(self, seed: int) -> None:
-        _CPU.manual_seed(seed)
-        if self._device is not None:
-            self._device.manual_seed(seed)
 
 
 class _OperationStreams(TorchFunctionMode):
