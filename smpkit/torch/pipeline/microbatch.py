@@ -35,7 +35,7 @@ from smpkit.torch.core.tensor_spec import (
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
-from smpkit.torch.pipeline.message_order import DIVERGED, MAX_TRANSFERS, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import (
     TrackedArguments,
@@ -530,16 +530,16 @@ class Microbatch:
             ):
                 return known
             self._diverge()
-        if number >= MAX_TRANSFERS:
+        if record is not None:
+            # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
+            number += len(record.transfers)
+        if number >= TRANSFERS_PER_MICROBATCH - 1:
             raise UnsupportedError(
-                f"one microbatch sends more than {MAX_TRANSFERS:,} values between pipeline ranks, the last for "
+                f"one microbatch sends more than {len(self.transfers):,} values between pipeline ranks, the last for "
                 f"`{self.call_trace[-1] if self.call_trace else 'the step function'}`",
                 hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
                 "which is placed as a whole",
             )
-        if self.diverged:
-            # Other numbers, hence other tags: receives that were posted for the record's transfers must not match.
-            number += DIVERGED
         consumer = self.call_trace[-1] if self.call_trace else ""
         return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, consumer)
 

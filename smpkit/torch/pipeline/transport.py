@@ -69,7 +69,7 @@ _GRACE_SECONDS: Final = 5.0
 _UNWRITTEN: Final = -(1 << 62)
 """In the buffer of a header that has not arrived."""
 _END: Final = "the end of a step that was given up"
-_NUM_SLOTS: Final = 1 << 17
+_NUM_SLOTS: Final = (1 << 29) // TRANSFERS_PER_MICROBATCH
 """Microbatches that have tags of their own; those of abandoned steps count too, see `Transport.abandon`."""
 _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""

@@ -158,7 +158,8 @@ def _dispatch_to_owner(
                     original = microbatch.unit_wrapper(original)
                 # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
                 collectors = None if get_collectors is None else get_collectors()
-                run, mode = original, module.training
+                run: OriginalCall = original
+                mode: object = module.training
                 if collectors:
                     run, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
                 output = microbatch.run_on_owner(
@@ -267,10 +268,10 @@ def _explain(error: Exception, name: str) -> None:
 def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
     """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
     if not kwargs:  # a fast path for stage tensors of one owner among plain numbers, as most operations have
-        only = None
+        only: int | None = None
         for argument in args:
             kind = type(argument)
-            if kind is StageTensor and (only is None or only == argument.owner):
+            if kind is StageTensor and only in (None, argument.owner):
                 only = argument.owner
             elif kind not in NON_TENSOR_TYPES:
                 break
