@@ -247,7 +247,7 @@ class DistributedModel(nn.Module):
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
-        self.updates.note_backward()
+        self.updates.num_backwards += 1
         self.engine.backward(roots, grads, state.loss_scale * (1.0 if run is None else self._microbatch_scale(run)))
 
     # --- the life of a step ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.message_order import P2PTransfer
@@ -28,6 +28,7 @@ from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]
 
+_run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
 _PYTHON: Final[Any] = torch._C._FunctionBase
 """Nodes of Functions written in Python: holding such a node does not keep its graph alive."""
@@ -157,7 +158,7 @@ class BackwardWork:
             self._run_split(segment, state, roots, gradients)
         elif roots and matches:
             # The engine without torch.autograd.backward: its checks of every root take longer than a small graph.
-            _engine_run_backward(
+            _run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         elif roots:

@@ -291,7 +291,7 @@ class _StepRunner:
         self._is_output_broadcast_due = False
         """Whether all forwards have run, and the broadcast of the outputs has not begun."""
 
-    def run_forward(self, index: int) -> None:
+    def run_forward(self, index: int, _segment: int = 0) -> None:
         """Run a microbatch's forward from end to end."""
         output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
         self._keep_output(index, output)
@@ -324,7 +324,8 @@ class _StepRunner:
         # Post receives before their values are needed: gloo sends data only once the receive is posted.
         for first in upcoming[:_LOOKAHEAD]:
             self._post(*first)
-        microbatches, split, has_revisits = self.microbatches, plan.split, plan.has_revisits
+        microbatches, split = self.microbatches, plan.split
+        forward = self._resume_forward if plan.has_revisits else self.run_forward
         postponed = False
         for position, (action, transfers) in enumerate(upcoming, _LOOKAHEAD):
             if self._num_posted <= position < len(upcoming) and upcoming[position][1]:
@@ -343,16 +344,16 @@ class _StepRunner:
                 continue
             if kind is not Kind.FORWARD:
                 self._backward(kind, microbatch, segment, segment in split)
-            elif microbatch.index not in self.outputs:
-                self._forward(microbatch, segment, has_revisits)
-        self._run_rest(has_revisits)
+            elif action.microbatch not in self.outputs:
+                forward(action.microbatch, segment)
+        self._run_rest(forward)
         self.stage.transport.action_indices = {}
 
-    def _run_rest(self, has_revisits: bool) -> None:
+    def _run_rest(self, forward: Callable[[int, int], None]) -> None:
         """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                self._forward(microbatch, microbatch.num_own_segments, has_revisits)
+                forward(microbatch.index, microbatch.num_own_segments)
         if self.output_broadcast is None:
             self._begin_output_broadcast()
         for microbatch in self.microbatches:
@@ -382,11 +383,9 @@ class _StepRunner:
         for transfer in transfers:
             self.stage.transport.post(microbatch.index, transfer, backward=backward)
 
-    def _forward(self, microbatch: Microbatch, segment: int, has_revisits: bool) -> None:
-        index = microbatch.index
-        if not has_revisits:
-            self.run_forward(index)
-            return
+    def _resume_forward(self, index: int, segment: int) -> None:
+        """Run a segment of a microbatch's forward, which has a thread of its own."""
+        microbatch = self.microbatches[index]
         coroutine = self.coroutines.get(index)
         if coroutine is None:
             coroutine = MicrobatchCoroutine(lambda: self.body(index), self.stage.random, self.stage.device)

@@ -168,7 +168,8 @@ class RandomStreams:
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        seed, after = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
+        caller = _CPU.initial_seed()
+        seed = self._seeds.branch(caller, key, closed=closed)
         _CPU.manual_seed(seed)
         if device is not None:
             with _WithoutModes():  # what follows is not an operation of the step
@@ -184,7 +185,7 @@ class RandomStreams:
                 _push_mode(mode)
             # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
             # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
-            _CPU.manual_seed(after)
+            _CPU.manual_seed(self._seeds.after(caller))
             if device is not None:
                 device.set_state(kept_device)
 

@@ -319,7 +319,9 @@ class Transport:
             posted = self._posted.pop(tag, None)
             work, buffer = self._start_receive(tag, transfer, backward) if posted is None else posted
             # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
-            result = _usable(buffer, spec, use) if self._on_cpu else None
+            result: torch.Tensor | None = None
+            if self._on_cpu:
+                result = buffer if use is None and spec.order is None else _usable(buffer, spec, use)
             if self.awaits_data:
                 start_ns = time.perf_counter_ns()
                 self._wait(work, source, what)
