@@ -251,21 +251,16 @@ class Microbatch:
             if owner != self._rank:
                 if stream is not None:
                     stage.random.skip()  # the number that the owner takes, so that streams stay equal on all ranks
-                if type(call.output_spec) is TensorSpec and call.mutation_info is None:  # most calls
+                if call.output_spec is MISSING:
+                    received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
+                    stage.output_specs.remember(call, *received)
+                if call.mutation_info is None and type(call.output_spec) is TensorSpec:  # most calls
                     return make_stage_tensor(call.output_spec, stage.device, owner)
-                return self._skip_call(call, owner, name, caller_args, (args, kwargs))
-        return self._run_call(call, name, function, caller_args, args, kwargs, stream, is_unit, changes_first)
-
-    def _skip_call(self, call: CachedCall, owner: int, name: str, caller_args: Arguments, owner_args: Arguments) -> Any:
-        """Return placeholders for the result of a call that rank `owner` runs."""
-        stage = self.stage
-        if call.output_spec is MISSING:
-            received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
-            stage.output_specs.remember(call, *received)
-        result = make_placeholders(call.output_spec, stage.device, owner)
-        if call.mutation_info is not None:
-            apply_mutations(call.mutation_info, self, owner, name, caller_args, owner_args, result)
-        return result
+                result = make_placeholders(call.output_spec, stage.device, owner)
+                if call.mutation_info is not None:
+                    apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
+                return result
+        return self._run_call(call, name, function, caller_args, (args, kwargs), stream, is_unit, changes_first)
 
     def _run_call(
         self,
@@ -273,14 +268,13 @@ class Microbatch:
         name: str,
         function: Callable[..., Any],
         caller_args: Arguments,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        owner_args: Arguments,
         stream: bool | None,
         is_unit: bool,
         changes_first: bool,
     ) -> Any:
         """Run a call that this rank owns; see `run_on_owner`."""
-        stage, owner, owner_args = self.stage, self._rank, (args, kwargs)
+        stage, owner = self.stage, self._rank
         with _NoTorchFunction():
             if self.state_tracker is not None:
                 self.state_tracker.on_call(call.key[0])
@@ -289,7 +283,7 @@ class Microbatch:
             # Only after all transfers: a receive may have begun a segment, in which older values are detached.
             if call.output_spec is MISSING or (call.mutation_info is not None and call.mutation_info.mutated):
                 self._make_mutable(owner_args)
-            args, kwargs, tensors = self._as_local_data(call, args, kwargs)
+            args, kwargs, tensors = self._as_local_data(call, *owner_args)
             arguments = TrackedArguments(tensors, changes_first=changes_first)
             if call.output_spec is MISSING and torch.is_inference_mode_enabled():
                 function = tracking_writes(function, arguments)  # inference tensors have no version counters

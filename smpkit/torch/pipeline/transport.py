@@ -61,6 +61,8 @@ long as it kept its caller from other work, a receive from when its data was nee
 `time.perf_counter_ns()`.
 """
 
+Use = Callable[[torch.Tensor], torch.Tensor]
+
 ActionKey = tuple[int, bool, int, int]
 """An action that sends or receives: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
@@ -75,9 +77,7 @@ _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""
 
 
-def _usable(
-    received: torch.Tensor, spec: TensorSpec, use: Callable[[torch.Tensor], torch.Tensor] | None
-) -> torch.Tensor:
+def _usable(received: torch.Tensor, spec: TensorSpec, use: Use | None) -> torch.Tensor:
     """Return a received tensor with the memory layout that it had on the sender, after `use`."""
     if spec.order is not None:
         # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
@@ -139,7 +139,7 @@ class Transport:
         self.failure: UsageError | None = None
         """Why the wait cannot end, once the watch for divergence has found out."""
         self.waited_ns = 0
-        """How long compute has waited for values and gradients, while `awaits_data` holds."""
+        """How long compute has waited for values and gradients."""
         self.recorder: MessageRecorder | None = None
         """Called for every value and gradient that is sent or received; None costs nothing."""
         self.awaits_data = False
@@ -232,19 +232,13 @@ class Transport:
         tag = self._tag(microbatch, transfer, backward)
         if tag in self._posted:
             return
-        if self._uses_channels and (
-            tag in self._begun_receives
-            or self._expects_on_channel(transfer.target if backward else transfer.source, tag)
-        ):
+        source = transfer.target if backward else transfer.source
+        if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(source, tag)):
             return
-        self._posted[tag] = self._start_receive(tag, transfer, backward)
+        buffer = self._buffers.take(transfer.spec)
+        self._posted[tag] = self._recv(buffer, source, tag, (microbatch, transfer, backward)), buffer
 
-    def receive(
-        self,
-        microbatch: int,
-        transfer: P2PTransfer,
-        use: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def receive(self, microbatch: int, transfer: P2PTransfer, use: Use | None = None) -> torch.Tensor:
         """Return a value that another rank sends.
 
         Args:
@@ -258,13 +252,6 @@ class Transport:
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
         """Return the gradient of a value that was sent; None if it has none."""
         return self._receive_transfer(microbatch, transfer, None, backward=True)
-
-    def _start_receive(self, tag: int, transfer: P2PTransfer, backward: bool) -> tuple[dist.Work, torch.Tensor]:
-        buffer, source = self._buffers.take(transfer.spec), transfer.target if backward else transfer.source
-        try:
-            return self._group.recv([buffer], source, tag), buffer
-        except RuntimeError as error:  # the peer has closed the connection
-            raise self._explained(error, f"{transfer.spec} for `{transfer.consumer}`", source) from None
 
     def _recv(self, buffer: torch.Tensor, source: int, tag: int, what: MessageLabel) -> dist.Work:
         try:
@@ -299,12 +286,7 @@ class Transport:
             recorder("send", target, num_bytes, tag, start_ns, time.perf_counter_ns())
 
     def _receive_transfer(
-        self,
-        microbatch: int,
-        transfer: P2PTransfer,
-        use: Callable[[torch.Tensor], torch.Tensor] | None,
-        *,
-        backward: bool,
+        self, microbatch: int, transfer: P2PTransfer, use: Use | None, *, backward: bool
     ) -> torch.Tensor | None:
         if backward:
             source, segment = transfer.target, transfer.target_segment
@@ -312,22 +294,18 @@ class Transport:
             source, segment = transfer.source, transfer.source_segment
         tag, spec = self._tag(microbatch, transfer, backward), transfer.spec
         what = (microbatch, transfer, backward)
-        start_ns = time.perf_counter_ns() if self.awaits_data else 0
+        start_ns = time.perf_counter_ns()
         if self._uses_channels and self._channels is not None and self._prepare_channel_receive(source, tag, what):
             result = self._take_from_channel(self._channels, tag, spec, use, start_ns)
         else:
             posted = self._posted.pop(tag, None)
-            work, buffer = self._start_receive(tag, transfer, backward) if posted is None else posted
+            buffer = self._buffers.take(spec) if posted is None else posted[1]
+            work = self._recv(buffer, source, tag, what) if posted is None else posted[0]
             # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
-            result: torch.Tensor | None = None
-            if self._on_cpu:
-                result = buffer if use is None and spec.order is None else _usable(buffer, spec, use)
-            if self.awaits_data:
-                start_ns = time.perf_counter_ns()
-                self._wait(work, source, what)
-                self.waited_ns += time.perf_counter_ns() - start_ns
-            else:
-                self._wait(work, source, what)
+            result = _usable(buffer, spec, use) if self._on_cpu else None
+            start_ns = time.perf_counter_ns()
+            self._wait(work, source, what)
+            self.waited_ns += time.perf_counter_ns() - start_ns
             if backward and is_none_gradient(buffer, spec):
                 result = None
             elif result is None:
@@ -509,12 +487,7 @@ class Transport:
         sent.on_channel = channels.send(outgoing, target)
 
     def _take_from_channel(
-        self,
-        channels: P2PChannels,
-        tag: int,
-        spec: TensorSpec,
-        use: Callable[[torch.Tensor], torch.Tensor] | None,
-        start_ns: int,
+        self, channels: P2PChannels, tag: int, spec: TensorSpec, use: Use | None, start_ns: int
     ) -> torch.Tensor | None:
         """Return the value or gradient of a receive that has begun."""
         pending = self._begun_receives.pop(tag)
@@ -522,8 +495,7 @@ class Transport:
             value = channels.received(pending).view(spec.dtype).view(spec.shape)
             if self.awaits_data:
                 devices.wait_for_stream(self._device)
-        if self.awaits_data:
-            self.waited_ns += time.perf_counter_ns() - start_ns
+        self.waited_ns += time.perf_counter_ns() - start_ns
         if pending is None:
             if spec.num_bytes:
                 return None
