@@ -193,7 +193,10 @@ class DistributedModel(nn.Module):
 
         With `fp16` or `bf16` it gets arguments of floating point in that precision, and what it returns is float32.
         """
-        if state.step is None:
+        if state.step is not None:
+            if self._half_dtype is None:  # the fast path: this runs for every microbatch, and `self.module` is slow
+                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        else:
             if self.pipeline is not None:
                 raise UsageError(
                     "the model was called outside a step, but it lies on several pipeline ranks",
@@ -211,8 +214,7 @@ class DistributedModel(nn.Module):
     def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if self._half_dtype is None:
-                # Not `self.module`: nn.Module's __getattr__ is slow, and this runs for every microbatch.
-                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+                return self.module(*args, **kwargs)
             args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
             return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
         except BaseException:
@@ -235,14 +237,17 @@ class DistributedModel(nn.Module):
         Raises:
             UsageError: outside a step, with a pipeline; or for something else than tensors.
         """
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        if not isinstance(roots, Sequence):
+        if isinstance(tensors, torch.Tensor):
+            roots: Sequence[torch.Tensor] = [tensors]
+        elif isinstance(tensors, Sequence):
+            roots = tensors
+        else:
             raise UsageError(f"model.backward takes a loss (a tensor) or a list of them, got {type(tensors).__name__}")
         grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
-        self.updates.note_backward()
+        self.updates.num_backwards += 1
         self.engine.backward(roots, grads, state.loss_scale * (1.0 if run is None else self._microbatch_scale(run)))
 
     # --- the life of a step ------------------------------------------------------------------------------------

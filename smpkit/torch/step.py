@@ -97,7 +97,8 @@ class StepFunction:
     def _body(self, call: MicrobatchCall) -> Any:
         """Run the function for one microbatch."""
         output = self._function(*call.args, **call.kwargs)
-        _materialise(output)
+        if not isinstance(output, torch.Tensor):
+            _materialise(output)
         return output
 
 
@@ -250,7 +251,7 @@ def collate(values: Sequence[Any]) -> Any:
     over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
     """
     first = values[0]
-    if all(isinstance(value, torch.Tensor) for value in values):
+    if False not in [isinstance(value, torch.Tensor) for value in values]:
         return StepOutput(values)
     # Sets have no order: the third member in one microbatch does not belong to the third one in another.
     if isinstance(first, set | frozenset) or any(type(value) is not type(first) for value in values):

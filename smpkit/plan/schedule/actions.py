@@ -93,7 +93,7 @@ class Schedule:
     caps: tuple[int, ...]
     """How many microbatches may be live on each rank: begun, and not finished with their last action there."""
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the backward is split into input and weight halves."""
         return any(action.kind is Kind.WEIGHT for action in chain.from_iterable(self.actions))
@@ -109,7 +109,10 @@ class Schedule:
 
         Where a rank has several chunks of the model, this measures what is kept better than whole microbatches do.
         """
-        return tuple(max(map(len, live_segments(actions)), default=0) for actions in self.actions)
+        return tuple(
+            max(_num_live([(action.segment, action.microbatch) for action in actions]), default=0)
+            for actions in self.actions
+        )
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
@@ -117,7 +120,7 @@ class Schedule:
 
 def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
     """Return how many microbatches are live while each action of one rank runs."""
-    return [len(live) for live in _live([action.microbatch for action in actions])]
+    return _num_live([action.microbatch for action in actions])
 
 
 def live_segments(actions: tuple[Action, ...]) -> list[frozenset[tuple[int, int]]]:
@@ -139,6 +142,20 @@ def _live(keys: Sequence[_Key]) -> list[frozenset[_Key]]:
         left[key] -= 1
         if not left[key]:
             live.remove(key)
+    return found
+
+
+def _num_live(keys: Sequence[Hashable]) -> list[int]:
+    """Return the sizes of the sets of `_live` in linear time: a microbatch may have thousands of segments."""
+    left, found, live = Counter(keys), [], 0
+    begun: set[Hashable] = set()
+    for key in keys:
+        if key not in begun:
+            begun.add(key)
+            live += 1
+        found.append(live)
+        left[key] -= 1
+        live -= not left[key]
     return found
 
 

@@ -30,8 +30,8 @@ class MicrobatchCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-_GetPiece = Callable[[int], Any]
-"""Returns the part of an argument for one microbatch."""
+_GetPieces = Callable[[int, int], Sequence[Any]]
+"""Returns the parts of an argument for microbatches `start` to `stop`."""
 
 
 class MicrobatchCalls(Sequence[MicrobatchCall]):
@@ -42,7 +42,7 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
         positional, named: cut each argument.
     """
 
-    def __init__(self, count: int, positional: Sequence[_GetPiece], named: Mapping[str, _GetPiece]) -> None:
+    def __init__(self, count: int, positional: Sequence[_GetPieces], named: Mapping[str, _GetPieces]) -> None:
         self._count = count
         self._positional = positional
         self._named = named
@@ -52,10 +52,9 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
-        if not self._made:
-            self._split(1)
-        if index != 0:
-            self.split_all()
+        needed = 1 if index == 0 else self._count
+        if len(self._made) < needed:
+            self._split(needed)
         return self._made[index]
 
     def split_all(self) -> None:
@@ -63,10 +62,17 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
         if len(self._made) < self._count:
             self._split(self._count)
 
-    def _split(self, count: int) -> None:
-        for index in range(len(self._made), count):
-            args = tuple([pieces(index) for pieces in self._positional])
-            self._made.append(MicrobatchCall(args, {name: pieces(index) for name, pieces in self._named.items()}))
+    def _split(self, stop: int) -> None:
+        start = len(self._made)
+        positional = _rows([pieces(start, stop) for pieces in self._positional], stop - start)
+        named = _rows([pieces(start, stop) for pieces in self._named.values()], stop - start)
+        for args, values in zip(positional, named, strict=True):
+            self._made.append(MicrobatchCall(args, dict(zip(self._named, values, strict=True))))
+
+
+def _rows(columns: Sequence[Sequence[Any]], count: int) -> Sequence[tuple[Any, ...]]:
+    """Return one part of each argument, for each of `count` microbatches."""
+    return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
 class _SplitSpec(NamedTuple):
@@ -142,7 +148,7 @@ class Splitter:
         named = {name: self._split_argument(name, given[at], count, device) for name, at in layout.keywords}
         return MicrobatchCalls(count, positional, named)
 
-    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _GetPiece:
+    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _GetPieces:
         plain = name.split("[", maxsplit=1)[0]
         if isinstance(value, DataLoader):
             raise UsageError(
@@ -150,7 +156,7 @@ class Splitter:
                 hint="loop over the loader outside the step and pass each batch in",
             )
         if plain in self.non_split_inputs:
-            return lambda _: value
+            return lambda start, stop: [value] * (stop - start)
         return _split(value, _SplitSpec(name, count, self.input_split_axes.get(plain, 0), device))
 
 
@@ -178,31 +184,37 @@ def _positional_names(bound: inspect.BoundArguments) -> list[str]:
     return names
 
 
-def _split(value: Any, cut: _SplitSpec) -> _GetPiece:
+def _split(value: Any, cut: _SplitSpec) -> _GetPieces:
     if isinstance(value, torch.Tensor):
         return _split_tensor(value, cut)
     if isinstance(value, torch.nn.Module):  # most steps are given the model, whose `__getattr__` is slow
-        return lambda _: value
+        return lambda start, stop: [value] * (stop - start)
     if callable(getattr(value, "smp_slice", None)):
-        return [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)].__getitem__
+        slices = [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)]
+        return lambda start, stop: slices[start:stop]
     parts = children(value)
     if parts is None:
-        return lambda _: value
-    pieces = {key: _split(part, cut) for key, part in parts.items()}
-    return lambda index: rebuild(value, {key: piece(index) for key, piece in pieces.items()})
+        return lambda start, stop: [value] * (stop - start)
+    inside = {key: _split(part, cut) for key, part in parts.items()}
+
+    def containers(start: int, stop: int) -> list[Any]:
+        rows = _rows([pieces(start, stop) for pieces in inside.values()], stop - start)
+        return [rebuild(value, dict(zip(inside, row, strict=True))) for row in rows]
+
+    return containers
 
 
-def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
+def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPieces:
     whole = value if value.device == cut.device else devices.to_device(value, cut.device)
     if value.dim() == 0:
-        return lambda _: whole  # a scalar has no batch axis: every microbatch gets it
+        return lambda start, stop: [whole] * (stop - start)  # a scalar has no batch axis: every microbatch gets it
     if not -value.dim() <= cut.axis < value.dim():
         raise UsageError(
             f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
             hint="name its batch axis in input_split_axes, or the argument in non_split_inputs",
         )
     if cut.parts == 1:
-        return lambda _: whole
+        return lambda start, stop: [whole] * (stop - start)
     size = value.shape[cut.axis]
     if size % cut.parts:
         raise UsageError(
@@ -212,7 +224,7 @@ def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
         )
     part = size // cut.parts
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
-    return lambda index: whole.narrow(cut.axis, index * part, part)
+    return lambda start, stop: [whole.narrow(cut.axis, index * part, part) for index in range(start, stop)]
 
 
 def _listed(names: Mapping[str, Any]) -> str:

@@ -25,7 +25,10 @@ _WORD: Final = (1 << 64) - 1
 _SHIFT: Final = 43
 _TAG: Final = 0x9E377
 """Tells these seeds from those that scripts choose."""
+_TAGGED: Final = _TAG << _SHIFT
 _NUMBER: Final = (1 << _SHIFT) - 2
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,40 @@ class Seeds:
 
     def open(self, number: int) -> int:
         """Return the seed of a stream for what all ranks compute alike."""
-        return number & _NUMBER | _TAG << _SHIFT
+        return number & _NUMBER | _TAGGED
 
     def closed(self, number: int) -> int:
         """Return the seed of a stream for operations on this rank's own values."""
-        return (number & _NUMBER ^ self.rank_salt) | _TAG << _SHIFT | 1
+        return (number & _NUMBER ^ self.rank_salt) | _TAGGED | 1
 
     def number(self, seed: int) -> int:
         """Return the number in a seed, which all ranks have."""
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
+    def branch(self, seed: int, key: int, *, closed: bool) -> int:
+        """Return the seed of a stream for a call in the stream of `seed`.
+
+        Args:
+            key: of what is called; mixed into the number of the call.
+            closed: whether the call's stream is for operations on this rank's own values.
+        """
+        # Every call of a layer comes here and to `after`, so `number`, `mix`, `open` and `closed` are written out.
+        salt = self.rank_salt
+        number = (seed ^ salt if seed & 1 else seed) & _NUMBER
+        inner = (number + key + _GAMMA) & _WORD
+        inner = ((inner ^ (inner >> 30)) * _FIRST) & _WORD
+        inner = ((inner ^ (inner >> 27)) * _SECOND) & _WORD
+        inner = (inner ^ (inner >> 31)) & _NUMBER
+        return (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED
+
     def after(self, seed: int) -> int:
         """Return the seed of the same stream with the next number."""
-        number = mix(self.number(seed), 0)
-        return self.closed(number) if seed & 1 else self.open(number)
+        salt = self.rank_salt
+        later = (((seed ^ salt if seed & 1 else seed) & _NUMBER) + _GAMMA) & _WORD
+        later = ((later ^ (later >> 30)) * _FIRST) & _WORD
+        later = ((later ^ (later >> 27)) * _SECOND) & _WORD
+        later = (later ^ (later >> 31)) & _NUMBER
+        return (later ^ salt) | _TAGGED | 1 if seed & 1 else later | _TAGGED
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:
@@ -70,7 +93,7 @@ class Seeds:
 
 def mix(value: int, key: int) -> int:
     """Mix one more key in, to 64 bits, with the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    value = (value + key + 0x9E3779B97F4A7C15) & _WORD
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    value = (value + key + _GAMMA) & _WORD
+    value = ((value ^ (value >> 30)) * _FIRST) & _WORD
+    value = ((value ^ (value >> 27)) * _SECOND) & _WORD
     return value ^ (value >> 31)

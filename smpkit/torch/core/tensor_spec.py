@@ -74,8 +74,13 @@ class TensorSpec:
         """The strides of a contiguous tensor of this shape; torch is faster with given strides."""
         return torch.empty(self.shape, device="meta").stride()
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def text(self) -> str:
+        """Dtype and shape, for messages."""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def __str__(self) -> str:
+        return self.text
 
     def __hash__(self) -> int:
         return hash(self.shape)  # cheap, since every call's key has some; the shape distinguishes nearly all

@@ -17,7 +17,7 @@ __all__ = ["script_frames", "shorten"]
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Files whose lines are not the script's; our context managers lead through contextlib."""
-_CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner"})
+_CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner", "_run_call"})
 """Our functions that call an operation of the script, which has no Python frame of its own (`x @ y`)."""
 
 

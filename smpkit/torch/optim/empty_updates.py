@@ -36,7 +36,8 @@ class UpdateCheck(StepParticipant):
         self._module = module
         # An OffloadModel hands gradients to its optimizer by another way than `.grad`, also outside of any step.
         self._is_on = not any(isinstance(part, OffloadModel) for part in module.modules())
-        self._forwards = self._backwards = 0
+        self._forwards = self.num_backwards = 0
+        # Every pipeline rank calls `model.backward`, also one whose parameters get no gradient.
         self._at_last_update: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._has_warned = False
         if self._is_on:
@@ -57,10 +58,6 @@ class UpdateCheck(StepParticipant):
         if torch.is_grad_enabled() and self._module.training:
             self._forwards += 1
 
-    def note_backward(self) -> None:
-        """Count a call of `model.backward`; every pipeline rank makes it, also one whose parameters get no gradient."""
-        self._backwards += 1
-
     def check(self, optimizer: Any) -> None:
         """Check an update that begins.
 
@@ -71,11 +68,11 @@ class UpdateCheck(StepParticipant):
             return
         inside = getattr(optimizer, "optimizer", optimizer)  # one count for a wrapper and what it wraps
         forwards, backwards = self._at_last_update.get(inside, (0, 0))
-        self._at_last_update[inside] = self._forwards, self._backwards
+        self._at_last_update[inside] = self._forwards, self.num_backwards
         # Without a forward there was nothing to train on: loops that bring a scheduler to a later epoch do that.
-        if self._forwards == forwards or self._backwards > backwards or not self._lacks_gradients(optimizer):
+        if self._forwards == forwards or self.num_backwards > backwards or not self._lacks_gradients(optimizer):
             return
-        if self._backwards == 0:
+        if self.num_backwards == 0:
             raise UsageError(
                 "optimizer.step() was called after training passes, but no backward has run: no weight would change",
                 hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"

@@ -14,11 +14,12 @@ segment that made the value. So no graph is walked twice, and no autograd node e
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.message_order import P2PTransfer
@@ -27,6 +28,7 @@ from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]
 
+_run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
 _PYTHON: Final[Any] = torch._C._FunctionBase
 """Nodes of Functions written in Python: holding such a node does not keep its graph alive."""
@@ -61,12 +63,8 @@ class BackwardWork:
         self._index = index
         self._segments: defaultdict[int, _SegmentState] = defaultdict(_SegmentState)
         self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._weight_backwards: dict[int, WeightBackward] = {}
-
-    @property
-    def has_weight_backwards(self) -> bool:
-        """Whether weight halves are left to run."""
-        return bool(self._weight_backwards)
+        self.weight_backwards: dict[int, WeightBackward] = {}
+        """The weight halves that are left to run, by segment."""
 
     def error_context(self, segment: int) -> dict[str, str]:
         """Return which modules a segment has run, for the notes of an error."""
@@ -136,7 +134,8 @@ class BackwardWork:
         state = self._segments.pop(segment, None)
         if state is None:
             return
-        _refuse_detached([*state.receives, *state.mutable])
+        if False in [value.requires_grad for value, _ in (*state.receives, *state.mutable)]:
+            raise _detached_error((*state.receives, *state.mutable))
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
@@ -156,14 +155,10 @@ class BackwardWork:
                 gradients.append(leaf.grad)
                 matches = matches and _matches_root(leaf.grad, source)
         if roots and split:
-            inputs = [leaf for leaf, _ in state.receives]
-            inputs += [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
-            weight_backward = backward_inputs(roots, gradients, inputs)
-            if weight_backward is not None:
-                self._weight_backwards[segment] = weight_backward
+            self._run_split(segment, state, roots, gradients)
         elif roots and matches:
             # The engine without torch.autograd.backward: its checks of every root take longer than a small graph.
-            _engine_run_backward(
+            _run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         elif roots:
@@ -176,9 +171,18 @@ class BackwardWork:
                 gradient = gradient.clone()
             transport.send_gradient(gradient, index, transfer)
 
+    def _run_split(
+        self, segment: int, state: _SegmentState, roots: list[Any], gradients: list[torch.Tensor | None]
+    ) -> None:
+        inputs = [leaf for leaf, _ in state.receives]
+        inputs += [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+        weight_backward = backward_inputs(roots, gradients, inputs)
+        if weight_backward is not None:
+            self.weight_backwards[segment] = weight_backward
+
     def run_weights(self, segment: int) -> None:
         """Run the weight half of a split backward through a segment, if there is one."""
-        weight_backward = self._weight_backwards.pop(segment, None)
+        weight_backward = self.weight_backwards.pop(segment, None)
         if weight_backward is not None:
             weight_backward.run()
 
@@ -186,19 +190,18 @@ class BackwardWork:
         """Release everything that is kept for backward."""
         self._segments.clear()
         self._cut_leaves.clear()
-        self._weight_backwards.clear()
+        self.weight_backwards.clear()
         self.units.clear()
 
 
-def _refuse_detached(received: list[tuple[torch.Tensor, P2PTransfer]]) -> None:
-    """Raise if a received value was detached in place: its leaf has no gradient, and the sender cannot know."""
-    for value, transfer in received:
-        if not value.requires_grad:
-            raise UsageError(
-                f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
-                f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
-                hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
-            )
+def _detached_error(received: Sequence[tuple[torch.Tensor, P2PTransfer]]) -> UsageError:
+    """Return the error for a received value that was detached in place: its leaf has no gradient."""
+    transfer = next(transfer for value, transfer in received if not value.requires_grad)
+    return UsageError(
+        f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
+        f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
+        hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
+    )
 
 
 def _edge_of(value: torch.Tensor) -> GradientEdge:
@@ -210,7 +213,7 @@ def _edge_of(value: torch.Tensor) -> GradientEdge:
         # The node of a view holds it; `get_gradient_edge` does the same, and keeps the activation alive besides.
         node = value.view_as(value).grad_fn
         return get_gradient_edge(value) if node is None else GradientEdge(node, 0)
-    return GradientEdge(node, value.output_nr)
+    return tuple.__new__(GradientEdge, (node, value.output_nr))  # what its constructor does, without Python
 
 
 def _matches_root(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:

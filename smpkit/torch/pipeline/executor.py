@@ -187,7 +187,7 @@ class Executor:
         known.num_steps += 1
         if known.trial is not None:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
-        has_diverged = any(microbatch.diverged for microbatch in step.microbatches)
+        has_diverged = True in [microbatch.diverged for microbatch in step.microbatches]
         if has_diverged or known.num_diverged:
             self.stage.hints.count_unscheduled(microbatch.departure for microbatch in step.microbatches)
         if has_diverged:
@@ -258,6 +258,8 @@ class Executor:
 class _StepRunner:
     """One step while it runs."""
 
+    _offloads = False
+
     def __init__(
         self,
         stage: StageContext,
@@ -275,6 +277,7 @@ class _StepRunner:
         self.output_broadcast: OutputBroadcast | None = None
         self._recorder = recorder
         self._meter = meter
+        self._offloads = offload_hooks.current_offloader() is not None
         stage.transport.awaits_data = recorder is not None or meter is not None
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
@@ -288,9 +291,9 @@ class _StepRunner:
         self._is_output_broadcast_due = False
         """Whether all forwards have run, and the broadcast of the outputs has not begun."""
 
-    def run_forward(self, index: int) -> None:
+    def run_forward(self, index: int, _segment: int = 0) -> None:
         """Run a microbatch's forward from end to end."""
-        output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self._run_body, index)
+        output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
         self._keep_output(index, output)
 
     def run_in_program_order(self) -> None:
@@ -317,11 +320,12 @@ class _StepRunner:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
-        upcoming = list(zip(plan.actions, plan.receives, strict=True))
+        upcoming = plan.upcoming
         # Post receives before their values are needed: gloo sends data only once the receive is posted.
         for first in upcoming[:_LOOKAHEAD]:
             self._post(*first)
-        microbatches, split, has_revisits = self.microbatches, plan.split, plan.has_revisits
+        microbatches, split = self.microbatches, plan.split
+        forward = self._resume_forward if plan.has_revisits else self.run_forward
         postponed = False
         for position, (action, transfers) in enumerate(upcoming, _LOOKAHEAD):
             if self._num_posted <= position < len(upcoming) and upcoming[position][1]:
@@ -338,20 +342,18 @@ class _StepRunner:
                 # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
                 # that is the same on all ranks: else they deadlock.
                 continue
-            if kind is Kind.FORWARD:
-                self._forward(microbatch, segment, has_revisits)
-            elif kind is Kind.WEIGHT:
-                self._weight_backward(microbatch, segment, segment in split)
-            elif segment < microbatch.num_own_segments:
-                self._backward(microbatch, segment, split=segment in split)
-        self._run_rest(has_revisits)
+            if kind is not Kind.FORWARD:
+                self._backward(kind, microbatch, segment, segment in split)
+            elif action.microbatch not in self.outputs:
+                forward(action.microbatch, segment)
+        self._run_rest(forward)
         self.stage.transport.action_indices = {}
 
-    def _run_rest(self, has_revisits: bool) -> None:
+    def _run_rest(self, forward: Callable[[int, int], None]) -> None:
         """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                self._forward(microbatch, microbatch.num_own_segments, has_revisits)
+                forward(microbatch.index, microbatch.num_own_segments)
         if self.output_broadcast is None:
             self._begin_output_broadcast()
         for microbatch in self.microbatches:
@@ -365,7 +367,8 @@ class _StepRunner:
         """
         num_bytes, self._num_posted = 0, 1
         for position, (action, transfers) in enumerate(upcoming):
-            num_bytes += sum(transfer.spec.num_bytes for transfer in transfers)
+            for transfer in transfers:
+                num_bytes += transfer.spec.num_bytes
             if num_bytes > _AHEAD_BYTES:
                 break
             self._num_posted = position + 1
@@ -380,16 +383,12 @@ class _StepRunner:
         for transfer in transfers:
             self.stage.transport.post(microbatch.index, transfer, backward=backward)
 
-    def _forward(self, microbatch: Microbatch, segment: int, has_revisits: bool) -> None:
-        index = microbatch.index
-        if index in self.outputs:
-            return
-        if not has_revisits:
-            self.run_forward(index)
-            return
+    def _resume_forward(self, index: int, segment: int) -> None:
+        """Run a segment of a microbatch's forward, which has a thread of its own."""
+        microbatch = self.microbatches[index]
         coroutine = self.coroutines.get(index)
         if coroutine is None:
-            coroutine = MicrobatchCoroutine(lambda: self._run_body(index), self.stage.random, self.stage.device)
+            coroutine = MicrobatchCoroutine(lambda: self.body(index), self.stage.random, self.stage.device)
             self.coroutines[index] = coroutine
             microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
         self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
@@ -403,7 +402,7 @@ class _StepRunner:
         if len(self.outputs) == len(self.microbatches):
             self._is_output_broadcast_due = True
             for microbatch in self.microbatches:
-                self._num_expected += microbatch.num_own_segments
+                self._num_expected += microbatch.segments[self.stage.rank] + 1
                 if not microbatch.diverged:
                     self._num_expected += self._num_split
 
@@ -412,44 +411,36 @@ class _StepRunner:
         outputs = [self.outputs[index] for index in range(len(self.outputs))]
         self.output_broadcast = OutputBroadcast(self.stage, self.microbatches, outputs)
 
-    def _run_body(self, index: int) -> Any:
-        self.stage.random.begin_microbatch(index)
-        return self.body(index)
-
     def _finish_backward(self, microbatch: Microbatch) -> None:
         """Run what is left of a microbatch's backward, last segment first, and release it."""
         if microbatch.has_backward:
             for segment in reversed(range(microbatch.num_own_segments)):
                 if segment not in microbatch.backward_work.done:
-                    self._backward(microbatch, segment)
+                    self._backward(Kind.BACKWARD, microbatch, segment, is_split=False)
         microbatch.release()
 
-    def _backward(self, microbatch: Microbatch, segment: int, *, split: bool = False) -> None:
-        self._count_backward()
-        self._run_action(Kind.BACKWARD, segment, microbatch, microbatch.backward_work.run, segment, split)
-        if microbatch.is_done:
-            microbatch.release()
-
-    def _weight_backward(self, microbatch: Microbatch, segment: int, split: bool) -> None:
-        """Run the weight half of a backward, or, where it ran in one, record an empty action."""
-        if split:
-            self._count_backward()
-        self._run_action(Kind.WEIGHT, segment, microbatch, microbatch.backward_work.run_weights, segment)
-        if microbatch.is_done:
-            microbatch.release()
-
-    def _count_backward(self) -> None:
-        self._num_backwards += 1
-        if self._num_backwards == self._num_expected:
-            self._before_last_backward()
+    def _backward(self, kind: Kind, microbatch: Microbatch, segment: int, is_split: bool) -> None:
+        """Run the backward of a segment, or its weight half: an empty action where it ran in one."""
+        work = microbatch.backward_work
+        if kind is Kind.BACKWARD or is_split:
+            self._num_backwards += 1
+            if self._num_backwards == self._num_expected:
+                self._before_last_backward()
+        if kind is Kind.BACKWARD:
+            self._run_action(kind, segment, microbatch, work.run, segment, is_split)
+        else:
+            self._run_action(kind, segment, microbatch, work.run_weights, segment)
+        if len(work.done) > microbatch.segments[self.stage.rank] and not work.weight_backwards:
+            microbatch.release()  # all of this rank's backward has run
 
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
         """Run an action of a microbatch, and report its times to the recorder and the meter."""
-        transport = self.stage.transport
-        start_ns, waited_ns = time.perf_counter_ns(), transport.waited_ns
-        offload_hooks.begin_action(kind, segment, microbatch.index)
+        transport, is_timed = self.stage.transport, self._recorder is not None or self._meter is not None
+        start_ns, waited_ns = time.perf_counter_ns() if is_timed else 0, transport.waited_ns
+        if self._offloads:
+            offload_hooks.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
         try:
@@ -469,8 +460,9 @@ class _StepRunner:
             raise
         finally:
             Current.microbatch = None
-        transport.outbox.poll()  # send what the device has finished copying meanwhile
-        if self._recorder is not None or self._meter is not None:
+        if transport.outbox.waiting:
+            transport.outbox.poll()  # send what the device has finished copying meanwhile
+        if is_timed:
             # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
             self.stage.synchronize()
             end_ns = time.perf_counter_ns()

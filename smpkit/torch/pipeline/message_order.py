@@ -19,8 +19,6 @@ from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.core.tensor_spec import TensorSpec
 
 __all__ = [
-    "DIVERGED",
-    "MAX_TRANSFERS",
     "TRANSFERS_PER_MICROBATCH",
     "P2PTransfer",
     "Timetable",
@@ -30,11 +28,8 @@ __all__ = [
     "timetable_of",
 ]
 
-TRANSFERS_PER_MICROBATCH: Final = 1 << 12
-DIVERGED: Final = 1 << 11
-"""Added to the transfer numbers of a microbatch that has diverged from the record, which are all below it."""
-MAX_TRANSFERS: Final = DIVERGED - 1
-"""The highest number of all, with `DIVERGED` added, is that of a measurement (`replan.py`)."""
+TRANSFERS_PER_MICROBATCH: Final = 1 << 15
+"""Numbers of transfers, the highest of which is that of a measurement (`replan.py`)."""
 
 
 @dataclass(frozen=True)

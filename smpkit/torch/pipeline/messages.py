@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -93,21 +92,26 @@ _SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
 }
 
 
-@dataclass(slots=True)
 class SentMessage:
-    """A message under way; keeps its tensor alive, since others read it and nobody reports when."""
+    """A message under way; keeps its tensor alive, since others read it and nobody reports when.
 
-    work: dist.Work
-    """Of the message, or of the header of one that takes a channel."""
-    tensor: torch.Tensor
-    version: int
-    """The version of the tensor when it was sent: it must not change in place before it has arrived."""
-    what: MessageLabel
-    receive_index: int | None = None
-    """Index of the action that takes it, in the receiver's list; None: not known."""
-    on_channel: tuple[dist.Work, torch.Tensor] | None = None
-    """The message after its header, and its bytes."""
-    header: torch.Tensor | None = None
+    Args:
+        work: of the message, or of the header of one that takes a channel.
+        receive_index: index of the action that takes it, in the receiver's list; None: not known.
+    """
+
+    __slots__ = ("header", "on_channel", "receive_index", "tensor", "version", "what", "work")
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, what: MessageLabel, receive_index: int | None) -> None:
+        self.work = work
+        self.tensor = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+        """The version of the tensor when it was sent: it must not change in place before it has arrived."""
+        self.what = what
+        self.receive_index = receive_index
+        self.on_channel: tuple[dist.Work, torch.Tensor] | None = None
+        """The message after its header, and its bytes."""
+        self.header: torch.Tensor | None = None
 
 
 def describe_message(what: MessageLabel) -> str:
@@ -124,13 +128,16 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None = None) -> torch.Tensor:
     """Copy tensors into one block of bytes on the host.
 
     From an asynchronous device the copies are only queued, on its current stream: see `devices`.
+
+    Args:
+        specs: of the tensors, where they are known.
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
-    specs = [spec_of(tensor) for tensor in tensors]
+    specs = specs or [spec_of(tensor) for tensor in tensors]
     if len(tensors) > 1 and _is_uniform(specs):
         with torch.no_grad():  # one copy instead of one for each tensor
             stacked = torch.stack(list(tensors))
@@ -146,8 +153,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
     """Return the size of a block that `pack` makes."""
     if _is_uniform(specs):
-        return sum(spec.num_bytes for spec in specs)
-    return sum(_aligned(spec.num_bytes) for spec in specs)
+        return sum([spec.num_bytes for spec in specs])
+    return sum([_aligned(spec.num_bytes) for spec in specs])
 
 
 def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
@@ -170,8 +177,7 @@ def unpack_copies(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[tor
 
 def _is_uniform(specs: Sequence[TensorSpec]) -> bool:
     """Whether all have one shape and dtype: such tensors are packed without gaps."""
-    first = specs[0] if specs else None
-    return all(spec is first or (spec.shape, spec.dtype) == (first.shape, first.dtype) for spec in specs if first)
+    return len({(spec.shape, spec.dtype) for spec in specs}) <= 1
 
 
 def _aligned(num_bytes: int) -> int:

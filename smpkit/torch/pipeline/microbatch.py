@@ -17,6 +17,7 @@ A value made in one segment and used in a later one is detached there; see `back
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,7 +35,7 @@ from smpkit.torch.core.tensor_spec import (
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
-from smpkit.torch.pipeline.message_order import DIVERGED, MAX_TRANSFERS, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import (
     TrackedArguments,
@@ -47,6 +48,7 @@ from smpkit.torch.pipeline.mutation import (
 from smpkit.torch.pipeline.output_specs import (
     MISSING,
     CachedCall,
+    Mode,
     describe_difference,
     has_same_specs,
     make_placeholders,
@@ -67,6 +69,8 @@ __all__ = ["Microbatch"]
 
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 """Around the engine's own questions to tensors, which are not operations of the step."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
 """Torch's error for an in-place change of a received value, or of a view of one."""
@@ -108,6 +112,7 @@ class Microbatch:
     """Compares the state of modules where a new segment begins; None once that is known."""
     unit_wrapper: CallWrapper | None = None
     """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
+    _weights: StageParameters | None = None
     _in_hooks = 0
 
     def __init__(self, stage: StageContext, index: int) -> None:
@@ -119,33 +124,30 @@ class Microbatch:
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
         self._rank, self._device_type = stage.rank, stage.device.type
-        self._segments = [0] * stage.size
+        self.segments = [0] * stage.size
+        """The segment that each rank is in."""
         self._sent = [False] * stage.size
         """By rank, whether it has sent in its present segment: its next receive begins a new one."""
         self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
         """While this microbatch is recorded: number, value and version of all that this rank has sent."""
-        self.weights = StageParameters(stage, self._segments)
         self.backward_work = BackwardWork(stage.transport, index)
+
+    @property
+    def weights(self) -> StageParameters:
+        """The parameters that it has used as values."""
+        if self._weights is None:
+            self._weights = StageParameters(self.stage, self.segments)
+        return self._weights
 
     @property
     def num_segments(self) -> tuple[int, ...]:
         """How many segments each rank has had so far."""
-        return tuple(segment + 1 for segment in self._segments)
+        return tuple(segment + 1 for segment in self.segments)
 
     @property
     def num_own_segments(self) -> int:
         """How many of them this rank has had."""
-        return self._segments[self._rank] + 1
-
-    def segment_of(self, rank: int) -> int:
-        """Return the segment that a rank is in."""
-        return self._segments[rank]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all of this rank's backward has run."""
-        work = self.backward_work
-        return len(work.done) == self.num_own_segments and not work.has_weight_backwards
+        return self.segments[self._rank] + 1
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,8 @@ class Microbatch:
                 hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors;"
                 " make a weight in the module that uses it",
             )
-        changes = bool(args) and changes_in_place(func, name, kwargs)
+        # Names of operations that change their first argument end with an underscore, or `inplace` says so.
+        changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
             owner = owner_of_operation(args, kwargs, self.stage)
@@ -213,6 +216,7 @@ class Microbatch:
         mode: object = None,
         *,
         stream: bool | None = None,
+        is_unit: bool = False,
         changes_first: bool = False,
         is_inferable: bool = False,
     ) -> Any:
@@ -223,42 +227,68 @@ class Microbatch:
             name: the module or operation, for messages and for its stream of random numbers.
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
+            is_unit: whether calls inside it are not dispatched.
             changes_first: whether it certainly changes its first argument in place.
             is_inferable: whether every rank may run `function` on tensors without data.
         """
-        stage, caller_args = self.stage, (args, kwargs)
+        stage = self.stage
         with _NoTorchFunction():
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
             self.call_trace.append(name)
             # Every rank makes the same transfers, whether it sends, receives or only counts them.
-            call, args, kwargs = self._look_up_call(owner, target, args, kwargs, mode)
+            device_type, caller_args = self._device_type, (args, kwargs)
+            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+            mode_key = (mode, torch.is_grad_enabled(), autocast)
+            call = None if kwargs else stage.output_specs.find_latest(target, mode_key, args)
+            if call is not None:  # most calls have arguments like those of the latest one
+                for number, part in enumerate(args):
+                    if type(part) is StageTensor and (part.owner != owner or part.grad_fn is not None):
+                        args = (*args[:number], self._transfer_once(part, owner), *args[number + 1 :])
+            else:
+                call, args, kwargs = self._describe_call(owner, target, args, kwargs, mode_key)
             if call.output_spec is MISSING:
                 self._begin_new_call(call, function if is_inferable else None, args, kwargs)
-
             if owner != self._rank:
                 if stream is not None:
                     stage.random.skip()  # the number that the owner takes, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
                     received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
                     stage.output_specs.remember(call, *received)
+                if call.mutation_info is None and type(call.output_spec) is TensorSpec:  # most calls
+                    return make_stage_tensor(call.output_spec, stage.device, owner)
                 result = make_placeholders(call.output_spec, stage.device, owner)
                 if call.mutation_info is not None:
                     apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
                 return result
+        return self._run_call(call, name, function, caller_args, (args, kwargs), stream, is_unit, changes_first)
 
+    def _run_call(
+        self,
+        call: CachedCall,
+        name: str,
+        function: Callable[..., Any],
+        caller_args: Arguments,
+        owner_args: Arguments,
+        stream: bool | None,
+        is_unit: bool,
+        changes_first: bool,
+    ) -> Any:
+        """Run a call that this rank owns; see `run_on_owner`."""
+        stage, owner = self.stage, self._rank
+        with _NoTorchFunction():
             if self.state_tracker is not None:
-                self.state_tracker.on_call(target)
+                self.state_tracker.on_call(call.key[0])
             if stream:
-                self.backward_work.units[self._segments[owner]].append(name)
-            owner_args = args, kwargs
+                self.backward_work.units[self.segments[owner]].append(name)
             # Only after all transfers: a receive may have begun a segment, in which older values are detached.
             if call.output_spec is MISSING or (call.mutation_info is not None and call.mutation_info.mutated):
-                self._make_mutable((args, kwargs))
-            args, kwargs, tensors = self._as_local_data(call, args, kwargs)
+                self._make_mutable(owner_args)
+            args, kwargs, tensors = self._as_local_data(call, *owner_args)
             arguments = TrackedArguments(tensors, changes_first=changes_first)
             if call.output_spec is MISSING and torch.is_inference_mode_enabled():
                 function = tracking_writes(function, arguments)  # inference tensors have no version counters
         try:
+            stage.inside_unit = is_unit
             output = (
                 function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
             )
@@ -269,29 +299,20 @@ class Microbatch:
             if isinstance(error, RuntimeError) and _LEAF_CHANGED in str(error):
                 self._refuse_change(name, tensors, error)
             raise
+        finally:
+            stage.inside_unit = False
         if call.mutation_info is not None:
             with _NoTorchFunction():
                 apply_mutations(call.mutation_info, self, owner, name, caller_args, owner_args, result, tensors)
         return result
 
-    def _look_up_call(
-        self, owner: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
+    def _describe_call(
+        self, owner: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode_key: Mode
     ) -> tuple[CachedCall, tuple[Any, ...], dict[str, Any]]:
-        """Look up a call by its arguments, and transfer those; return the call, and the arguments as `owner` has them.
+        """Look up a call by a key made of its arguments, and transfer those.
 
-        Two fast paths compare with the latest call of `target`; the slow one describes the arguments as a key.
+        Returns the call, and the arguments as `owner` has them.
         """
-        output_specs, device_type = self.stage.output_specs, self._device_type
-        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        mode_key = (mode, torch.is_grad_enabled(), autocast)
-        if len(args) == 1 and not kwargs and type(argument := args[0]) is StageTensor:
-            call = output_specs.find_latest_unary(target, mode_key, argument.spec)
-            if call is not None:
-                return call, (self._transfer_once(argument, owner),), kwargs
-        call = None if kwargs else output_specs.find_latest(target, mode_key, args)
-        if call is not None:
-            moved = [self._transfer_once(part, owner) if type(part) is StageTensor else part for part in args]
-            return call, tuple(moved), kwargs
         key = [target, *mode_key]
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +326,7 @@ class Microbatch:
         given = None if kwargs else args
         args = describe(args, key, visit)
         kwargs = describe(kwargs, key, visit) if kwargs else kwargs
-        return output_specs.add_call(target, mode_key, given, tuple(key)), args, kwargs
+        return self.stage.output_specs.add_call(target, mode_key, given, tuple(key)), args, kwargs
 
     def _begin_new_call(
         self, call: CachedCall, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -330,11 +351,16 @@ class Microbatch:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
         if call.arguments is not None:  # most calls: tensors and numbers, no need to look into containers
-            parts = list(args)
+            parts, segment = list(args), self.segments[self._rank]
             for number, part in enumerate(args):
-                if type(part) not in NON_TENSOR_TYPES:
+                kind = type(part)
+                if kind is StageTensor and part.segment == segment and part.value is not None:
+                    parts[number] = data = part.value
+                elif kind in NON_TENSOR_TYPES:
+                    continue
+                else:
                     parts[number] = data = self._local_value(part)
-                    tensors.append(data)
+                tensors.append(data)
             return tuple(parts), kwargs, tensors
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -346,7 +372,7 @@ class Microbatch:
 
     def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's data of a value that it owns, detached if an earlier segment made it."""
-        segment = self._segments[self._rank]
+        segment = self.segments[self._rank]
         if type(tensor) is not StageTensor:
             # Every rank makes a plain tensor by itself. One with a graph counts as made in the first segment.
             if segment > 0 and tensor.requires_grad and not tensor.is_leaf:
@@ -361,17 +387,18 @@ class Microbatch:
 
     def _make_mutable(self, given: Any) -> None:
         """Allow a call to change received values in place."""
-        segment = self._segments[self._rank]
+        segment = self.segments[self._rank]
         for tensor in tensors_in(given):
             if type(tensor) is StageTensor and (value := tensor.value) is not None and value.is_leaf:
                 tensor.value = self.backward_work.make_mutable(value, segment)
 
     def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
-        device, owner, segment = self.stage.device, self._rank, self._segments[self._rank]
-        is_one, is_new = type(output) is torch.Tensor, call.output_spec is MISSING
-        if call.is_inferred and not (is_one and output.stride() == call.output_spec.stride):
-            output = with_strides_of(iter(specs_in(call.output_spec)), output)
+        device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
+        known = call.output_spec
+        is_one, is_new = type(output) is torch.Tensor, known is MISSING
+        if call.is_inferred and not (is_one and output.stride() == known.stride):
+            output = with_strides_of(iter(specs_in(known)), output)
         tensors = [output] if is_one else tensors_in(output)
         if is_new and any(tensor.is_nested for tensor in tensors):
             raise UsageError(
@@ -389,7 +416,6 @@ class Microbatch:
                 lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
             )
             output_spec = map_tensors(_spec_of_stage_tensor, stage_tensors)
-        known = call.output_spec
         if is_new:
             self.stage.output_specs.remember(call, output_spec, arguments.mutation_info(tensors))
             self.stage.transport.broadcast_object((output_spec, call.mutation_info))
@@ -403,7 +429,7 @@ class Microbatch:
 
     def _refuse_change(self, name: str, tensors: Sequence[torch.Tensor], error: RuntimeError) -> None:
         """Raise if torch's error comes from an in-place change of a received value that the record does not know."""
-        segment = self._segments[self._rank]
+        segment = self.segments[self._rank]
         for number, tensor in enumerate(tensors):
             if self.backward_work.is_received(tensor if tensor._base is None else tensor._base, segment):
                 raise unrecorded_mutation_error(name, number, spec_of_unwrapped(tensor)) from error
@@ -452,7 +478,7 @@ class Microbatch:
         stage, source, spec = self.stage, tensor.owner, spec.as_sent
         begins_segment = self._sent[target]  # see [Note: segments]
         if begins_segment:
-            self._segments[target] += 1
+            self.segments[target] += 1
             self._sent[target] = False
         self._sent[source] = True
         transfer = self._next_transfer(source, target, spec)
@@ -467,29 +493,24 @@ class Microbatch:
                 self._sent_versions.append((transfer.number, sent, version_of(sent)))
             stage.transport.send(sent, self.index, transfer, copy=not is_unchanged)
             if spec.requires_grad:
-                self.backward_work.add_send(value, transfer, self._segments[source])
+                self.backward_work.add_send(value, transfer, self.segments[source])
         elif target == self._rank and begins_segment:
             if self.state_tracker is not None:
                 self.state_tracker.cut()
             if self.before_wait is not None:
                 self.before_wait()  # let other microbatches run instead of waiting for this value
-        received = make_stage_tensor(spec, stage.device, target, None, self._segments[target])
+        segment = self.segments[target]
+        received = make_stage_tensor(spec, stage.device, target, None, segment)
         if target == self._rank:
-            received.value = self._receive(transfer)
+            use = None
+            if self._in_hooks:
+                self.unsplittable.add(segment)
+            if spec.requires_grad:
+                # A leaf cannot be changed in place: allow it unless the record says that no call does so.
+                is_mutable = self.record is None or self.diverged or self.record.has_mutations
+                use = partial(self.backward_work.add_receive, transfer=transfer, segment=segment, is_mutable=is_mutable)
+            received.value = stage.transport.receive(self.index, transfer, use)
         return received
-
-    def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        """Return a value that this rank receives, as a leaf of its segment."""
-        work, segment, transport = self.backward_work, self._segments[self._rank], self.stage.transport
-        if self._in_hooks:
-            self.unsplittable.add(segment)
-        if not transfer.spec.requires_grad:
-            return transport.receive(self.index, transfer)
-        # A leaf cannot be changed in place: allow it unless the record says that no call does so.
-        is_mutable = self.record is None or self.diverged or self.record.has_mutations
-        return transport.receive(
-            self.index, transfer, lambda value: work.add_receive(value, transfer, segment, is_mutable=is_mutable)
-        )
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the next transfer of the record; diverge where that is another one, or there is none."""
@@ -503,18 +524,18 @@ class Microbatch:
             ):
                 return known
             self._diverge()
-        if number >= MAX_TRANSFERS:
+        if record is not None:
+            # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
+            number += len(record.transfers)
+        if number >= TRANSFERS_PER_MICROBATCH - 1:
             raise UnsupportedError(
-                f"one microbatch sends more than {MAX_TRANSFERS:,} values between pipeline ranks, the last for "
+                f"one microbatch sends more than {len(self.transfers):,} values between pipeline ranks, the last for "
                 f"`{self.call_trace[-1] if self.call_trace else 'the step function'}`",
                 hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
                 "which is placed as a whole",
             )
-        if self.diverged:
-            # Other numbers, hence other tags: receives that were posted for the record's transfers must not match.
-            number += DIVERGED
         consumer = self.call_trace[-1] if self.call_trace else ""
-        return P2PTransfer(number, source, target, self._segments[source], self._segments[target], spec, consumer)
+        return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, consumer)
 
     def _diverge(self) -> None:
         """Diverge from the record, and first run everything that follows it."""
@@ -566,7 +587,7 @@ class Microbatch:
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     given = None if start is None else self._local_value(start)
                     start = self.stage.root_gradients.scaled(value, given, scale)
-                    self.backward_work.add_root(value, start, self._segments[self._rank])
+                    self.backward_work.add_root(value, start, self.segments[self._rank])
 
     def note_hooks(self, change: int) -> None:
         """Note that the present segment uses hooks that run in every walk through the graph.
@@ -575,12 +596,12 @@ class Microbatch:
             change: 1 where code enters hooks on saved tensors, -1 where it leaves them, 0 for any other hook.
         """
         self._in_hooks += change
-        self.unsplittable.add(self._segments[self._rank])
+        self.unsplittable.add(self.segments[self._rank])
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
         self.backward_work.release()
-        self.weights.release()
+        self._weights = None
         self._sent_versions.clear()
         self.released = True
 

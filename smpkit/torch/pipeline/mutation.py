@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
+_IS_VIEW: Final[Callable[[torch.Tensor], bool]] = operator.methodcaller("_is_view")
 _NONE: Final[frozenset[int]] = frozenset()
 
 _AUGMENTED: Final = frozenset(
@@ -96,17 +97,22 @@ class MutationInfo:
 class TrackedArguments:
     """The tensors that a call is given on the rank that runs it, and the version of each before the call."""
 
-    __slots__ = ("_versions", "tensors", "written")
+    __slots__ = ("_version_of", "_versions", "tensors", "written")
 
     def __init__(self, tensors: list[torch.Tensor], *, changes_first: bool) -> None:
         self.tensors = tensors
         self.written: Collection[int] = {storage_of(tensors[0])} if changes_first else _NONE
         """Storages that are known to be changed."""
-        self._versions = _versions(tensors)
+        self._version_of = _VERSION
+        try:
+            self._versions = list(map(_VERSION, tensors))
+        except RuntimeError:  # tensors of inference mode have none
+            self._version_of = version_of
+            self._versions = list(map(version_of, tensors))
 
     def mutation_info(self, outputs: Sequence[torch.Tensor]) -> MutationInfo | None:
         """Return what the call that has just run did to its arguments; None if nothing."""
-        versions = zip(self.tensors, self._versions, _versions(self.tensors), strict=True)
+        versions = zip(self.tensors, self._versions, map(self._version_of, self.tensors), strict=True)
         mutated = [
             (number, spec_of(tensor))
             for number, (tensor, before, after) in enumerate(versions)
@@ -124,12 +130,15 @@ class TrackedArguments:
             UsageError: the call has changed an argument that the recorded one did not change.
         """
         # Fast path, as this runs at every call: nothing has changed, and the result is no alias, or the recorded one.
-        if _versions(self.tensors) == self._versions and (
-            self._is_unaliased(outputs) or not (self.written or self._find_aliases(outputs))
-            if known is None
-            else known.is_view and len(self.tensors) == len(outputs) == 1
-        ):
-            return _NONE
+        if self._versions == list(map(self._version_of, self.tensors)):
+            if known is not None:
+                if known.is_view and len(self.tensors) == len(outputs) == 1:
+                    return _NONE
+            # A view may be of something else than the arguments; what is neither one nor a view has its own memory.
+            elif (not any(map(_IS_VIEW, outputs)) and set(map(id, outputs)).isdisjoint(map(id, self.tensors))) or not (
+                self.written or self._find_aliases(outputs)
+            ):
+                return _NONE
         found = self.mutation_info(outputs)
         if found is None:
             return _NONE
@@ -141,16 +150,6 @@ class TrackedArguments:
         first = len(self.tensors)
         unrecorded = [group for group in found.aliased if not any(recorded.issuperset(group) for recorded in groups)]
         return {id(outputs[number - first]) for group in unrecorded for number in group if number >= first}
-
-    def _is_unaliased(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether no result is an argument or a view; a view may still be of something else."""
-        for result in outputs:
-            if result._is_view():
-                return False
-            for tensor in self.tensors:
-                if result is tensor:
-                    return False
-        return True
 
     def _find_aliases(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = {}
@@ -167,13 +166,6 @@ def unrecorded_mutation_error(name: str, number: int, spec: TensorSpec) -> Usage
         " for arguments of the same shapes",
         hint="the other pipeline ranks cannot know: let it change a copy, for example `x = x.clone()`",
     )
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:  # tensors of inference mode have none
-        return [version_of(tensor) for tensor in tensors]
 
 
 def tracking_writes(function: Callable[..., Any], arguments: TrackedArguments) -> Callable[..., Any]:
@@ -227,7 +219,7 @@ def apply_mutations(
         result: what the call returned, as stage tensors.
         tensors: the arguments' data, on that rank.
     """
-    stage, segment = microbatch.stage, microbatch.segment_of(owner)
+    stage, segment = microbatch.stage, microbatch.segments[owner]
     microbatch.has_mutations = microbatch.has_mutations or bool(mutation_info.mutated)
     if mutation_info.is_view and _is_view_of_first(caller_args, owner_args, result):  # the fast path of most views
         _mark_aliased_on_owner(owner_args[0][0], result, tensors, 0, segment)
@@ -309,7 +301,7 @@ def _replicate_mutation(
     # Send a copy: microbatches are views of one batch, so a change of one raises the version of all of them.
     value = replicated.clone() if owner == stage.rank else None
     mutated = microbatch.replicate(
-        make_stage_tensor(spec_of(replicated), stage.device, owner, value, microbatch.segment_of(owner))
+        make_stage_tensor(spec_of(replicated), stage.device, owner, value, microbatch.segments[owner])
     )
     if owner != stage.rank:
         replicated.detach().copy_(mutated)

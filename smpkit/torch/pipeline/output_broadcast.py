@@ -11,16 +11,15 @@ run, while backwards still run, so at the end there is little left to wait for.
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, to_layout
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, to_layout
 from smpkit.torch.pipeline.divergence import call_traces_of, trace_mismatch
 from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack_copies
 from smpkit.torch.pipeline.microbatch import Microbatch
@@ -46,7 +45,9 @@ class OutputBroadcast:
         self._stage = stage
         self._outputs = outputs
         self._by_owner = _stage_tensors_by_owner(outputs)
-        self._own_checksums = _checksums(microbatches, self._by_owner)
+        checksums = {owner: _checksum(values) for owner, values in self._by_owner.items()}
+        self._tags = {owner: _tag(owner, checksum) for owner, checksum in checksums.items()}
+        self._own_checksums = _checksums(microbatches, checksums)
         self._output_waits: dict[int, Callable[[], torch.Tensor]] = {}
         neighbours = (stage.rank - 1, stage.rank + 1)
         self._neighbours = [rank for rank in neighbours if 0 <= rank < stage.size]
@@ -66,23 +67,22 @@ class OutputBroadcast:
     def _begin_broadcast(self, owner: int, values: list[StageTensor]) -> None:
         rank = self._stage.rank
         if owner == rank:
-            packed = pack([value.value for value in values if value.value is not None])
+            data = [value.value for value in values if value.value is not None]
+            packed = pack(data, [value.spec for value in values])
             # The outbox sends it when the copy is done: the last forward may only be queued on the device, and
             # backwards must not wait for it.
-            self._relay(owner, packed, values, devices.record_event(self._stage.device))
+            self._relay(owner, packed, devices.record_event(self._stage.device))
             return
         source = rank + 1 if rank < owner else rank - 1
         num_bytes = packed_bytes([value.spec for value in values])
-        self._output_waits[owner] = self._stage.transport.expect_bytes(num_bytes, source, _tag(owner, values), _WHAT)
+        self._output_waits[owner] = self._stage.transport.expect_bytes(num_bytes, source, self._tags[owner], _WHAT)
 
-    def _relay(
-        self, owner: int, packed: torch.Tensor, values: list[StageTensor], ready: torch.Event | None = None
-    ) -> None:
+    def _relay(self, owner: int, packed: torch.Tensor, ready: torch.Event | None = None) -> None:
         """Send the outputs of `owner` to the neighbours that are further away from it."""
         rank = self._stage.rank
         for target in self._neighbours:
             if abs(target - owner) > abs(rank - owner):
-                self._stage.transport.outbox.send(packed, target, _tag(owner, values), ready)
+                self._stage.transport.outbox.send(packed, target, self._tags[owner], ready)
 
     def finish(self) -> list[Any]:
         """Return the outputs with the data of their owners.
@@ -95,8 +95,13 @@ class OutputBroadcast:
                 self._raise_mismatch(rank)
         data: dict[int, torch.Tensor] = {}
         for owner, values in self._by_owner.items():
-            data.update((id(value), tensor) for value, tensor in zip(values, self._data(owner, values), strict=True))
-        return [map_tensors(lambda tensor: data.get(id(tensor), tensor), output) for output in self._outputs]
+            data.update(zip(map(id, values), self._data(owner, values), strict=True))
+        return [
+            data[id(output)]
+            if type(output) is StageTensor
+            else map_tensors(lambda tensor: data.get(id(tensor), tensor), output)
+            for output in self._outputs
+        ]
 
     def _data(self, owner: int, values: list[StageTensor]) -> list[torch.Tensor]:
         if owner == self._stage.rank:
@@ -105,10 +110,13 @@ class OutputBroadcast:
                 to_layout(value.value.detach(), value.spec.as_sent.order) for value in values if value.value is not None
             ]
         packed = self._output_waits[owner]()
-        self._relay(owner, packed, values)
+        self._relay(owner, packed)
         # Copies, since the block is still being sent to the next rank, and small outputs would keep all of it alive.
         copies = unpack_copies(devices.to_device(packed, self._stage.device), [value.spec for value in values])
-        return [to_layout(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
+        orders = [value.spec.as_sent.order for value in values]
+        return [
+            tensor if order is None else to_layout(tensor, order) for tensor, order in zip(copies, orders, strict=True)
+        ]
 
     def _raise_mismatch(self, rank: int) -> None:
         """Exchange call traces with a neighbour, which sees the mismatch as well, and raise the difference."""
@@ -138,36 +146,26 @@ def reserve(stage: StageContext, output: Any, count: int) -> None:
 def _stage_tensors_by_owner(outputs: list[Any]) -> dict[int, list[StageTensor]]:
     """Return the stage tensors of all outputs, each once, in the order in which they are returned."""
     found: dict[int, dict[int, StageTensor]] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, StageTensor):
-            found.setdefault(tensor.owner, {})[id(tensor)] = tensor
-        return tensor
-
-    map_tensors(note, outputs)
+    for output in outputs:
+        for tensor in (output,) if type(output) is StageTensor else tensors_in(output):
+            if type(tensor) is StageTensor:
+                found.setdefault(tensor.owner, {})[id(tensor)] = tensor
     return {owner: list(found[owner].values()) for owner in sorted(found)}
 
 
-def _checksums(microbatches: Sequence[Microbatch], by_owner: dict[int, list[StageTensor]]) -> torch.Tensor:
-    """Return a checksum of each microbatch's call trace, and one of what the step returns."""
+def _checksums(microbatches: Sequence[Microbatch], returned: Mapping[int, int]) -> torch.Tensor:
+    """Return a checksum of each microbatch's call trace, and one of what the step returns, by owner."""
     traces = [zlib.crc32("\n".join(microbatch.call_trace).encode()) for microbatch in microbatches]
-    returned = zlib.crc32(str([(owner, _checksum(values)) for owner, values in by_owner.items()]).encode())
-    return torch.tensor([*traces, returned], dtype=torch.int64, device="cpu")
+    return torch.tensor([*traces, zlib.crc32(str(returned).encode())], dtype=torch.int64, device="cpu")
 
 
-def _tag(owner: int, values: Sequence[StageTensor]) -> int:
+def _tag(owner: int, checksum: int) -> int:
     """Return the tag of the outputs of one owner, from the owner and a checksum of the shapes.
 
-    So ranks whose outputs have different shapes never meet in one message.
+    So ranks whose outputs have different shapes never meet in one message: gloo would end the process.
     """
-    return Tag.OUTPUTS + ((_checksum(values) & _TAG_CHECKSUM) << _OWNER_BITS) + owner % (1 << _OWNER_BITS)
+    return Tag.OUTPUTS + ((checksum & _TAG_CHECKSUM) << _OWNER_BITS) + owner % (1 << _OWNER_BITS)
 
 
 def _checksum(values: Sequence[StageTensor]) -> int:
-    return zlib.crc32(" ".join([_text(value.spec) for value in values]).encode()) & _CHECKSUM_BITS
-
-
-@functools.lru_cache(maxsize=256)
-def _text(spec: TensorSpec) -> str:
-    """Return shape and dtype as text; cached, since microbatches return the same kinds of tensors."""
-    return str(spec)
+    return zlib.crc32(" ".join([value.spec.text for value in values]).encode()) & _CHECKSUM_BITS

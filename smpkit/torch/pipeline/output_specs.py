@@ -34,6 +34,7 @@ __all__ = [
     "MISSING",
     "CachedCall",
     "Collectors",
+    "Mode",
     "OutputSpecs",
     "active_collectors",
     "add_collected",
@@ -52,7 +53,8 @@ MISSING: Final[Any] = object()
 MAX_INFERRED: Final = 1 << 12
 """Inferred output specs that are kept, the oldest first to go."""
 
-_Mode = tuple[object, bool, torch.dtype | None]
+Mode = tuple[object, bool, torch.dtype | None]
+"""What else decides a result: the mode of the module or operation, grad mode, and the dtype of autocast."""
 
 _MODULE: Final = "transformers.utils.output_capturing"
 
@@ -71,7 +73,7 @@ class CachedCall:
     """What it does to its arguments."""
     arguments: tuple[Any, ...] | None
     """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
-    mode: _Mode
+    mode: Mode
     is_inferred: bool = False
     """Whether no rank had run the call when its output spec was made."""
 
@@ -116,7 +118,7 @@ class OutputSpecs:
         """Return how many kinds of call are known."""
         return len(self._known)
 
-    def find_latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> CachedCall | None:
+    def find_latest(self, target: Any, mode: Mode, args: tuple[Any, ...]) -> CachedCall | None:
         """Return the latest call of `target` if its specs match these arguments; None means the slow look-up.
 
         See [Note: the latest call].
@@ -140,13 +142,6 @@ class OutputSpecs:
                 return None
         return call
 
-    def find_latest_unary(self, target: Any, mode: _Mode, spec: TensorSpec) -> CachedCall | None:
-        """Do as `find_latest` for one stage tensor as argument, as most calls have."""
-        call = self._latest.get(target)
-        if call is None or (known := call.arguments) is None or len(known) != 1 or known[0] is not spec:
-            return None
-        return call if call.mode == mode else None
-
     def look_up(self, call: CachedCall) -> None:
         """Look up the output spec of a call again: another of its kind may have run since its key was made."""
         call.output_spec, call.mutation_info = self._known.get(call.key, (MISSING, None))
@@ -162,7 +157,7 @@ class OutputSpecs:
         if len(self._inferred) > MAX_INFERRED:
             del self._inferred[next(iter(self._inferred))]
 
-    def add_call(self, target: Any, mode: _Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
+    def add_call(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
         """Return the call with this key, which is the latest of its target from now on.
 
         Args:
@@ -212,11 +207,11 @@ def specs_in(output_spec: Any) -> list[TensorSpec]:
     return [spec for part in (children(output_spec) or {}).values() for spec in specs_in(part)]
 
 
-def active_collectors() -> Callable[[], Collectors | None]:
-    """Return a function that returns the active collectors, or None."""
+def active_collectors() -> Callable[[], Collectors | None] | None:
+    """Return a function that returns the active collectors, or None; None if no library has any."""
     # Transformers keeps them in a private context variable.
     active: Any = getattr(sys.modules.get(_MODULE), "_active_collector", None)
-    return (lambda: None) if active is None else active.get
+    return None if active is None else active.get
 
 
 def collector_key(collectors: Collectors) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from smpkit.torch.pipeline.stage_parameters import (
     mark_nonresident_parameters,
     parameters_as_stage_tensors,
 )
-from smpkit.torch.pipeline.stage_tensor import current_microbatch
+from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed
@@ -242,12 +242,10 @@ class Pipeline:
             calls.split_all()
 
         def streamed(index: int) -> Any:
-            if index > 0:
-                calls.split_all()  # outside the mode: splitting is not an operation of the step
-            # Enter the mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their
-            # own.
-            with random.between_units():
-                return body(calls[index])
+            call = calls[index]  # outside the mode: splitting is not an operation of the step
+            random.begin_microbatch(index)
+            # The mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their own.
+            return random.call_between_units(body, call)
 
         versions = [tied.version for tied in self._tied]
         with random.training_step(training=self._root.training):
@@ -275,7 +273,8 @@ class Pipeline:
         if state.step is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
         state.step.total_backwards += 1
-        current_microbatch().backward(roots, [None] * len(roots) if grads is None else grads, scale)
+        microbatch = Current.microbatch or current_microbatch()
+        microbatch.backward(roots, [None] * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:
         """Forget a step that an exception ended; report it to the other ranks if this rank has failed alone."""

@@ -133,6 +133,16 @@ class RandomStreams:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
         return self._operation_streams if self.active or self._replacement is not None else _NOTHING
 
+    def call_between_units(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function in the context of `between_units`."""
+        if not self.active and self._replacement is None:
+            return function(argument)
+        _push_mode(self._operation_streams)
+        try:
+            return function(argument)
+        finally:
+            _pop_mode()
+
     def replace_arguments(self, replacement: ArgumentReplacement) -> None:
         """Call `replacement` for the arguments of each operation between units."""
         self._replacement = replacement
@@ -141,7 +151,10 @@ class RandomStreams:
         """Start the stream of a microbatch."""
         self.has_drawn = self.reads_after_draw = False
         if self.active:
-            self._seed(self._seed_of(mix(self._mixed_step, index), closed=False))
+            seed = self._seeds.open(mix(self._mixed_step, index))
+            _CPU.manual_seed(seed)
+            if self._device is not None:
+                self._device.manual_seed(seed)
 
     def skip(self) -> None:
         """Take the number of a call that another rank runs."""
@@ -165,7 +178,7 @@ class RandomStreams:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
         caller = _CPU.initial_seed()
-        seed = self._seed_of(mix(self._seeds.number(caller), key), closed=closed)
+        seed = self._seeds.branch(caller, key, closed=closed)
         _CPU.manual_seed(seed)
         if device is not None:
             with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
@@ -184,14 +197,6 @@ class RandomStreams:
             _CPU.manual_seed(self._seeds.after(caller))
             if device is not None:
                 device.set_state(kept_device)
-
-    def _seed_of(self, number: int, *, closed: bool) -> int:
-        return self._seeds.closed(number) if closed else self._seeds.open(number)
-
-    def _seed(self, seed: int) -> None:
-        _CPU.manual_seed(seed)
-        if self._device is not None:
-            self._device.manual_seed(seed)
 
 
 class _OperationStreams(TorchFunctionMode):

@@ -71,6 +71,11 @@ class StepPlan:
         return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in self.actions)
 
     @cached_property
+    def upcoming(self) -> tuple[tuple[Action, tuple[P2PTransfer, ...]], ...]:
+        """The actions, each with what it receives."""
+        return tuple(zip(self.actions, self.receives, strict=True))
+
+    @cached_property
     def split(self) -> frozenset[int]:
         """Segments of this rank whose backward runs in two halves."""
         return _split(self.actions, self.unsplit)

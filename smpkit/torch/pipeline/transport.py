@@ -61,6 +61,8 @@ long as it kept its caller from other work, a receive from when its data was nee
 `time.perf_counter_ns()`.
 """
 
+Use = Callable[[torch.Tensor], torch.Tensor]
+
 ActionKey = tuple[int, bool, int, int]
 """An action that sends or receives: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
@@ -69,22 +71,18 @@ _GRACE_SECONDS: Final = 5.0
 _UNWRITTEN: Final = -(1 << 62)
 """In the buffer of a header that has not arrived."""
 _END: Final = "the end of a step that was given up"
-_NUM_SLOTS: Final = 1 << 17
+_NUM_SLOTS: Final = (1 << 29) // TRANSFERS_PER_MICROBATCH
 """Microbatches that have tags of their own; those of abandoned steps count too, see `Transport.abandon`."""
 _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""
 
 
-def _in_original_layout(received: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a received tensor with the memory layout that it had on the sender."""
-    if spec.order is None:
-        return received
-    # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
-    return as_layout(received, spec.shape, spec.order, spec.stride).detach()
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _usable(received: torch.Tensor, spec: TensorSpec, use: Use | None) -> torch.Tensor:
+    """Return a received tensor with the memory layout that it had on the sender, after `use`."""
+    if spec.order is not None:
+        # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
+        received = as_layout(received, spec.shape, spec.order, spec.stride).detach()
+    return received if use is None else use(received)
 
 
 class Transport:
@@ -214,38 +212,33 @@ class Transport:
         Args:
             copy: it may be changed in place before it has arrived.
         """
-        tensor = permute_to_memory(tensor, transfer.spec.order)
+        if transfer.spec.order is not None:
+            tensor = permute_to_memory(tensor, transfer.spec.order)
         if copy and (self._on_cpu or self._uses_channels):  # from a GPU through the hosts, a copy travels anyway
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_transfer(tensor, microbatch, transfer, backward=False)
 
     def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, transfer: P2PTransfer) -> None:
         """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
-        if gradient is None:
-            # On a channel a header alone is enough; through the hosts the message has its usual length.
-            on_channel = self._uses_channels and self._prepare_channel_send(
-                transfer.source, self._tag(microbatch, transfer, backward=True)
-            )
-            outgoing = None if on_channel else none_gradient_message(transfer.spec)
-        else:
-            outgoing = permute_to_memory(gradient.detach() if gradient.requires_grad else gradient, transfer.spec.order)
-        self._send_transfer(outgoing, microbatch, transfer, backward=True)
+        if gradient is not None:
+            if gradient.requires_grad:
+                gradient = gradient.detach()
+            if transfer.spec.order is not None:
+                gradient = permute_to_memory(gradient, transfer.spec.order)
+        self._send_transfer(gradient, microbatch, transfer, backward=True)
 
     def post(self, microbatch: int, transfer: P2PTransfer, *, backward: bool) -> None:
         """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
         tag = self._tag(microbatch, transfer, backward)
         if tag in self._posted:
             return
-        if self._uses_channels and (
-            tag in self._begun_receives
-            or self._expects_on_channel(transfer.target if backward else transfer.source, tag)
-        ):
+        source = transfer.target if backward else transfer.source
+        if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(source, tag)):
             return
-        self._posted[tag] = self._start_receive(tag, transfer, backward)
+        buffer = self._buffers.take(transfer.spec)
+        self._posted[tag] = self._recv(buffer, source, tag, (microbatch, transfer, backward)), buffer
 
-    def receive(
-        self, microbatch: int, transfer: P2PTransfer, use: Callable[[torch.Tensor], torch.Tensor] = _identity
-    ) -> torch.Tensor:
+    def receive(self, microbatch: int, transfer: P2PTransfer, use: Use | None = None) -> torch.Tensor:
         """Return a value that another rank sends.
 
         Args:
@@ -258,18 +251,17 @@ class Transport:
 
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
         """Return the gradient of a value that was sent; None if it has none."""
-        return self._receive_transfer(microbatch, transfer, _identity, backward=True)
+        return self._receive_transfer(microbatch, transfer, None, backward=True)
 
-    def _start_receive(self, tag: int, transfer: P2PTransfer, backward: bool) -> tuple[dist.Work, torch.Tensor]:
-        buffer, source = self._buffers.take(transfer.spec), transfer.target if backward else transfer.source
-        return self._recv(buffer, source, tag, lambda: f"{transfer.spec} for `{transfer.consumer}`"), buffer
-
-    def _recv(self, buffer: torch.Tensor, source: int, tag: int, what: Callable[[], str]) -> dist.Work:
-        started = time.monotonic()
+    def _recv(self, buffer: torch.Tensor, source: int, tag: int, what: MessageLabel) -> dist.Work:
         try:
             return self._group.recv([buffer], source, tag)
-        except RuntimeError as error:  # the peer has closed the connection
-            raise explain_error(error, what(), [self.ranks[source]], started) from None
+        except RuntimeError as error:
+            raise self._explained(error, what, source) from None
+
+    def _explained(self, error: RuntimeError, what: MessageLabel, peer: int, started: float | None = None) -> Exception:
+        since = time.monotonic() if started is None else started
+        return explain_error(error, describe_message(what), [self.ranks[peer]], since)
 
     def _send_transfer(
         self, tensor: torch.Tensor | None, microbatch: int, transfer: P2PTransfer, *, backward: bool
@@ -283,10 +275,10 @@ class Transport:
         tag = self._tag(microbatch, transfer, backward)
         receive_index = self.action_indices.get((target, backward, segment, microbatch))
         what = (microbatch, transfer, backward)
-        if self._channels is not None and self._prepare_channel_send(target, tag):
+        if self._uses_channels and self._channels is not None and self._prepare_channel_send(target, tag):
             self._send_on_channel(self._channels, tensor, target, tag, what, receive_index)
         else:
-            if tensor is None:  # `send_gradient` expected a channel, which this rank has left since
+            if tensor is None:  # on a channel a header alone is enough; here the message has its usual length
                 tensor = none_gradient_message(transfer.spec)
             self._send(tensor, target, tag, what, receive_index)
         if recorder is not None:
@@ -294,35 +286,37 @@ class Transport:
             recorder("send", target, num_bytes, tag, start_ns, time.perf_counter_ns())
 
     def _receive_transfer(
-        self, microbatch: int, transfer: P2PTransfer, use: Callable[[torch.Tensor], torch.Tensor], *, backward: bool
+        self, microbatch: int, transfer: P2PTransfer, use: Use | None, *, backward: bool
     ) -> torch.Tensor | None:
         if backward:
             source, segment = transfer.target, transfer.target_segment
         else:
             source, segment = transfer.source, transfer.source_segment
-        tag = self._tag(microbatch, transfer, backward)
-        start_ns = time.perf_counter_ns()
+        tag, spec = self._tag(microbatch, transfer, backward), transfer.spec
         what = (microbatch, transfer, backward)
-        if self._channels is not None and self._prepare_channel_receive(source, tag, what):
-            result = self._take_from_channel(self._channels, tag, transfer.spec, use, start_ns)
+        start_ns = time.perf_counter_ns()
+        if self._uses_channels and self._channels is not None and self._prepare_channel_receive(source, tag, what):
+            result = self._take_from_channel(self._channels, tag, spec, use, start_ns)
         else:
             posted = self._posted.pop(tag, None)
-            work, buffer = self._start_receive(tag, transfer, backward) if posted is None else posted
+            buffer = self._buffers.take(spec) if posted is None else posted[1]
+            work = self._recv(buffer, source, tag, what) if posted is None else posted[0]
             # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
-            result = use(_in_original_layout(buffer, transfer.spec)) if self._on_cpu else None
+            result = _usable(buffer, spec, use) if self._on_cpu else None
             start_ns = time.perf_counter_ns()
             self._wait(work, source, what)
             self.waited_ns += time.perf_counter_ns() - start_ns
-            if backward and is_none_gradient(buffer, transfer.spec):
+            if backward and is_none_gradient(buffer, spec):
                 result = None
             elif result is None:
-                result = use(_in_original_layout(buffer.to(self._device), transfer.spec))
-        if self._sending[source]:
-            self._release_sent(source, self.action_indices.get((source, backward, segment, microbatch)))
+                result = _usable(buffer.to(self._device), spec, use)
+        index = self.action_indices.get((source, backward, segment, microbatch))
+        if index is not None:
+            self._release_sent(source, index)
         if self.recorder is not None:
             # On a channel, a gradient of None is a header without a message.
             is_header = result is None and self._uses_channels and not self._has_left
-            num_bytes = 0 if is_header else transfer.spec.num_bytes
+            num_bytes = 0 if is_header else spec.num_bytes
             self.recorder("receive", source, num_bytes, tag, start_ns, time.perf_counter_ns())
         return result
 
@@ -336,12 +330,11 @@ class Transport:
         outgoing = tensor.contiguous() if self._on_cpu else tensor.contiguous().cpu()
         self.num_messages += 1
         self.num_bytes += outgoing.nbytes
-        started = time.monotonic()
         try:
             work = self._group.send([outgoing], target, tag)
         except RuntimeError as error:
-            raise explain_error(error, describe_message(what), [self.ranks[target]], started) from None
-        self._sending[target].append(SentMessage(work, outgoing, version_of(outgoing), what, receive_index))
+            raise self._explained(error, what, target) from None
+        self._sending[target].append(SentMessage(work, outgoing, what, receive_index))
 
     # --- channels -----------------------------------------------------------------------------------------------------
 
@@ -395,7 +388,7 @@ class Transport:
         if source not in self._header_receives:
             header = torch.full((2,), _UNWRITTEN, device="cpu")
             self._header_receives[source] = (
-                self._recv(header, source, Tag.HEADERS, lambda: describe_message(what)),
+                self._recv(header, source, Tag.HEADERS, what),
                 header,
             )
         return self._header_receives[source]
@@ -494,12 +487,7 @@ class Transport:
         sent.on_channel = channels.send(outgoing, target)
 
     def _take_from_channel(
-        self,
-        channels: P2PChannels,
-        tag: int,
-        spec: TensorSpec,
-        use: Callable[[torch.Tensor], torch.Tensor],
-        start_ns: int,
+        self, channels: P2PChannels, tag: int, spec: TensorSpec, use: Use | None, start_ns: int
     ) -> torch.Tensor | None:
         """Return the value or gradient of a receive that has begun."""
         pending = self._begun_receives.pop(tag)
@@ -512,51 +500,45 @@ class Transport:
             if spec.num_bytes:
                 return None
             value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        return use(_in_original_layout(value.detach(), spec))
+        return _usable(value.detach(), spec, use)
 
     def _wait(self, work: dist.Work, peer: int, what: MessageLabel) -> None:
-        self.outbox.flush()  # the rank that this one waits for may wait for a message in the outbox
+        if self.outbox.waiting:
+            self.outbox.flush()  # the rank that this one waits for may wait for a message in the outbox
         self.waiting_since = started = time.monotonic()
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
             if self.failure is not None:
                 raise self.failure from None
-            raise explain_error(error, describe_message(what), [self.ranks[peer]], started) from None
+            raise self._explained(error, what, peer, started) from None
         self.waiting_since = None
 
-    def _release_sent(self, peer: int, index: int | None) -> None:
-        """Release what `peer` took before action `index` of its list, from which it has just sent a message.
+    def _release_sent(self, peer: int, before: int | None = None) -> None:
+        """Release what `peer` took before action `before` of its list, or wait until it has taken everything.
 
-        See [Note: releasing sent tensors].
+        For the action from which it has just sent a message this waits for nothing: see [Note: releasing sent tensors].
         """
-        if index is None:
-            return
         kept = []
         for sent in self._sending[peer]:
-            if (receive_index := sent.receive_index) is not None and receive_index < index:
-                self._finish(sent, peer)
-            else:
+            if before is not None and (sent.receive_index is None or sent.receive_index >= before):
                 kept.append(sent)
+                continue
+            self._wait(sent.work, peer, sent.what)
+            if sent.on_channel is not None:  # the peer has taken the header, so it has begun to receive
+                sent.on_channel[0].wait()
+            if version_of(sent.tensor) != sent.version:
+                raise UsageError(
+                    f"a value was changed in place on its way to pipeline rank {peer}: {describe_message(sent.what)}",
+                    hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
+                )
         self._sending[peer] = kept
-
-    def _finish(self, sent: SentMessage, peer: int) -> None:
-        self._wait(sent.work, peer, sent.what)
-        if sent.on_channel is not None:  # the peer has taken the header, so it has begun to receive
-            sent.on_channel[0].wait()
-        if version_of(sent.tensor) != sent.version:
-            raise UsageError(
-                f"a value was changed in place on its way to pipeline rank {peer}: {describe_message(sent.what)}",
-                hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
-            )
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
         self.outbox.flush()
-        for peer, sending in enumerate(self._sending):
-            self._sending[peer] = []
-            for sent in sending:
-                self._finish(sent, peer)
+        for peer in self._others:
+            self._release_sent(peer)
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
@@ -609,7 +591,7 @@ class Transport:
     def expect_bytes(self, num_bytes: int, source: int, tag: int, what: str) -> Callable[[], torch.Tensor]:
         """Start to receive bytes from one rank; return a function that waits for them and returns them."""
         packed = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        work = self._recv(packed, source, tag, lambda: what)
+        work = self._recv(packed, source, tag, what)
 
         def wait() -> torch.Tensor:
             self._wait(work, source, what)
@@ -691,23 +673,23 @@ class Outbox:
 
     def __init__(self, send: Callable[[torch.Tensor, int, int], None]) -> None:
         self._send = send
-        self._waiting: deque[tuple[torch.Event | None, torch.Tensor, int, int]] = deque()
+        self.waiting: deque[tuple[torch.Event | None, torch.Tensor, int, int]] = deque()
 
     def send(self, packed: torch.Tensor, target: int, tag: int, ready: torch.Event | None) -> None:
         """Send a tensor of the host as soon as the device has come to `ready`; None: at once."""
-        if ready is None and not self._waiting:
+        if ready is None and not self.waiting:
             self._send(packed, target, tag)
         else:
-            self._waiting.append((ready, packed, target, tag))
+            self.waiting.append((ready, packed, target, tag))
 
     def poll(self) -> None:
         """Send what is ready, without waiting for anything."""
-        while self._waiting and devices.has_happened(self._waiting[0][0]):
-            self._send(*self._waiting.popleft()[1:])
+        while self.waiting and devices.has_happened(self.waiting[0][0]):
+            self._send(*self.waiting.popleft()[1:])
 
     def flush(self) -> None:
         """Wait for the device, and send everything."""
-        while self._waiting:
-            ready, packed, target, tag = self._waiting.popleft()
+        while self.waiting:
+            ready, packed, target, tag = self.waiting.popleft()
             devices.wait_for_event(ready)
             self._send(packed, target, tag)

@@ -16,7 +16,6 @@ An operation between units (`x + y`) runs where its parameter is, else where mos
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Any, Final
@@ -152,52 +151,52 @@ def _dispatch_to_owner(
     get_collectors = active_collectors()
 
     def run_on_its_owner(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        microbatch = Current.microbatch
-        if microbatch is not None and not stage.inside_unit:
-            if microbatch.unit_wrapper is not None:
-                original = microbatch.unit_wrapper(original)
-            run = functools.partial(_run_inside_unit, stage, original) if owner == stage.rank else original
-            # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
-            collectors = get_collectors()
-            if not collectors:
-                return microbatch.run_on_owner(owner, name, name, run, args, kwargs, module.training, stream=closed)
-            mode = module.training, collector_key(collectors)
-            run = returning_collected(collectors, run)
-            return add_collected(
-                collectors, microbatch.run_on_owner(owner, name, name, run, args, kwargs, mode, stream=closed)
-            )
-        if not is_here:
-            raise UsageError(
-                f"`{name}`, whose weights pipeline rank {owner} holds, was called outside a step, on rank {stage.rank}",
-                hint="call it in a function with @smp.step, which all pipeline ranks run",
-            )
-        if position is _Position.NESTED:
-            return original(*args, **kwargs)
-        return stage.random.run(name, closed, original, args, kwargs)
+        try:
+            microbatch = Current.microbatch
+            if microbatch is not None and not stage.inside_unit:
+                if microbatch.unit_wrapper is not None:
+                    original = microbatch.unit_wrapper(original)
+                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
+                collectors = None if get_collectors is None else get_collectors()
+                run: OriginalCall = original
+                mode: object = module.training
+                if collectors:
+                    run, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
+                output = microbatch.run_on_owner(
+                    owner, name, name, run, args, kwargs, mode, stream=closed, is_unit=True
+                )
+                return add_collected(collectors, output) if collectors else output
+            if not is_here:
+                raise UsageError(
+                    f"`{name}`, whose weights pipeline rank {owner} holds, was called outside a step, on rank"
+                    f" {stage.rank}",
+                    hint="call it in a function with @smp.step, which all pipeline ranks run",
+                )
+            if position is _Position.NESTED:
+                return original(*args, **kwargs)
+            return stage.random.run(name, closed, original, args, kwargs)
+        except Exception as error:
+            _explain(error, name)
+            raise
 
-    _set_dispatch(module, name, run_on_its_owner, {owner})
-
-
-def _run_inside_unit(stage: StageContext, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-    """Run a call whose inner calls are not dispatched."""
-    stage.inside_unit = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        stage.inside_unit = False
+    _set_dispatch(module, run_on_its_owner, {owner})
 
 
 def _dispatch_to_input(module: nn.Module, name: str, stage: StageContext) -> None:
     """Dispatch a module without parameters (a Dropout, an activation) to the owner of its input."""
 
     def run_where_input_is(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        microbatch = microbatch_between_units()
-        owner = None if microbatch is None else pp_rank_of((args, kwargs), microbatch.stage)
-        if microbatch is None or owner is None:
-            return stage.random.run(name, True, original, args, kwargs)
-        return microbatch.run_on_owner(owner, name, name, original, args, kwargs, module.training, stream=True)
+        try:
+            microbatch = microbatch_between_units()
+            owner = None if microbatch is None else pp_rank_of((args, kwargs), microbatch.stage)
+            if microbatch is None or owner is None:
+                return stage.random.run(name, True, original, args, kwargs)
+            return microbatch.run_on_owner(owner, name, name, original, args, kwargs, module.training, stream=True)
+        except Exception as error:
+            _explain(error, name)
+            raise
 
-    _set_dispatch(module, name, run_where_input_is, set())
+    _set_dispatch(module, run_where_input_is, set())
 
 
 def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
@@ -221,9 +220,10 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
     if owner is None:
         return function(argument)
     stage, names = current_microbatch().stage, tuple(members)
-    run = functools.partial(_run_inside_unit, stage, function)
     modes = tuple(module.training for module in members.values())
-    result = current_microbatch().run_on_owner(owner, names, f"{names[0]} to {names[-1]}", run, (argument,), {}, modes)
+    result = current_microbatch().run_on_owner(
+        owner, names, f"{names[0]} to {names[-1]}", function, (argument,), {}, modes, is_unit=True
+    )
     if owner != stage.rank:
         for _ in names:  # each module takes a number on its owner
             stage.random.skip()
@@ -238,32 +238,46 @@ def _dispatch_everywhere(
     Args:
         closed: whether operations in it draw from its own stream, as in a unit.
     """
-    _set_dispatch(module, name, functools.partial(random.run, name, closed), pp_ranks)
 
-
-def _set_dispatch(module: nn.Module, name: str, dispatch: Dispatch, pp_ranks: Collection[int]) -> None:
-    def with_error_context(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_everywhere(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return dispatch(original, args, kwargs)
+            return random.run(name, closed, original, args, kwargs)
         except Exception as error:
-            add_error_context(error, module=f"`{name}`")
-            is_vmap_error = any(text in str(error) for text in _IN_VMAP)
-            if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
-                raise UsageError(
-                    f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
-                    hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
-                ) from error
+            _explain(error, name)
             raise
 
+    _set_dispatch(module, run_everywhere, pp_ranks)
+
+
+def _set_dispatch(module: nn.Module, dispatch: Dispatch, pp_ranks: Collection[int]) -> None:
     call = ModuleCall.on(module)
-    call.dispatch, call.pp_ranks = with_error_context, frozenset(pp_ranks)
+    call.dispatch, call.pp_ranks = dispatch, frozenset(pp_ranks)
+
+
+def _explain(error: Exception, name: str) -> None:
+    """Add the module to the notes of an error, or raise a clearer one."""
+    add_error_context(error, module=f"`{name}`")
+    is_vmap_error = any(text in str(error) for text in _IN_VMAP)
+    if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
+            hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
+        ) from error
 
 
 def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
     """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
-    only = None if kwargs else _only_owner(args)
-    if only is not None:
-        return only
+    if not kwargs:  # a fast path for stage tensors of one owner among plain numbers, as most operations have
+        only: int | None = None
+        for argument in args:
+            kind = type(argument)
+            if kind is StageTensor and only in (None, argument.owner):
+                only = argument.owner
+            elif kind not in NON_TENSOR_TYPES:
+                break
+        else:
+            if only is not None:
+                return only
     num_bytes: dict[int, int] = {}
     for tensor in tensors_in((args, kwargs)):
         if type(tensor) is StageTensor:
@@ -271,15 +285,3 @@ def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: Sta
         elif isinstance(tensor, nn.Parameter) and (owner := stage.owner_of(tensor)) is not None:
             return owner
     return max(num_bytes, key=lambda owner: (num_bytes[owner], owner))
-
-
-def _only_owner(args: tuple[Any, ...]) -> int | None:
-    """Fast path for stage tensors of one owner among plain numbers, as most operations have; None for all others."""
-    owner = None
-    for argument in args:
-        kind = type(argument)
-        if kind is StageTensor and (owner is None or owner == argument.owner):
-            owner = argument.owner
-        elif kind not in NON_TENSOR_TYPES:
-            return None
-    return owner

@@ -240,7 +240,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
     name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     copy = damaged(checkpoint, tmp_path, name, flip)
-    with pytest.raises(CheckpointError, match=f"{name}.* (is damaged|has the CRC-32|is no whole)|(whole|header).*{name}"):
+    with pytest.raises(
+        CheckpointError, match=f"{name}.* (is damaged|has the CRC-32|is no whole)|(whole|header).*{name}"
+    ):
         export(copy, tmp_path / "out", "deepspeed", 2)
     assert [path.name for path in tmp_path.iterdir()] == [copy.name]
 

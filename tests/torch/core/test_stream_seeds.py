@@ -34,3 +34,13 @@ def test_seeds_are_told_from_those_of_a_script_and_keep_saying_whether_their_str
                 assert Seeds.is_stream_seed(seed)
                 assert Seeds.is_stream_seed(seeds.after(seed))
     assert not any(Seeds.is_stream_seed(seed) for seed in (0, 1, 42, 1234, 2**32 - 1, 2**63 - 1, 2**64 - 1))
+
+
+def test_the_seeds_of_a_call_are_those_of_its_number_and_its_key() -> None:
+    for seeds in (Seeds(), Seeds(OWN)):
+        for seed in [make(mix(number, 1)) for number in range(200) for make in (seeds.open, seeds.closed)]:
+            for key in (0, 1, 0xFFFF_FFFF):
+                inner = mix(seeds.number(seed), key)
+                assert seeds.branch(seed, key, closed=True) == seeds.closed(inner)
+                assert seeds.branch(seed, key, closed=False) == seeds.open(inner)
+            assert seeds.after(seed) == (seeds.closed if seed & 1 else seeds.open)(mix(seeds.number(seed), 0))
