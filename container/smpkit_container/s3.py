@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
 
-__all__ = ["download", "uploader"]
+__all__ = ["download", "fetch", "uploader"]
 
 
 def download(environment: Environment, uri: str, target: Path, what: str) -> None:
@@ -21,10 +21,15 @@ def download(environment: Environment, uri: str, target: Path, what: str) -> Non
     Raises:
         LaunchError: it cannot be downloaded.
     """
+    fetch(uri, target, what, _region(environment))
+
+
+def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
+    """Download an object to a file, as `download` does, before the job's own region is known."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    parts, region = urlsplit(uri), _region(environment)
+    parts = urlsplit(uri)
     try:
         boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
     except (BotoCoreError, ClientError, OSError) as error:
