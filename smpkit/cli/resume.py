@@ -37,6 +37,7 @@ def resume(
 
     It has the same image, sources, data and settings as JOB.
     """
+    from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     backend = chosen.open()
@@ -51,8 +52,8 @@ def resume(
         click.echo(json.dumps(plan.shown(), indent=2))
         return 0
     console = _console.current()
-    newest = old.latest_checkpoint
-    console.note(f"Resuming from {newest}" if newest else "No checkpoint there yet: starting from the beginning")
+    none = "No checkpoint there yet: starting from the beginning"
+    console.note(newest_checkpoint(old, found="Resuming from ", none=none))
     started = Job(plan.job_names[0], backend)
     with tell_if_interrupted(started):
         result = backend.submit(plan)

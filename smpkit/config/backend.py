@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import Hyperparameters, Location, Word
+from smpkit.config.kubernetes import Kubernetes
 from smpkit.config.section import KeyPath, Section
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
@@ -133,11 +134,14 @@ class BackendChoice(Section):
     """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `slurm`, `fake` or one of another package. Default: the one whose options are given,
-    else `sagemaker`. `--backend` goes before it."""
+    """The back end: `sagemaker`, `slurm`, `kubernetes`, `fake` or one of another package. Default:
+    the one whose options are given, else `sagemaker`. `--backend` goes before it."""
 
     slurm: Slurm = Field(default_factory=Slurm)
     """Options of Slurm."""
+
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    """Options of Kubernetes."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of a back end of another package, which checks them."""
@@ -152,7 +156,17 @@ class BackendChoice(Section):
         """Report a problem of the name at the text itself, if the short form was written."""
         return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Ask which one is meant where the options of several are given."""
+        given = [name for name in _WITH_OPTIONS if name in written]
+        if len(given) > 1 and self.name is None and ("name",) not in broken:
+            hint = f"write `backend: {{name: {given[0]}, ...}}`, or use `--backend`"
+            yield Problem(("name",), f"is required with the options of {' and '.join(given)}", hint)
+
     @property
     def chosen(self) -> str | None:
         """The back end that the job file chooses, if it does."""
-        return self.name or ("slurm" if "slurm" in self.model_fields_set else None)
+        return self.name or next((name for name in _WITH_OPTIONS if name in self.model_fields_set), None)
+
+
+_WITH_OPTIONS = ("slurm", "kubernetes")
