@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smpkit.config.words import plain
 from smpkit.errors import LaunchError
 from smpkit_container.described import Host, make_tree, read_spec, variables_of
-from smpkit_container.s3 import fetch
+from smpkit_container.s3 import fetch, put
 from smpkit_container.token import TOKEN_FILE
 
 __all__ = ["lay_out", "leave_message"]
@@ -25,7 +26,7 @@ _INDEX = ("JOB_COMPLETION_INDEX", "AWS_BATCH_JOB_NODE_INDEX")
 _COUNT = "AWS_BATCH_JOB_NUM_NODES"
 _FIRST = ("SMPKIT_FIRST_HOST", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS")
 _MESSAGE = "SMPKIT_TERMINATION_MESSAGE"
-"""The file whose text Kubernetes keeps as the reason why the container ended."""
+"""The file whose text Kubernetes keeps as the reason why the container ended; on Batch a place in S3."""
 _MOUNTED = {"sourcedir.tar.gz": "sagemaker_submit_directory", "token": TOKEN_FILE}
 """Files beside `spec.json`, and the hyperparameters by which the launcher finds them."""
 
@@ -72,11 +73,15 @@ def _this_host(spec: Mapping[str, Any], environ: Mapping[str, str]) -> Host:
 
 
 def leave_message(base: Path, environ: Mapping[str, str]) -> None:
-    """Leave why the job failed where Kubernetes keeps it."""
+    """Leave why the job failed where Kubernetes keeps it, or in S3, with the number of this host."""
     failure, place = base / "output" / "failure", environ.get(_MESSAGE)
     if not place or not failure.is_file():
         return
     try:
-        Path(place).write_bytes(failure.read_bytes())
-    except OSError as error:
-        os.write(2, f"the reason could not be left in {place}: {error.strerror}\n".encode())
+        if place.startswith("s3://"):
+            index = next((environ[name] for name in _INDEX if environ.get(name)), "0")
+            put(failure, f"{place}/{index}", environ.get("AWS_REGION"))
+        else:
+            Path(place).write_bytes(failure.read_bytes())
+    except (LaunchError, OSError) as error:
+        os.write(2, f"the reason could not be left in {place}: {plain(str(error))}\n".encode())

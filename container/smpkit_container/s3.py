@@ -38,15 +38,28 @@ def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
         ) from error
 
 
+def put(path: Path, uri: str, region: str | None = None) -> None:
+    """Upload a file.
+
+    Raises:
+        LaunchError: it cannot be uploaded.
+    """
+    _uploader(region)(path, uri)
+
+
 def uploader(environment: Environment) -> Callable[[Path, str], None]:
     """Return what uploads a file to a URI, and raises LaunchError if it cannot."""
+    return _uploader(_region(environment))
+
+
+def _uploader(region: str | None) -> Callable[[Path, str], None]:
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
     config = Config(connect_timeout=10, read_timeout=30, retries={"total_max_attempts": 3})
-    client = boto3.client("s3", region_name=_region(environment), config=config)
+    client = boto3.client("s3", region_name=region, config=config)
 
     def upload(path: Path, uri: str) -> None:
         parts = urlsplit(uri)

@@ -95,7 +95,7 @@ def backend_options(function: _Function) -> _Function:
         type=_Name(),
         metavar="NAME",
         envvar="SMPKIT_BACKEND",
-        help="`sagemaker`, `slurm`, `kubernetes`, or `fake`, which plays a job here in seconds. "
+        help="`sagemaker`, `slurm`, `kubernetes`, `batch`, or `fake`, which plays a job here. "
         "Default: the job file's, else `sagemaker`.",
     )
     decorated: Any = profile(region(backend(command)))

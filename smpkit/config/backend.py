@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
 
+from smpkit.config.batch import Batch
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import Hyperparameters, Location, Word
 from smpkit.config.kubernetes import Kubernetes
@@ -134,7 +135,7 @@ class BackendChoice(Section):
     """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `slurm`, `kubernetes`, `fake` or one of another package. Default:
+    """The back end: `sagemaker`, `slurm`, `kubernetes`, `batch`, `fake` or one of another package. Default:
     the one whose options are given, else `sagemaker`. `--backend` goes before it."""
 
     slurm: Slurm = Field(default_factory=Slurm)
@@ -142,6 +143,9 @@ class BackendChoice(Section):
 
     kubernetes: Kubernetes = Field(default_factory=Kubernetes)
     """Options of Kubernetes."""
+
+    batch: Batch = Field(default_factory=Batch)
+    """Options of AWS Batch."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of a back end of another package, which checks them."""
@@ -169,4 +173,4 @@ class BackendChoice(Section):
         return self.name or next((name for name in _WITH_OPTIONS if name in self.model_fields_set), None)
 
 
-_WITH_OPTIONS = ("slurm", "kubernetes")
+_WITH_OPTIONS = ("slurm", "kubernetes", "batch")

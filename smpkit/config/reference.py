@@ -62,6 +62,8 @@ _TITLES: Mapping[str, str] = {
     "Kubernetes": "`backend.kubernetes`",
     "Volume": "`backend.kubernetes.volumes`",
     "Toleration": "`backend.kubernetes.tolerations`",
+    "Batch": "`backend.batch`",
+    "BatchVolume": "`backend.batch.volumes`",
     "Distribution": "`distribution`",
     "SmDistributed": "`distribution.smdistributed`",
     "ModelParallelBlock": "`distribution.smdistributed.modelparallel`",
