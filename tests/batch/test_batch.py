@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from smpkit_container.pod import lay_out, leave_message
 from smpkit_estimator.batch.backend import AwsBatch
 from smpkit_estimator.batch.status import status_of
 from smpkit_estimator.sagemaker import request_shape
+from tests.backend_body import a_job_that_fails, a_job_that_succeeds
 
 REGION = "eu-west-1"
 QUEUE = "gpus"
@@ -129,11 +130,11 @@ def test_requests_with_every_option_fit_the_services_model() -> None:
 
 
 @pytest.mark.usefixtures("aws")
-def test_a_job_from_submit_to_its_log() -> None:
+def test_a_job_from_submit_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     write(output=None)
     dry = json.loads(run("submit", "job.yaml", "--dry-run", "--json", "--name", "one").stdout)
-    sent = run("submit", "job.yaml", "--name", "one", "--json")
-    assert "Submitting `train` to AWS Batch in eu-west-1 (2 nodes of the queue gpus)" in sent.stderr
+    play_logs(monkeypatch, "one")
+    a_job_that_succeeds(run, "one", ("node-0", "node-1"))
     made = sent_nodes("one")
     wanted = dry["RegisterJobDefinition"]["nodeProperties"]["nodeRangeProperties"][0]["container"]
     got = made["nodeRangeProperties"][0]["container"]
@@ -141,21 +142,39 @@ def test_a_job_from_submit_to_its_log() -> None:
     for text, place in zip((json.dumps(got), json.dumps(wanted)), places, strict=True):
         assert place in text
     assert json.loads(json.dumps(got).replace(places[0], "")) == json.loads(json.dumps(wanted).replace(places[1], ""))
-    assert "Completed" in run("wait", "one").stderr
     assert "there is a job `one` already" in run("submit", "job.yaml", "--name", "one", code=2).stderr
-    logs = boto3.client("logs", REGION)
-    stream = f"one/default/{json.loads(sent.stdout)['id']}"
-    event = {"timestamp": int(datetime.now(timezone.utc).timestamp() * 1000), "message": "[rank 1] hello"}
-    groups = [group["logGroupName"] for group in logs.describe_log_groups()["logGroups"]]
-    if "/aws/batch/job" not in groups:
-        logs.create_log_group(logGroupName="/aws/batch/job")
-    logs.create_log_stream(logGroupName="/aws/batch/job", logStreamName=stream)
-    logs.put_log_events(logGroupName="/aws/batch/job", logStreamName=stream, logEvents=[event])
-    assert "[rank 1] hello" in run("logs", "one", "--rank", "1").stdout
-    [item] = json.loads(run("jobs", "--json").stdout)
-    assert (item["name"], item["status"]) == ("one", "Completed")
-    assert "2 × batch" in run("cost", "one", "--price", "3").stdout
-    assert "there is no job `two` in eu-west-1" in run("status", "two", code=2).stderr
+
+
+def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let both nodes log a line: moto runs no nodes, and knows none by the number behind the job's id."""
+    logs, group = boto3.client("logs", REGION), "/aws/batch/job"
+    groups = [each["logGroupName"] for each in logs.describe_log_groups()["logGroups"]]
+    if group not in groups:
+        logs.create_log_group(logGroupName=group)
+    for index in range(2):
+        stream = f"{name}/default/{index}"
+        event = {"timestamp": int(datetime.now(timezone.utc).timestamp() * 1000), "message": f"[rank {index}] hello"}
+        logs.create_log_stream(logGroupName=group, logStreamName=stream)
+        logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=[event])
+    described = AwsBatch._described
+
+    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[dict[str, Any]]:
+        nodes = [each for each in ids if "#" in each]
+        if not nodes:
+            return described(self, ids)
+        return [{"jobId": each, "container": {"logStreamName": f"{name}/default/{each[-1]}"}} for each in nodes]
+
+    monkeypatch.setattr(AwsBatch, "_described", with_nodes)
+
+
+@pytest.mark.usefixtures("aws")
+def test_a_job_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTO_SIMPLE_BATCH_FAIL_AFTER", "0")
+    write()
+    play_logs(monkeypatch, "fails")
+    failures = ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+    monkeypatch.setattr(AwsBatch, "_failures", lambda self, place: failures)
+    a_job_that_fails(run, "fails", "ValueError: bad batch", "node-1")
 
 
 @pytest.mark.usefixtures("aws")

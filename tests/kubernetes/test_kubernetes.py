@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from smpkit.testing import FakeKubernetes
+from tests.backend_body import a_job_that_fails, a_job_that_succeeds
 from tests.kubernetes.conftest import PIPELINE, User
 from tests.slurm.test_slurm import FAILS, ODD, WAITS, uninterrupted
 
@@ -136,29 +137,15 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
     os.environ["MY_KEY"] = "hush-hush"
     try:
         dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)["manifests"]
-        sent = user.run("submit", "job.yaml", "--name", "pipe")
+        a_job_that_succeeds(user.run, "pipe", ("pod-0", "pod-1"))
     finally:
         del os.environ["MY_KEY"]
-    assert sent.stdout == "pipe\n"
-    assert "Submitting `train` to Kubernetes in namespace `team`" in sent.stderr
-    assert "(2 pods)" in sent.stderr
     created = [body for method, _, body in user.cluster.requests if method == "POST"]
     assert [hidden(each) for each in created] == [hidden(each) for each in dry]
-    waited = user.run("wait", "pipe")
-    assert "Completed" in waited.stderr
     assert (user.shared / "out" / "pipe" / "model" / "losses.txt").read_text() == uninterrupted()
-    status = user.status("pipe")
-    assert (status["status"], status["instance_count"], status["failure"]) == ("Completed", 2, None)
-    assert status["model_data"] == str(user.shared / "out" / "pipe" / "model")
+    assert user.status("pipe")["model_data"] == str(user.shared / "out" / "pipe" / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on pod-1: ")
-    assert {line["host"] for line in lines} == {"pod-1"}
-    assert user.run("logs", "pipe", "--tail", "1", "--host", "pod-0").stdout.startswith(
-        "pod-0 [rank 0] step 6 on pod-0"
-    )
-    [item] = json.loads(user.run("jobs", "--json").stdout)
-    assert (item["name"], item["status"]) == ("pipe", "Completed")
-    assert "2 × pod" in user.run("cost", "pipe", "--price", "3").stdout
     told = json.dumps(dry) + user.told()
     assert "hush-hush" not in told
     assert "abcdefgh1234" not in told
@@ -179,13 +166,7 @@ def hidden(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
     user.write(FAILS, hyperparameters={"text": ODD})
-    done = user.run("submit", "job.yaml", "--name", "fails", "--follow", code=1)
-    assert "Failed" in done.stderr
-    assert "rank 1 on pod-1, exit 1" in done.stderr
-    status = user.status("fails")
-    assert status["failure"]["headline"] == "ValueError: bad batch"
-    assert (status["failure"]["rank"], status["failure"]["host"]) == (1, "pod-1")
-    assert user.run("wait", "fails", code=1).stdout == ""
+    a_job_that_fails(user.run, "fails", "ValueError: bad batch", "pod-1")
     assert {line.split()[0] for line in user.run("logs", "fails").stdout.splitlines()} == {"pod-0", "pod-1"}
 
 
