@@ -28,6 +28,7 @@ VERSIONS = ("1.30", "1.34", "1.37")
 
 def manifests(user: User, *arguments: str) -> dict[str, dict[str, Any]]:
     text = user.run("submit", "job.yaml", "--dry-run", "--name", "job", *arguments).stdout
+    assert "&id0" not in text
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 

@@ -137,6 +137,9 @@ class KubernetesCluster:
         job = self._job(name)
         if state_of(job)[0] in FINAL:
             return
+        if _is_jobset(job):
+            hint = "try again in a moment"
+            raise UnreachableError(f"cannot stop job `{name}`: the cluster has not made its Job yet", hint=hint)
         child = job["metadata"]["name"]
         asked = {"metadata": {"annotations": {STOPPED_AT: datetime.now(timezone.utc).isoformat()}}}
         if job["spec"].get("suspend"):
@@ -189,7 +192,7 @@ class KubernetesCluster:
             now,
             changes,
             namespace=self._api.namespace,
-            jobset=job["metadata"]["name"] != name,
+            jobset=_is_jobset(job) or job["metadata"]["name"] != name,
         )
 
     def latest_checkpoint(self, place: str) -> str | None:
@@ -238,6 +241,11 @@ class KubernetesCluster:
 
     def _pods(self, name: str) -> Sequence[Object]:
         return [*self._api.list("Pod", f"{JOB_LABEL}={name}")]
+
+
+def _is_jobset(job: Object) -> bool:
+    """Tell whether this is a JobSet whose Job is not made yet."""
+    return bool(job.get("kind") == "JobSet")
 
 
 def open_kubernetes(access: Access) -> KubernetesCluster:

@@ -79,7 +79,8 @@ class KubernetesPlan:
         """The same as YAML."""
         import yaml
 
-        text: str = yaml.safe_dump_all(self.shown()["manifests"], sort_keys=False, allow_unicode=True, width=120)
+        plain = json.loads(json.dumps(self.shown()["manifests"]))  # else what occurs twice becomes an alias
+        text: str = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True, width=120)
         return text
 
 
