@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -143,13 +144,16 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
         del os.environ["MY_KEY"]
     created = [body for method, _, body in user.cluster.requests if method == "POST"]
     assert [hidden(each) for each in created] == [hidden(each) for each in dry]
+    told, sent = (next(each["binaryData"] for each in made if "binaryData" in each) for made in (dry, created))
+    digest = hashlib.sha256(base64.b64decode(sent["sourcedir.tar.gz"])).hexdigest()
+    assert told["sourcedir.tar.gz"].endswith(f" bytes, sha256 {digest})")
     assert (user.shared / "out" / "pipe" / "model" / "losses.txt").read_text() == uninterrupted()
     assert user.status("pipe")["model_data"] == str(user.shared / "out" / "pipe" / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on pod-1: ")
-    told = json.dumps(dry) + user.told()
-    assert "hush-hush" not in told
-    assert "abcdefgh1234" not in told
+    shown = json.dumps(dry) + user.told()
+    assert "hush-hush" not in shown
+    assert "abcdefgh1234" not in shown
     owned = [each for each in user.cluster.store.objects.values() if "ownerReferences" in each["metadata"]]
     assert {each["kind"] for each in owned} >= {"ConfigMap", "Secret", "Service", "Pod"}
 
