@@ -56,6 +56,8 @@ def test_why_a_job_failed(pods: list[dict[str, Any]], headline: str) -> None:
     assert status.status == "Failed"
     assert status.failure is not None
     assert status.failure.headline == headline
+    ranked = "rank 1 on" in str(pods)
+    assert (status.failure.rank, status.failure.host) == (1, "pod-1") if ranked else status.failure.rank in (0, None)
     assert status.billable_seconds is not None
     assert status.billable_seconds > 0
 
