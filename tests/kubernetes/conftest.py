@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,15 @@ class User:
     """A folder that all nodes see, at the same place as the pods."""
     port: int
 
-    def write(self, script: str | None = None, **job: Any) -> None:
+    def write(self, script: str | None = None, *, quick: bool = False, **job: Any) -> None:
+        """Write the script, default: the one of the tests in containers, and the job file.
+
+        Args:
+            quick: run it from a shell script, without ranks, which would import torch.
+        """
+        if quick:
+            (self.folder / "run.sh").write_text(f'exec {sys.executable} train.py "$@"')
+            job = {"entry_point": "run.sh", "distribution": None, **job}
         (self.folder / "train.py").write_text(SCRIPT.read_text() if script is None else script)
         volume = {"mount": str(self.shared), "host_path": str(self.shared)}
         options = {"port": self.port, "volumes": [volume], **job.pop("kubernetes", {})}

@@ -16,6 +16,7 @@ from tests.slurm.test_slurm import uninterrupted
 __all__ = ["PIPELINE"]
 
 
+@pytest.mark.full
 def test_a_job_goes_on_in_another_cluster(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in one, resumed from the same folder in another one, with JobSets, by a job file for there."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})
@@ -45,8 +46,8 @@ def test_a_job_goes_on_in_another_cluster(user: User, tmp_path: Path, monkeypatc
 
 
 def test_where_the_checkpoints_are_not_reachable_the_other_back_end_says_so(user: User) -> None:
-    user.write("")
-    user.run("submit", "job.yaml", "--name", "old", "--set", "compute.instance_count=1", "--wait")
+    user.write("", quick=True, hosts=1)
+    user.run("submit", "job.yaml", "--name", "old", "--wait")
     refused = user.run("resume", "old", "--with", "job.yaml", code=1)
     assert f"there is no checkpoint of `old` at {user.shared / 'checkpoints'}, as Kubernetes" in refused.stderr
     moved = ["--set", "backend.kubernetes.volumes=[{mount: /data, claim: a}]", "--set", "output=/data/out"]
@@ -61,7 +62,7 @@ def test_where_the_checkpoints_are_not_reachable_the_other_back_end_says_so(user
 
 def test_the_jobs_of_all_back_ends_are_listed_together(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no Slurm
-    user.write("", hosts=1)
+    user.write("", quick=True, hosts=1)
     user.run("submit", "job.yaml", "--name", "here")
     done = user.run("jobs", "--backend", "all", "--json")
     [item] = json.loads(done.stdout)

@@ -176,14 +176,15 @@ def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
 
 
 def test_hyperparameters_arrive_as_they_are(user: User) -> None:
-    user.write("import sys; print(sys.argv[1:])", hosts=1, hyperparameters={"text": ODD})
+    user.write("import sys; print(sys.argv[1:])", quick=True, hosts=1, hyperparameters={"text": ODD})
     user.run("submit", "job.yaml", "--name", "odd", "--wait")
     assert repr(["--text", ODD]) in user.run("logs", "odd").stdout
     [packed] = user.cluster.store.get("ConfigMap", "team", "odd")["binaryData"].values()  # type: ignore[index]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
-        assert sorted(archive.getnames()) == ["job.yaml", "train.py"]
+        assert sorted(archive.getnames()) == ["job.yaml", "run.sh", "train.py"]
 
 
+@pytest.mark.full
 def test_an_evicted_pod_goes_on_where_it_was(user: User) -> None:
     """SIGTERM to one host: all save, and all are started again, on a new node."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})
@@ -255,7 +256,7 @@ def test_the_time_limit_gives_ranks_time_to_save(user: User) -> None:
 def test_a_job_waits_in_kueues_queue(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeKubernetes(jobset=True, kueue=True) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "other")))
-        user.write("print('ran')", hosts=1, kubernetes={"queue": "gpus"})
+        user.write("print('ran')", quick=True, hosts=1, kubernetes={"queue": "gpus"})
         for name in ("waits", "runs"):
             user.run("submit", "job.yaml", "--name", name)
             assert (user.status(name)["status"], user.status(name)["phase"]) == ("InProgress", "Pending")
@@ -333,7 +334,7 @@ def test_a_job_that_is_refused_leaves_nothing(user: User) -> None:
 
 
 def test_a_lost_answer_starts_no_second_job(user: User) -> None:
-    user.write("print('once')", hosts=1)
+    user.write("print('once')", quick=True, hosts=1)
     user.cluster.lost_answers.add("create jobs")
     user.run("submit", "job.yaml", "--name", "once", "--wait")
     assert len(user.cluster.controller.runs) == 1
