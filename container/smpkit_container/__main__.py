@@ -1,6 +1,7 @@
 """The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`.
 
-On Slurm, `python -m smpkit_container slurm RUN` is one node's part of the run in that folder.
+On Slurm, `python -m smpkit_container slurm RUN` is one node's part of the run in that folder; on Kubernetes and AWS
+Batch, `python -m smpkit_container host SPEC` is that of one host.
 
 Any other arguments are a command to run instead, so that `docker run IMAGE bash` does what people expect.
 """
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from smpkit.config.words import plain
 from smpkit.errors import SmpkitError
-from smpkit_container import slurm
+from smpkit_container import pod, slurm
 from smpkit_container.console import Console
+from smpkit_container.described import LOST, STOPPED
 from smpkit_container.environment import (
     DEFAULT_BASE,
     Environment,
@@ -46,6 +48,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     before, extra = _split(arguments)
     if before[:1] == ["slurm"] and len(before) == 2:
         return _on_slurm(Path(before[1]), extra, environ)
+    if before[:1] == ["host"] and len(before) == 2:
+        return _as_host(before[1], extra, environ)
     if before not in ([], ["train"]):
         return _become(arguments)
     return _train(environ, extra)
@@ -67,16 +71,41 @@ def _on_slurm(run: Path, extra: Sequence[str], environ: Mapping[str, str]) -> in
     }
     # Who asked for it to stop may have done so before there was a launcher to hear of it.
     stopped = (run / "stopped").exists()
-    code = slurm.STOPPED if stopped else _train({**environ, **variables, **ours}, extra, stopped_code=slurm.STOPPED)
+    code = STOPPED if stopped else _train({**environ, **variables, **ours}, extra, fetch=False, stopped_code=STOPPED)
     slurm.note_end(run, environ, code)
     return code
 
 
-def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: int = 0) -> int:
+def _as_host(place: str, extra: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one host's part of a job on Kubernetes or AWS Batch; return the exit code."""
+    base = base_folder(environ)
+    try:
+        variables = pod.lay_out(place, base, environ)
+    except (SmpkitError, OSError) as error:
+        sys.stderr.write(f"error: {plain(str(error))}\n")
+        _leave_reason(base, str(error))
+        code = error.exit_code if isinstance(error, SmpkitError) else 1
+    else:
+        code = _train({**environ, **variables}, extra, fetch=True, stopped_code=STOPPED, lost_code=LOST)
+    pod.leave_message(base, environ)
+    return code
+
+
+def _train(
+    environ: Mapping[str, str],
+    extra: Sequence[str],
+    *,
+    fetch: bool | None = None,
+    stopped_code: int = 0,
+    lost_code: int = 1,
+) -> int:
     """Run the job described below the base folder. This is the program's only error boundary.
 
     Args:
+        fetch: unpack the sources and install what they require; a local run uses both in place. Default: if the base
+            folder is the platform's.
         stopped_code: the exit code if all ranks ended well because they were asked to.
+        lost_code: the exit code if the ranks ended because another host was lost.
     """
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
         die_with_parent(signal.SIGTERM)
@@ -88,12 +117,12 @@ def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: in
         environment = Environment.read(
             base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa(), more=more
         )
-        if base == DEFAULT_BASE:  # a local run uses the sources and packages in place
+        if base == DEFAULT_BASE if fetch is None else fetch:
             fetch_source(environment)
             install_requirements(environment.code)
         environment = decode_overrides(environment)
         environ = {**environ, **secret_variables(environment)}
-        return launch(environment, environ, console, extra, stopped_code=stopped_code)
+        return launch(environment, environ, console, extra, stopped_code=stopped_code, lost_code=lost_code)
     except KeyboardInterrupt:  # before the launcher handles it
         sys.stderr.write("Stopped before the ranks were started\n")
         return 130

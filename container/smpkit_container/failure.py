@@ -96,11 +96,12 @@ def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failu
     return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
 
 
-def peer_failure(news: News, outcome: Outcome, topology: Topology) -> Failure:
-    """Describe a run that ended here because it failed on another host."""
+def peer_failure(news: News, outcome: Outcome, topology: Topology, lost_code: int = 1) -> Failure:
+    """Describe a run that ended here because it failed on another host, or that was lost."""
     what = f"the run failed on another host, {news}"
     screen = f"Failed after {duration(outcome.seconds)}: {what}"
-    return Failure(1, _fitted([news.reason, f"on {news.host}; {topology.host} ended because of it"]), screen)
+    code = lost_code if news.lost else 1
+    return Failure(code, _fitted([news.reason, f"on {news.host}; {topology.host} ended because of it"]), screen)
 
 
 def stop_words(outcome: Outcome, checkpoints: Path) -> str:

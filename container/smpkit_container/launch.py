@@ -66,12 +66,13 @@ def launch(
     extra: Sequence[str] = (),
     *,
     stopped_code: int = 0,
+    lost_code: int = 1,
 ) -> int:
     """Run the ranks of this host and return the exit code of the job.
 
     That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is
-    `stopped_code` if every rank ended with 0; after Ctrl-C it is always 130. A failure is reported on stderr and in
-    `output/failure`.
+    `stopped_code` if every rank ended with 0; after Ctrl-C it is always 130; `lost_code` if another host was lost. A
+    failure is reported on stderr and in `output/failure`.
 
     Raises:
         SmpkitError: the job cannot be started as described.
@@ -95,7 +96,7 @@ def launch(
             news = gathered.peers.news if gathered.peers else None
     if uploads is not None:
         uploads.close(_LAST_UPLOADS_SECONDS if not outcome.stop_signal else _LAST_UPLOADS_OF_STOPPED_SECONDS)
-    failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints)
+    failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints, lost_code)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
@@ -164,6 +165,7 @@ def explain(
     timeouts: Timeouts,
     news: News | None = None,
     checkpoints: Path = Path(),
+    lost_code: int = 1,
 ) -> Failure | None:
     """Return why a run failed; None if every rank ended with 0, whatever the exit code of torchrun or mpirun."""
     cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
@@ -171,7 +173,7 @@ def explain(
         return None
     cause = find_root_cause(outcome.ends)
     if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
-        return peer_failure(news, outcome, topology)
+        return peer_failure(news, outcome, topology, lost_code)
     if outcome.stop_signal and (cause is None or cause.culprit.error is None):
         return stop_failure(outcome, topology, timeouts.grace, checkpoints)
     if cause is None:

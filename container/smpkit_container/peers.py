@@ -51,6 +51,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that loses power says nothing: after 30 silent seconds it counts as lost."""
 
 
+_LOST = "the host was lost"
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
 
@@ -60,6 +61,11 @@ class News:
 
     host: str
     reason: str
+
+    @property
+    def lost(self) -> bool:
+        """Whether the host went without a word, so that starting it again may help."""
+        return self.reason.startswith(_LOST)
 
     def __str__(self) -> str:
         return f"{self.host}: {self.reason}"
@@ -131,7 +137,7 @@ class Peers:
             return False
         if not data and not peer.ended:
             peer.ended = True
-            self._note(peer, News(peer.host, "the host was lost: its connection broke"))
+            self._note(peer, News(peer.host, f"{_LOST}: its connection broke"))
         return bool(data)
 
     def _take_in(self, peer: _Peer, message: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
 
-__all__ = ["download", "uploader"]
+__all__ = ["download", "fetch", "uploader"]
 
 
 def download(environment: Environment, uri: str, target: Path, what: str) -> None:
@@ -21,10 +21,15 @@ def download(environment: Environment, uri: str, target: Path, what: str) -> Non
     Raises:
         LaunchError: it cannot be downloaded.
     """
+    fetch(uri, target, what, _region(environment))
+
+
+def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
+    """Download an object to a file, as `download` does, before the job's own region is known."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    parts, region = urlsplit(uri), _region(environment)
+    parts = urlsplit(uri)
     try:
         boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
     except (BotoCoreError, ClientError, OSError) as error:
@@ -33,15 +38,28 @@ def download(environment: Environment, uri: str, target: Path, what: str) -> Non
         ) from error
 
 
+def put(path: Path, uri: str, region: str | None = None) -> None:
+    """Upload a file.
+
+    Raises:
+        LaunchError: it cannot be uploaded.
+    """
+    _uploader(region)(path, uri)
+
+
 def uploader(environment: Environment) -> Callable[[Path, str], None]:
     """Return what uploads a file to a URI, and raises LaunchError if it cannot."""
+    return _uploader(_region(environment))
+
+
+def _uploader(region: str | None) -> Callable[[Path, str], None]:
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
     config = Config(connect_timeout=10, read_timeout=30, retries={"total_max_attempts": 3})
-    client = boto3.client("s3", region_name=_region(environment), config=config)
+    client = boto3.client("s3", region_name=region, config=config)
 
     def upload(path: Path, uri: str) -> None:
         parts = urlsplit(uri)

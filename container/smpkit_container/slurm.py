@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from smpkit.errors import ConfigError, LaunchError, Problem
+from smpkit.errors import LaunchError
+from smpkit_container.described import STOPPED, Host, make_tree, read_spec, variables_of
 
 __all__ = ["STOPPED", "attempt_of", "lay_out", "node_name", "note_end", "open_log", "port_of"]
-
-STOPPED = 143
-"""Exit code of a launcher whose ranks have saved after SIGTERM, as a shell has it; the batch script tells by it whether
-to queue the job again."""
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below those that systems give to outgoing connections
 
@@ -64,67 +59,18 @@ def lay_out(run: Path, environ: Mapping[str, str]) -> tuple[Path, dict[str, str]
         ConfigError: `spec.json` cannot be used.
         LaunchError: this is no step of a Slurm job.
     """
-    try:
-        spec = json.loads((run / "spec.json").read_bytes())
-        hyperparameters, places = dict(spec["hyperparameters"]), dict(spec["places"])
-        inputs, environment = dict(spec["inputs"]), dict(spec["environment"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"cannot be used: {type(error).__name__}: {error}"
-        raise ConfigError([Problem((str(run / "spec.json"),), message)], subject="folder of the run") from None
+    spec = read_spec(run / "spec.json")
     name = node_name(environ)
     base = run / "nodes" / name
-    shutil.rmtree(base / "input", ignore_errors=True)  # of the attempt before
-    (base / "output" / "failure").unlink(missing_ok=True)
-    config = base / "input" / "config"
-    config.mkdir(parents=True)
-    (base / "output").mkdir(exist_ok=True)
-    (base / "input" / "data").mkdir()
-    for channel, place in inputs.items():
-        (base / "input" / "data" / channel).symlink_to(place)
-    for part, place in places.items():
-        Path(place).mkdir(parents=True, exist_ok=True)
-        _link(base / part, Path(place))
-    files: dict[str, Any] = {
-        "hyperparameters": hyperparameters,
-        "resourceconfig": _resources(spec, name, environ),
-        "inputdataconfig": spec["channels"],
-        "checkpointconfig": {"LocalPath": places["checkpoints"]},
-    }
-    for file, value in files.items():
-        (config / f"{file}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
-    secrets = run / "secrets.json"
-    if secrets.is_file():
-        environment |= json.loads(secrets.read_bytes())
-    return base, {name: str(value) for name, value in environment.items()}
-
-
-def _resources(spec: Mapping[str, Any], name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    number, count = int(environ["SLURM_NODEID"]), int(environ.get("SLURM_STEP_NUM_NODES") or environ["SLURM_NNODES"])
-    common = {
-        "current_host": name,
-        "current_instance_type": spec["instance_type"],
-        "current_group_name": "homogeneousCluster",
-        "network_interface_name": spec.get("interface") or "",
-    }
-    if count == 1:
-        return {**common, "hosts": [name], **_group(spec, [name])}
-    address = environ.get("SMPKIT_FIRST_HOST")
-    if not address:
-        raise LaunchError("SMPKIT_FIRST_HOST is not set", hint="the batch script sets it to the first node's address")
-    known = {"first_host": address, "host_count": count, "host_index": number, "port": port_of(environ)}
-    return {**common, **known, **_group(spec, [])}
-
-
-def _group(spec: Mapping[str, Any], hosts: list[str]) -> dict[str, Any]:
-    one = {"instance_group_name": "homogeneousCluster", "instance_type": spec["instance_type"], "hosts": hosts}
-    return {"instance_groups": [one]}
-
-
-def _link(link: Path, target: Path) -> None:
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if link.is_symlink():
-        link.unlink()
-    link.symlink_to(target, target_is_directory=True)
+    host = Host(
+        name=name,
+        index=int(environ["SLURM_NODEID"]),
+        count=int(environ.get("SLURM_STEP_NUM_NODES") or environ["SLURM_NNODES"]),
+        first_address=environ.get("SMPKIT_FIRST_HOST"),  # the batch script asks Slurm for it
+        port=port_of(environ),
+    )
+    make_tree(base, spec, host)
+    return base, variables_of(spec, run / "secrets.json")
 
 
 def open_log(run: Path, environ: Mapping[str, str]) -> str:

@@ -1,7 +1,8 @@
 """A back end: where managed jobs run. Commands and `Job` know this protocol and nothing of a service behind it.
 
-SageMaker (`sagemaker`), a fake of it (`fake`) and Slurm (`slurm`) are here. A package adds one with an entry point of
-the group `smpkit.backends`: a function that takes `Access` and returns a `Backend`.
+SageMaker (`sagemaker`), a fake of it (`fake`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batch (`batch`) are
+here. A package adds one with an entry point of the group `smpkit.backends`: a function that takes `Access` and returns
+a `Backend`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ GROUP = "smpkit.backends"
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker_backend:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
+    "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
+    "batch": "smpkit_estimator.batch.backend:open_batch",
     # By name: the product imports nothing of `smpkit.testing`, which import-linter checks.
     "fake": "smpkit.testing.fake_sagemaker.demonstration:open_fake",
 }
@@ -52,9 +55,9 @@ class Access:
     """What the user says about the way to a back end; each uses what it has a meaning for."""
 
     profile: str | None = None
-    """Of AWS."""
+    """Of AWS; the context of a kubeconfig."""
     region: str | None = None
-    """Of AWS."""
+    """Of AWS; the namespace of Kubernetes."""
 
 
 @dataclass(frozen=True)

@@ -239,11 +239,11 @@ class Cloud:
 
     # ---- logs ------------------------------------------------------------------------------------------------------
 
-    def log_streams(self, prefix: str) -> list[str]:
+    def log_streams(self, prefix: str, group: str = LOG_GROUP) -> list[str]:
         """Return the names of all log streams that begin with `prefix`; none if nothing was logged yet."""
         doing = "cannot list the job's log streams"
         try:
-            arguments = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": prefix}
+            arguments = {"logGroupName": group, "logStreamNamePrefix": prefix}
             pages = self._tried_pages("logs", "describe_log_streams", "logStreams", "nextToken", **arguments)
             return [stream["logStreamName"] for stream in pages]
         except CloudProblem as error:
@@ -251,10 +251,10 @@ class Cloud:
                 return []
             raise explained(error, doing, "logs") from None
 
-    def log_events(self, stream: str, **arguments: Any) -> dict[str, Any]:
+    def log_events(self, stream: str, group: str = LOG_GROUP, **arguments: Any) -> dict[str, Any]:
         """Return one page of a log stream; `arguments` as of `GetLogEvents`. An empty page if it is not there yet."""
         try:
-            arguments |= {"logGroupName": LOG_GROUP, "logStreamName": stream}
+            arguments |= {"logGroupName": group, "logStreamName": stream}
             page: dict[str, Any] = self._tried("logs", "get_log_events", **arguments)
         except CloudProblem as error:
             if code_of(error) == "ResourceNotFoundException":
@@ -272,8 +272,26 @@ class Cloud:
         return arn
 
     def ask(self, service: str, operation: str, doing: str, **arguments: Any) -> dict[str, Any]:
-        """Make any call that only reads."""
+        """Make any call that may be made twice."""
         return self._call(service, operation, doing, **arguments)
+
+    def ask_once(self, service: str, operation: str, doing: str, **arguments: Any) -> dict[str, Any]:
+        """Make a call that starts something: it is repeated only if the service said that it was too busy.
+
+        Raises:
+            UnreachableError: it is not known whether the call took effect.
+        """
+        for attempt in range(_TRIES):
+            try:
+                # No retries by botocore: whatever a lost answer was about would be started twice.
+                return call_once(self._client(service, retries=False), service, operation, arguments)
+            except CloudProblem as error:  # noqa: PERF203  a call over the network is slower
+                if is_throttling(error) and not is_in_doubt(error) and attempt < _TRIES - 1:
+                    self._pause(attempt)
+                    continue
+                found = explained(error, doing, service)
+                raise UnreachableError(found.message) if is_in_doubt(error) else found from None
+        raise AssertionError("the last attempt returns or raises")
 
     # ---- calling ---------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Job:
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
-        return self._backend.latest_checkpoint(self._checkpoints())
+        return self._backend.latest_checkpoint(self.checkpoints)
 
     def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         """Return what would be sent for a new job that goes on from this one's checkpoints; sends nothing.
@@ -148,7 +148,7 @@ class Job:
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
-        self._checkpoints()
+        _ = self.checkpoints
         return self._backend.resumed(self.name, job_name, changes)
 
     def resume(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Job:
@@ -157,7 +157,13 @@ class Job:
         self._backend.submit(plan)
         return Job(plan.job_names[0], self._backend)
 
-    def _checkpoints(self) -> str:
+    @property
+    def checkpoints(self) -> str:
+        """S3 URI or path of the folder with its checkpoints.
+
+        Raises:
+            CheckpointError: the job keeps none.
+        """
         uri = self.status().checkpoints
         if uri is None:
             message = f"job `{self.name}` keeps no checkpoints"

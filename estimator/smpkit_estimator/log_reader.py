@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from smpkit_estimator.cloud import Cloud
+from smpkit_estimator.cloud import LOG_GROUP, Cloud
 from smpkit_estimator.log_line import LogLine, rank_of
 
 __all__ = ["LogReader"]
@@ -36,10 +36,21 @@ class LogReader:
 
     Args:
         since: leave out what was logged before.
+        group: the log group.
+        host_of: tells the host by the whole name of a stream; default: as SageMaker names them.
     """
 
-    def __init__(self, cloud: Cloud, job_name: str, since: datetime | None = None) -> None:
+    def __init__(
+        self,
+        cloud: Cloud,
+        job_name: str,
+        since: datetime | None = None,
+        *,
+        group: str = LOG_GROUP,
+        host_of: Callable[[str], str] | None = None,
+    ) -> None:
         self._cloud = cloud
+        self._group, self._host_of = group, host_of
         self._prefix = f"{job_name}/"
         self._bounds = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
         self._streams: dict[str, _Stream] = {}
@@ -76,9 +87,10 @@ class LogReader:
         return lines[-count:] if count else []
 
     def _find_streams(self) -> None:
-        for name in self._cloud.log_streams(self._prefix):
+        for name in self._cloud.log_streams(self._prefix, self._group):
             if name not in self._streams:
-                self._streams[name] = _Stream(name, _host(name.removeprefix(self._prefix)))
+                host = self._host_of(name) if self._host_of else _host(name.removeprefix(self._prefix))
+                self._streams[name] = _Stream(name, host)
 
     def _forward(self, stream: _Stream) -> None:
         empty = 0
@@ -111,7 +123,7 @@ class LogReader:
 
     def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
         place: dict[str, Any] = {"startFromHead": startFromHead} if token is None else {"nextToken": token}
-        return self._cloud.log_events(stream.name, **place, **self._bounds)
+        return self._cloud.log_events(stream.name, self._group, **place, **self._bounds)
 
     def _lines(self, stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
         lines = []

@@ -11,10 +11,10 @@ _MAX_CHARACTERS = 63
 _STAMP = re.compile(r"-\d{4}(-\d{2}){5}-\d{3}$")
 
 
-def unique_name(base: str, now: datetime) -> str:
+def unique_name(base: str, now: datetime, longest: int = _MAX_CHARACTERS) -> str:
     """Return a job name as SDK v2 makes it: the base, cut to fit, and the time to the millisecond."""
     stamp = now.strftime("%Y-%m-%d-%H-%M-%S-") + f"{now.microsecond // 1000:03d}"
-    return f"{base[: _MAX_CHARACTERS - len(stamp) - 1].rstrip('-')}-{stamp}"
+    return f"{base[: longest - len(stamp) - 1].rstrip('-')}-{stamp}"
 
 
 def base_name(name: str) -> str:

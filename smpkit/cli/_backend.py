@@ -88,14 +88,14 @@ def backend_options(function: _Function) -> _Function:
                 error.hint = _console.current().complete(error.hint)
             raise
 
-    profile = click.option("--profile", metavar="NAME", help="AWS profile; default: as the AWS CLI has it.")
-    region = click.option("--region", metavar="NAME", help="AWS region; default: as the AWS CLI has it.")
+    profile = click.option("--profile", metavar="NAME", help="AWS profile, or context of the kubeconfig.")
+    region = click.option("--region", metavar="NAME", help="AWS region, or namespace of Kubernetes.")
     backend = click.option(
         "--backend",
         type=_Name(),
         metavar="NAME",
         envvar="SMPKIT_BACKEND",
-        help="`sagemaker`, `slurm`, or `fake`, which plays a job on this machine in seconds. "
+        help="`sagemaker`, `slurm`, `kubernetes`, `batch`, or `fake`, which plays a job here. "
         "Default: the job file's, else `sagemaker`.",
     )
     decorated: Any = profile(region(backend(command)))

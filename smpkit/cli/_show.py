@@ -12,11 +12,21 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._layout import fold, width
 from smpkit.config.words import printable
+from smpkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["HostsOfOneKind", "local_time", "machines_text", "show_end", "status_json", "status_lines"]
+__all__ = [
+    "HostsOfOneKind",
+    "local_time",
+    "machines_text",
+    "newest_checkpoint",
+    "show_end",
+    "status_json",
+    "status_lines",
+]
 
 
 class HostsOfOneKind(Protocol):
@@ -99,6 +109,15 @@ def show_end(status: JobStatus) -> int:
         console.note(f"{duration(status.billable_so_far)} billable for each of {status.instance_count} instances")
         return 0
     return 1
+
+
+def newest_checkpoint(job: Job, *, found: str, none: str) -> str:
+    """Say which checkpoint of a job is the newest: `found` and its place, `none`, or why nobody here can tell."""
+    try:
+        newest = job.latest_checkpoint
+    except UnsupportedError as error:
+        return error.message
+    return f"{found}{newest}" if newest else none
 
 
 def hint_of(status: JobStatus) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.cli._job import looks_like_a_file, read_job
 from smpkit.cli._show import HostsOfOneKind
 from smpkit.cli._time import AMOUNT, PRICE
+from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
 
 __all__ = ["cost"]
@@ -27,7 +29,7 @@ __all__ = ["cost"]
     required=True,
     multiple=True,
     metavar="[TYPE=]AMOUNT",
-    help="Price of one instance for one hour; of each instance type, where there are several.",
+    help="Price of one instance or node for one hour; of each type, where there are several.",
 )
 @click.option("--currency", default="USD", show_default=True, help="Currency of the price.")
 @click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
@@ -45,13 +47,14 @@ def cost(
 ) -> None:
     """Estimate what a job costs, before or after it.
 
-    JOB is a job file that is not sent yet, or the name of a managed job, which is counted by its billable time.
+    JOB is a job file that is not sent yet, or the name of a managed job, which is counted by its billable time; on a
+    cluster, the time for which it has its nodes. Runs of an array are counted together.
 
     The price is yours to give: it depends on region, contract and, for spot, on the hour. Storage and traffic are not
     in it.
     """
     path = Path(job)
-    estimate = _of_file(path, overrides, hours) if looks_like_a_file(job) else _of_job(job, chosen)
+    estimate = _of_file(path, overrides, hours, chosen) if looks_like_a_file(job) else _of_job(job, chosen)
     machines = [
         {"instance_type": each.instance_type, "instances": each.instance_count, "price_per_hour": price}
         for each, price in _priced(estimate.pop("machines"), prices)
@@ -60,6 +63,7 @@ def cost(
     per_hour = sum(each["instances"] * each["price_per_hour"] for each in machines)
     estimate |= {
         "instances": sum(each["instances"] for each in machines),
+        "node_hours": sum(each["instances"] for each in machines) * estimate["hours"],
         "instance_type": alone.get("instance_type"),
         "price_per_hour": alone.get("price_per_hour"),
         "machines": machines,
@@ -103,13 +107,36 @@ def _priced(
     yield from ((each, given[each.instance_type]) for each in machines)
 
 
-def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None) -> dict[str, Any]:
-    compute = read_job(path, overrides).config.compute
+def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None, chosen: BackendChoice) -> dict[str, Any]:
+    job = read_job(path, overrides).config
+    backend, compute = chosen.name or job.backend.chosen or "sagemaker", job.compute
+    machines: Sequence[HostsOfOneKind] = compute.machines
+    seconds = compute.max_run_seconds
+    if backend in _KINDS:
+        slurm = job.backend.slurm
+        runs = max(1, len(slurm.array)) if backend == "slurm" else 1
+        machines = [_Hosts(_KINDS[backend](job), compute.num_hosts * runs)]
+        if backend == "slurm" and slurm.seconds is not None:
+            seconds = slurm.seconds
     return {
         "basis": "at most" if hours is None else "as expected",
-        "machines": compute.machines,
-        "hours": compute.max_run_seconds / 3600 if hours is None else hours,
+        "machines": machines,
+        "hours": seconds / 3600 if hours is None else hours,
     }
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    instance_type: str
+    instance_count: int
+
+
+_KINDS: Mapping[str, Callable[[JobConfig], str]] = {
+    "slurm": lambda job: job.backend.slurm.partition or "slurm",
+    "kubernetes": lambda _: "pod",
+    "batch": lambda job: job.backend.batch.instance_type or "batch",
+}
+"""What hosts are called where they are no instances of SageMaker; as `smpkit status` has it."""
 
 
 def _of_job(name: str, chosen: BackendChoice) -> dict[str, Any]:

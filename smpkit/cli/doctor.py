@@ -27,7 +27,7 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     """Check this machine, the back end, and what a job names.
 
     With the job file FILE of a managed job also its role, bucket, image and quota are looked at; on Slurm its
-    partition, nodes, folders and container runtime.
+    partition, nodes, folders and container runtime; on Kubernetes its rights, queue and claims.
 
     The exit code is 1 if there is a problem: something that the job FILE cannot do without. Nothing is changed, unless
     `--write` is given.

@@ -53,7 +53,7 @@ COMMANDS: dict[str, Entry] = {
     ),
     "image": Entry("smpkit.cli.image:image", "Build the training image on any base.", "Run"),
     "submit": Entry(
-        "smpkit.cli.submit:submit", "Start a managed job, on SageMaker or Slurm, and print its name.", "Run"
+        "smpkit.cli.submit:submit", "Start a managed job, on SageMaker or a cluster, and print its name.", "Run"
     ),
     "jobs": Entry("smpkit.cli.jobs:jobs", "List managed jobs, newest first.", "Run"),
     "status": Entry(

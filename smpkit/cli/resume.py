@@ -1,13 +1,21 @@
-"""`smpkit resume`: a new job that goes on from the checkpoints of an old one."""
+"""`smpkit resume`: a new job that goes on from the checkpoints of an old one, on the same back end or another."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
 from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
+from smpkit.errors import CheckpointError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from smpkit_estimator.backend import Backend, Plan
+    from smpkit_estimator.job import Job
 
 __all__ = ["resume"]
 
@@ -18,6 +26,9 @@ __all__ = ["resume"]
 @click.option("--instance-count", type=click.IntRange(1), help="So many hosts instead.")
 @click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
+@click.option("--with", "file", type=click.Path(path_type=Path), help="Start this job file, with JOB's checkpoints.")
+@click.option("--to", metavar="NAME", help="With --with: the back end. Default: the job file's.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="With --with: change a setting.")
 @click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -28,6 +39,9 @@ def resume(
     instance_count: int | None,
     instance_type: str | None,
     max_run_seconds: int | None,
+    file: Path | None,
+    to: str | None,
+    overrides: tuple[str, ...],
     dry_run: bool,
     follow: bool,
     as_json: bool,
@@ -36,7 +50,11 @@ def resume(
     """Start a job that goes on from another's checkpoints.
 
     It has the same image, sources, data and settings as JOB.
+
+    To go on elsewhere, give the job file for there: `smpkit resume JOB --backend slurm --with job.yaml --to
+    kubernetes`. `--backend` says where JOB is. Both must see its checkpoints at the same place.
     """
+    from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     backend = chosen.open()
@@ -46,13 +64,25 @@ def resume(
         "InstanceType": instance_type,
         "MaxRuntimeInSeconds": max_run_seconds,
     }
-    plan = old.resumed(name, {key: value for key, value in given.items() if value is not None})
+    changes = {key: value for key, value in given.items() if value is not None}
+    if file is not None:
+        if changes:
+            raise UsageError(
+                "`--with` takes hosts and limits from its job file", hint="`--set` changes a setting there"
+            )
+        backend, plan = _elsewhere(old, file, overrides, to, name, dry=dry_run)
+    elif to is not None or overrides:
+        raise UsageError("`--to` and `--set` need `--with`", hint="give the job file for the other back end")
+    else:
+        plan = old.resumed(name, changes)
+    console = _console.current()
+    for note in plan.notes:
+        console.note(f"note: {note}")
     if dry_run:
         click.echo(json.dumps(plan.shown(), indent=2))
         return 0
-    console = _console.current()
-    newest = old.latest_checkpoint
-    console.note(f"Resuming from {newest}" if newest else "No checkpoint there yet: starting from the beginning")
+    none = "No checkpoint there yet: starting from the beginning"
+    console.note(newest_checkpoint(old, found="Resuming from ", none=none))
     started = Job(plan.job_names[0], backend)
     with tell_if_interrupted(started):
         result = backend.submit(plan)
@@ -62,3 +92,36 @@ def resume(
         return follow_job(started)
     console.note(f"Follow with `smpkit logs -f {started.name}`, stop with `smpkit stop {started.name}`")
     return 0
+
+
+def _elsewhere(
+    old: Job, file: Path, overrides: tuple[str, ...], to: str | None, name: str | None, *, dry: bool
+) -> tuple[Backend, Plan]:
+    """Plan a job file with the checkpoints of a job, wherever that ran.
+
+    Raises:
+        CheckpointError: there are none, as the other back end sees it.
+        ConfigError: the other back end cannot reach them, or cannot run the job file.
+    """
+    from smpkit.cli._job import read_job
+    from smpkit.config.job import Checkpoints
+
+    place = old.checkpoints
+    loaded = read_job(file, overrides)
+    kept: dict[str, Any] = {} if loaded.config.checkpoints is None else loaded.config.checkpoints.model_dump()
+    moved = Checkpoints(**{**kept, "uri": place})
+    config = loaded.config.model_copy(update={"checkpoints": moved})
+    target = BackendChoice(name=to).open(config)
+    # Commands that messages name are about the new job.
+    chosen = to or config.backend.chosen
+    options = f" --backend {chosen}" if chosen is not None else ""
+    click.get_current_context().obj = replace(_console.current(), options=options)
+    plan = target.plan(config, loaded.folder, name=name, dry=dry)
+    try:
+        newest = target.latest_checkpoint(place)
+    except UnsupportedError:
+        return target, plan  # nobody here can look; `plan` has said whether the place can be reached
+    if newest is None:
+        message = f"there is no checkpoint of `{old.name}` at {place}, as {target.title} sees it"
+        raise CheckpointError(message, hint="copy them, or mount the same file system there")
+    return target, plan

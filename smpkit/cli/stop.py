@@ -17,8 +17,9 @@ __all__ = ["stop"]
 def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
     """Stop a job, with time to save.
 
-    Its ranks hear SIGTERM, and have about 110 seconds.
+    Its ranks hear SIGTERM, and have about 110 seconds, or what the job file's `backend` says.
     """
+    from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     handle = Job(job, chosen.open())
@@ -33,6 +34,5 @@ def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
         return
     console.note(f"Stopped `{job}`")
     if before.checkpoints is not None:
-        newest = handle.latest_checkpoint
-        console.note(f"newest checkpoint: {newest}" if newest else "no checkpoint was saved")
+        console.note(newest_checkpoint(handle, found="newest checkpoint: ", none="no checkpoint was saved"))
         console.hint(f"`smpkit resume {job}` goes on from there")

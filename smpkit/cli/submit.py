@@ -41,7 +41,7 @@ def submit(
     as_json: bool,
     chosen: BackendChoice,
 ) -> int:
-    """Start a managed job, on SageMaker or Slurm, and print its name.
+    """Start a managed job, on SageMaker or a cluster, and print its name.
 
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.

@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
 
+from smpkit.config.batch import Batch
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import Hyperparameters, Location, Word
+from smpkit.config.kubernetes import Kubernetes
 from smpkit.config.section import KeyPath, Section
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
@@ -121,6 +123,21 @@ class Slurm(Section):
         "mem": ("is called `memory` here", "rename it"),
     }
 
+    @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds; None if there is none here."""
+        if self.time is None or self.time == "UNLIMITED":
+            return None
+        days, _, clock = self.time.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        if days:  # hours, minutes, seconds, as many as there are
+            hours, minutes, seconds = [*parts, 0, 0][:3]
+        elif len(parts) == 3:
+            hours, minutes, seconds = parts
+        else:  # minutes, or minutes and seconds
+            hours, (minutes, seconds) = 0, [*parts, 0][:2]
+        return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Refuse options that contradict each other."""
         if self.gres is not None and self.gpus_per_node is not None and not broken & {("gres",), ("gpus_per_node",)}:
@@ -133,11 +150,17 @@ class BackendChoice(Section):
     """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `slurm`, `fake` or one of another package. Default: the one whose options are given,
-    else `sagemaker`. `--backend` goes before it."""
+    """The back end: `sagemaker`, `slurm`, `kubernetes`, `batch`, `fake` or one of another package. Default:
+    the one whose options are given, else `sagemaker`. `--backend` goes before it."""
 
     slurm: Slurm = Field(default_factory=Slurm)
     """Options of Slurm."""
+
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    """Options of Kubernetes."""
+
+    batch: Batch = Field(default_factory=Batch)
+    """Options of AWS Batch."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of a back end of another package, which checks them."""
@@ -152,7 +175,17 @@ class BackendChoice(Section):
         """Report a problem of the name at the text itself, if the short form was written."""
         return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Ask which one is meant where the options of several are given."""
+        given = [name for name in _WITH_OPTIONS if name in written]
+        if len(given) > 1 and self.name is None and ("name",) not in broken:
+            hint = f"write `backend: {{name: {given[0]}, ...}}`, or use `--backend`"
+            yield Problem(("name",), f"is required with the options of {' and '.join(given)}", hint)
+
     @property
     def chosen(self) -> str | None:
         """The back end that the job file chooses, if it does."""
-        return self.name or ("slurm" if "slurm" in self.model_fields_set else None)
+        return self.name or next((name for name in _WITH_OPTIONS if name in self.model_fields_set), None)
+
+
+_WITH_OPTIONS = ("slurm", "kubernetes", "batch")

@@ -22,6 +22,7 @@ from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.sagemaker_backend import SageMaker
+from tests.backend_body import a_job_that_fails, a_job_that_succeeds
 from tests.cli.conftest import Smpkit, process
 
 JOB = """\
@@ -52,6 +53,20 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         return fake
 
     return use
+
+
+def test_what_a_job_looks_like_on_every_back_end(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+
+    def run(*arguments: str, code: int = 0) -> Any:
+        result = smpkit(*arguments)
+        assert result.exit_code == code, f"{arguments}: {result.exit_code}\n{result.output}"
+        return result
+
+    a_job_that_succeeds(run, "good", ("algo-1", "algo-2"), rank=8)
+    fake = use(Script(lines=LINES, training=10, failure=REASON))
+    a_job_that_fails(run, "bad", "ValueError: boo", "algo-1", rank=5)
+    assert list(fake.jobs) == ["bad"]
 
 
 def test_submit_prints_the_name_alone_and_talks_on_stderr(use: Use, smpkit: Smpkit) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from smpkit_estimator.slurm.folder import read_json
+from tests.backend_body import a_job_that_fails, a_job_that_succeeds
 from tests.slurm.conftest import PIPELINE, User
 
 ODD = "a,b 'q' \"d\"\nnew $HOME `x` \\ é%j"
@@ -48,26 +49,17 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6}, secrets={"KEY": {"variable": "MY_KEY"}})
     user.environ["MY_KEY"] = "hush-hush"
     dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)
-    sent = user.run("submit", "job.yaml", "--name", "pipe")
-    assert sent.stdout == "pipe\n"
-    assert re.search(r"Submitting `train` to Slurm in cluster `test` \(2 nodes of low\)", sent.stderr)
+    a_job_that_succeeds(user.run, "pipe", ("n1", "n2"))
     job_id = str((read_json(user.place("pipe") / "slurm.json") or {})["id"])
     assert user.cluster.ask("scontrol", "write", "batch_script", job_id, "-").rstrip("\n") + "\n" == dry["script"]
-    waited = user.run("wait", "pipe")
-    assert "Completed" in waited.stderr
     spec = read_json(user.place("pipe") / "spec.json") or {}
     shown = dry["runs"]["pipe"]
     assert {**spec, "created": ""} == {**shown, "created": ""}
     assert losses(user, "pipe") == uninterrupted()
-    status = user.status("pipe")
-    assert (status["status"], status["instance_count"], status["failure"]) == ("Completed", 2, None)
-    assert status["model_data"] == str(user.place("pipe") / "model")
+    assert user.status("pipe")["model_data"] == str(user.place("pipe") / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on n2: ")
-    assert {line["host"] for line in lines} == {"n2"}
     assert user.run("logs", "pipe", "--tail", "1", "--host", "n1").stdout.startswith("n1 [rank 0] step 6 on n1: ")
-    [item] = json.loads(user.run("jobs", "--json").stdout)
-    assert (item["name"], item["status"]) == ("pipe", "Completed")
     for name in ("token", "secrets.json"):
         assert stat.S_IMODE((user.place("pipe") / name).stat().st_mode) == 0o600
     assert "hush-hush" not in json.dumps(dry) + user.log("pipe") + json.dumps(spec)
@@ -75,13 +67,7 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
 
 def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
     user.write(FAILS, hyperparameters={"text": ODD})
-    done = user.run("submit", "job.yaml", "--name", "fails", "--follow", code=1)
-    assert "Failed" in done.stderr
-    assert "rank 1 on n2, exit 1" in done.stderr
-    status = user.status("fails")
-    assert status["failure"]["headline"] == "ValueError: bad batch"
-    assert (status["failure"]["rank"], status["failure"]["host"]) == (1, "n2")
-    assert user.run("wait", "fails", code=1).stdout == ""
+    a_job_that_fails(user.run, "fails", "ValueError: bad batch", "n2")
     assert not user.processes("fails")
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config.backend import Slurm
-from smpkit.config.confidential import masked
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
@@ -22,9 +21,15 @@ from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.modules import module_command
 from smpkit_estimator.archive import fingerprint
-from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST
+from smpkit_estimator.described import (
+    first_of_each,
+    not_for_schedulers,
+    sent_hyperparameters,
+    shown_spec,
+    unused_settings,
+    world_problems,
+)
 from smpkit_estimator.local import local_inputs, local_secrets
-from smpkit_estimator.platform_files import config_files
 from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.slurm.folder import runs_folder
 from smpkit_estimator.slurm.script import Batch, batch_script, container_words
@@ -36,9 +41,6 @@ __all__ = ["Run", "SlurmPlan", "container_runtime", "plan_runs", "resumed_run"]
 _MAX_GRACE_SECONDS = 110  # as on SageMaker
 _MARGIN_SECONDS = 5
 _SHORT_GRACE_SECONDS = 60
-_OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
-"""Settings of the job file that mean nothing on Slurm."""
-_OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "keep_alive_seconds", "retries")
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,7 @@ class SlurmPlan:
 
     def shown(self) -> dict[str, Any]:
         """What is written and sent, without secrets."""
-        specs = {run.name: {**run.spec, "environment": masked("", run.spec["environment"])} for run in self.runs}
-        for spec in specs.values():
-            spec["hyperparameters"] = {name: _masked(name, text) for name, text in spec["hyperparameters"].items()}
+        specs = {run.name: shown_spec(run.spec) for run in self.runs}
         return {"script": self.script, "folder": str(self.runs[0].folder.parent), "runs": specs}
 
     def text(self) -> str:
@@ -101,12 +101,6 @@ class SlurmPlan:
             text = json.dumps(spec, indent=2, ensure_ascii=False)
             lines += [f"# {name}/spec.json", *(f"# {line}" for line in text.splitlines()), ""]
         return "\n".join(lines)
-
-
-def _masked(name: str, text: str) -> str:
-    value = json.loads(text)
-    hidden = masked(name, value)
-    return text if hidden == value else json.dumps(hidden)
 
 
 def plan_runs(
@@ -134,10 +128,10 @@ def plan_runs(
     inputs = {channel: str(path) for channel, path in local_inputs(job, folder, problems)}
     secrets = dict(local_secrets(job, os.environ, problems))
     count = nodes or job.compute.num_hosts
-    problems += _world_problems(job, count)
+    problems += world_problems(job, count)
     runtime = container_runtime(options, job.image, problems)
     if problems:
-        raise ConfigError(_first_of_each(problems), subject="job for Slurm")
+        raise ConfigError(first_of_each(problems), subject="job for Slurm")
     root = (folder / options.folder).absolute() if options.folder else runs_folder()
     sets: list[Mapping[str, Any] | None] = list(options.array) or [None]
     names = [name if each is None else f"{name}-{index}" for index, each in enumerate(sets)]
@@ -265,22 +259,8 @@ def _spec(
     output = (folder / job.output).absolute().joinpath(*task) if job.output else run
     kept = (folder / job.checkpoints.uri).absolute().joinpath(*task) if job.checkpoints else run / "checkpoints"
     each = job.model_copy(update={"hyperparameters": {**job.hyperparameters, **(more or {})}})
-    per_host = job.distribution.processes_per_host
-    files = config_files(
-        each,
-        hosts=[],
-        host="",
-        submit_directory=str(run / "code"),
-        job_name=run.name,
-        ranks_per_host=per_host or 1,
-        interface="",
-        checkpoints=str(kept),
-    )
-    sent = {name: text for name, text in files["hyperparameters"].items() if not name.startswith("sagemaker_mpi_")}
+    sent, channels = sent_hyperparameters(each, str(run / "code"), run.name)
     sent[TOKEN_FILE] = json.dumps(str(run / "token"))
-    sent.pop(PROCESSES_PER_HOST["torchrun"], None)
-    if per_host:  # else one for each GPU of the node
-        sent[PROCESSES_PER_HOST["torchrun"]] = json.dumps(per_host)
     grace = options.grace_seconds or _grace(settings)
     return {
         "name": run.name,
@@ -289,7 +269,7 @@ def _spec(
         "hyperparameters": sent,
         "environment": {"SMPKIT_GRACE_SECONDS": str(grace), **job.environment},
         "inputs": dict(inputs),
-        "channels": files["inputdataconfig"],
+        "channels": channels,
         "places": {
             "model": str(output / "model"),
             "output/data": str(output / "data"),
@@ -308,14 +288,6 @@ def _grace(settings: Mapping[str, str]) -> int:
     return max(1, min(_MAX_GRACE_SECONDS, int(found[0]) - _MARGIN_SECONDS)) if found else 25
 
 
-def _world_problems(job: JobConfig, nodes: int) -> Iterator[Problem]:
-    per_host = job.distribution.processes_per_host
-    if per_host is None or job.is_shell_script:
-        return
-    for problem in job.distribution.world_problems(nodes * per_host):
-        yield Problem(("distribution", *problem.path), problem.message, problem.hint)
-
-
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     """Yield the settings that Slurm cannot follow."""
     count = len(job.backend.slurm.array)
@@ -323,12 +295,7 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     if re.fullmatch(JOB_NAME, longest) is None:
         message = f"makes the name {quoted(longest)}, and a name has 1 to 63 letters, digits and hyphens"
         yield Problem(("name",), message, "give a shorter one")
-    if job.compute.instance_groups:
-        hint = "submit a job for each group, or give `backend.slurm.constraint`"
-        yield Problem(("compute", "instance_groups"), "are SageMaker's: on Slurm all nodes of a job are alike", hint)
-    if job.live_output:
-        hint = "remove it: on Slurm results lie in a shared folder from the beginning"
-        yield Problem(("live_output",), "uploads to S3, and jobs on Slurm write to shared folders", hint)
+    yield from not_for_schedulers(job, "Slurm")
     places: dict[KeyPath, str] = {}
     if job.output is not None:
         places["output",] = job.output
@@ -337,15 +304,10 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     for path, uri in places.items():
         if "://" in uri:
             yield Problem(path, f"is not a folder that the nodes see: `{uri}`", "name a folder on a shared file system")
-    for channel, each in job.inputs.items():
-        if each.mode == "Pipe" or each.sharded:
-            what = "mode" if each.mode == "Pipe" else "sharded"
-            yield Problem(("inputs", channel, what), "is SageMaker's: nodes read folders as they are", "remove it")
 
 
 def _notes(job: JobConfig, runtime: str, settings: Mapping[str, str]) -> Iterator[str]:
-    unused = [name for name in _OF_AWS if name in job.model_fields_set]
-    unused += [f"compute.{name}" for name in _OF_AWS_COMPUTE if name in job.compute.model_fields_set]
+    unused = unused_settings(job)
     if unused:
         yield f"not used on Slurm: {', '.join(f'`{name}`' for name in unused)}"
     if job.distribution.launcher == "mpirun":
@@ -357,10 +319,3 @@ def _notes(job: JobConfig, runtime: str, settings: Mapping[str, str]) -> Iterato
     grace = job.backend.slurm.grace_seconds or _grace(settings)
     if grace < _SHORT_GRACE_SECONDS and "SMPKIT_GRACE_SECONDS" not in job.environment:
         yield f"when the job is stopped or preempted, ranks have {grace} s to save (the cluster's `KillWait`)"
-
-
-def _first_of_each(problems: list[Problem]) -> list[Problem]:
-    first: dict[KeyPath, Problem] = {}
-    for problem in problems:
-        first.setdefault(problem.path, problem)
-    return list(first.values())

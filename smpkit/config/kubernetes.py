@@ -1,0 +1,200 @@
+"""How a job runs on Kubernetes: what the job file may say under `backend.kubernetes`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, JsonValue
+
+from smpkit.config.explain import validation_error
+from smpkit.config.fields import ContainerPath, Word
+from smpkit.config.section import KeyPath, Section
+from smpkit.config.words import quoted
+from smpkit.errors import Problem
+
+__all__ = ["Kubernetes", "Toleration", "Volume"]
+
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_QUANTITY = re.compile(r"\d+(\.\d+)?([EPTGMk]i?|m)?")
+
+
+def _refuse(message: str, hint: str | None = None) -> Exception:
+    return validation_error("value", [Problem((), message, hint)])
+
+
+def _name(value: str) -> str:
+    if re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", value) is None:
+        raise _refuse(f"must have lower-case letters, digits, `-` and `.`, as names of Kubernetes, got {quoted(value)}")
+    return value
+
+
+def _quantity(value: str) -> str:
+    if _QUANTITY.fullmatch(value) is None:
+        raise _refuse(f"must be an amount as Kubernetes writes it, got {quoted(value)}", "`16`, `500m`, `64Gi`")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Quantity = Annotated[str, AfterValidator(_quantity)]
+
+
+class Volume(Section):
+    """Storage that every pod mounts. Exactly one of `claim`, `host_path`, `nfs` and `source` says what it is."""
+
+    mount: ContainerPath
+    """Where pods see it. Folders that the job file names (`output`, `checkpoints`, `inputs`) lie in one."""
+
+    claim: Name | None = None
+    """A PersistentVolumeClaim; several hosts need one with the access mode ReadWriteMany."""
+
+    host_path: ContainerPath | None = None
+    """A folder of the nodes, such as a parallel file system that all of them mount."""
+
+    nfs: Word | None = None
+    """An NFS export, `server:/path`."""
+
+    source: dict[str, JsonValue] | None = None
+    """Any other kind of volume, as in a pod's specification: `{csi: {driver: ...}}`."""
+
+    read_only: bool = False
+    """Mount it without the right to write."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Require one kind of volume."""
+        kinds = ("claim", "host_path", "nfs", "source")
+        if any(path[:1] in {(kind,) for kind in kinds} for path in broken):
+            return
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            what = f"has {' and '.join(given)}" if given else "says nothing of what it is"
+            yield Problem((), what, f"give one of {', '.join(kinds)}")
+        if self.nfs is not None and re.fullmatch(r"[^:/]+:/.*", self.nfs) is None:
+            yield Problem(("nfs",), f"must be `server:/path`, got {quoted(self.nfs)}")
+
+
+class Toleration(Section):
+    """A taint of nodes that pods put up with."""
+
+    key: Word | None = None
+    """The taint; all of them without it."""
+
+    operator: Literal["Exists", "Equal"] = "Exists"
+    """Whether the taint must have `value`."""
+
+    value: str | None = None
+    """The value with `operator: Equal`."""
+
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The effect; all of them without it."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Require key and value with `Equal`, and no value without it."""
+        if broken:
+            return
+        if self.operator == "Equal" and self.key is None:
+            yield Problem(("key",), "is required with `operator: Equal`")
+        if (self.value is not None) != (self.operator == "Equal"):
+            yield Problem(("value",), "belongs to `operator: Equal`", "give both or neither")
+
+
+class Kubernetes(Section):
+    """How a job runs on Kubernetes: one pod for each host, of an Indexed Job or a JobSet."""
+
+    namespace: Name | None = None
+    """The namespace. Default: `--region`, then that of the kubeconfig's context."""
+
+    context: Word | None = None
+    """The context of the kubeconfig. Default: `--profile`, then the current one."""
+
+    workload: Literal["auto", "job", "jobset"] = "auto"
+    """What is created: a Job, or a JobSet around it; `auto` makes a JobSet where the cluster has them."""
+
+    queue: Name | None = None
+    """Kueue's LocalQueue that the job waits in."""
+
+    priority_class: Name | None = None
+    """The pods' PriorityClass, and with `queue` also Kueue's WorkloadPriorityClass."""
+
+    gpus: int | None = Field(default=None, ge=1)
+    """GPUs of each pod. The launcher gives each rank one."""
+
+    gpu_resource: Word = "nvidia.com/gpu"
+    """What the cluster calls them: `nvidia.com/gpu`, `amd.com/gpu`."""
+
+    cpus: Quantity | None = None
+    """CPUs of each pod, such as `16`."""
+
+    memory: Quantity | None = None
+    """Memory of each pod, such as `64Gi`."""
+
+    resources: dict[Word, Quantity] = Field(default_factory=dict, max_length=20)
+    """More resources of each pod, such as `{rdma/hca: "1"}`."""
+
+    shared_memory: Quantity | None = None
+    """Most that ranks may keep in `/dev/shm`. Default: half of the node's memory."""
+
+    node_selector: dict[Word, str] = Field(default_factory=dict, max_length=20)
+    """Labels that nodes must have."""
+
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=20)
+    """Taints that pods put up with."""
+
+    volumes: list[Volume] = Field(default_factory=list, max_length=20)
+    """Storage that every pod mounts."""
+
+    service_account: Name | None = None
+    """The pods' service account. Without one they get no token for the API."""
+
+    image_pull_secrets: list[Name] = Field(default_factory=list, max_length=10)
+    """Secrets with the registry's credentials."""
+
+    code: ContainerPath | None = None
+    """A folder in the image or in a volume that holds the sources: then none are sent."""
+
+    host_network: bool = False
+    """Use the nodes' network and not the cluster's; some fabrics need it."""
+
+    port: int | None = Field(default=None, ge=1024, le=65_000)
+    """The port at which the ranks meet; launchers take the next one. Default: 7777."""
+
+    interface: Word | None = None
+    """The network interface over which hosts talk. Default: the one over which the launchers reach each other."""
+
+    grace_seconds: int = Field(default=110, ge=1, le=86_400)
+    """How long ranks may save after SIGTERM; Kubernetes kills pods ten seconds later."""
+
+    restarts: int = Field(default=3, ge=0, le=100)
+    """How often a host is started again because another one was lost. Evicted and preempted pods do not count."""
+
+    keep_seconds: int | None = Field(default=None, ge=0)
+    """How long the job is kept after its end. Default: until somebody deletes it."""
+
+    labels: dict[Word, str] = Field(default_factory=dict, max_length=20)
+    """More labels of everything that is created."""
+
+    annotations: dict[Word, str] = Field(default_factory=dict, max_length=20)
+    """Annotations of the pods."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "image": ("belongs to the top of the job file", "write `image: ...` there"),
+        "nodes": ("is `compute.instance_count` for all back ends", "write `compute: {instance_count: ...}`"),
+        "replicas": ("is `compute.instance_count` for all back ends", "write `compute: {instance_count: ...}`"),
+        "nodeSelector": ("is called `node_selector` here", "rename it"),
+        "serviceAccountName": ("is called `service_account` here", "rename it"),
+        "env": ("belongs to the top of the job file", "write `environment: ...` there"),
+        "kind": ("is the name of the section itself", "write `backend: {kubernetes: {...}}`"),
+    }
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse two volumes at one place, and places that smpkit itself needs."""
+        if any(path[:1] == ("volumes",) for path in broken):
+            return
+        mounts = [volume.mount.rstrip("/") for volume in self.volumes]
+        for index, mount in enumerate(mounts):
+            path = ("volumes", index, "mount")
+            if mount in mounts[:index]:
+                yield Problem(path, f"is the place of another volume too: `{mount}`", "give each its own")
+            if mount in ("", "/opt/ml", "/etc/smpkit", "/dev/shm"):  # noqa: S108 - a place in a pod
+                yield Problem(path, f"is a place that smpkit needs: `{mount or '/'}`", "choose another, as `/data`")

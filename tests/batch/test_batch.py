@@ -1,0 +1,361 @@
+"""Jobs on AWS Batch: against moto, with every request checked by the service's own model as botocore ships it."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+from botocore.stub import ANY, Stubber
+from botocore.validate import ParamValidator
+from click.testing import CliRunner, Result
+from moto import mock_aws
+
+from smpkit.cli.main import cli
+from smpkit_container.pod import lay_out, leave_message
+from smpkit_estimator.batch.backend import AwsBatch
+from smpkit_estimator.batch.status import status_of
+from smpkit_estimator.sagemaker import request_shape
+from tests.backend_body import a_job_that_fails, a_job_that_succeeds
+
+REGION = "eu-west-1"
+QUEUE = "gpus"
+ROLE = "arn:aws:iam::123456789012:role/job"
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == code, f"smpkit {arguments}: {done.exit_code}\n{done.output}\n{done.exception!r}"
+    return done
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An account with a bucket and a queue, in which jobs succeed at once."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_REGION", REGION)
+    monkeypatch.setenv("SMPKIT_BACKEND", "batch")
+    monkeypatch.chdir(tmp_path)
+    with mock_aws(config={"batch": {"use_docker": False}}):
+        place = {"LocationConstraint": REGION}
+        boto3.client("s3", REGION).create_bucket(Bucket="bucket", CreateBucketConfiguration=place)
+        boto3.client("iam", REGION).create_role(RoleName="service", AssumeRolePolicyDocument="{}")
+        batch = boto3.client("batch", REGION)
+        service = "arn:aws:iam::123456789012:role/service"
+        made = batch.create_compute_environment(computeEnvironmentName="all", type="UNMANAGED", serviceRole=service)
+        order = [{"order": 1, "computeEnvironment": made["computeEnvironmentArn"]}]
+        batch.create_job_queue(jobQueueName=QUEUE, state="ENABLED", priority=1, computeEnvironmentOrder=order)
+        yield
+
+
+def write(**job: Any) -> None:
+    Path("train.py").write_text("print('hello')")
+    options = {"queue": QUEUE, "staging": "s3://bucket/smpkit", "role": ROLE, **job.pop("batch", {})}
+    whole = {
+        "entry_point": "train.py",
+        "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/smpkit:1",
+        "compute": {"instance_count": 2},
+        "backend": {"batch": options},
+        "distribution": {"torch_distributed": {"enabled": True, "processes_per_host": 1}},
+        **job,
+    }
+    Path("job.yaml").write_text(yaml.safe_dump({k: v for k, v in whole.items() if v is not None}))
+
+
+def sent_nodes(name: str) -> dict[str, Any]:
+    """What Batch got: the properties of a job's nodes, with the parameters of its definition."""
+    batch = boto3.client("batch", REGION)
+    [made] = batch.describe_job_definitions(jobDefinitionName=name)["jobDefinitions"]
+    [job] = batch.list_jobs(jobQueue=QUEUE, filters=[{"name": "JOB_NAME", "values": [name]}])["jobSummaryList"]
+    [described] = batch.describe_jobs(jobs=[job["jobId"]])["jobs"]
+    return {**described["nodeProperties"], "place": made["parameters"]["smpkit_place"]}
+
+
+EVERYTHING: dict[str, Any] = {
+    "gpus": 8,
+    "cpus": 96,
+    "memory_mib": 1_000_000,
+    "shared_memory_mib": 64_000,
+    "instance_type": "p4d.24xlarge",
+    "volumes": [
+        {"mount": "/efs", "efs": "fs-0123456789abcdef0"},
+        {"mount": "/fsx", "host_path": "/fsx", "read_only": True},
+    ],
+    "efa": 4,
+    "privileged": True,
+    "retries": 3,
+    "priority": 5,
+    "share": "team",
+    "log_group": "/team/jobs",
+    "port": 9000,
+}
+
+
+@pytest.mark.usefixtures("aws")
+def test_requests_with_every_option_fit_the_services_model() -> None:
+    write(
+        batch=EVERYTHING,
+        output="/efs/out",
+        checkpoints="/efs/checkpoints",
+        inputs={"train": "/fsx/c4"},
+        compute={"instance_count": 4, "max_run_seconds": 3600},
+        tags={"cost": "a1"},
+        environment={"API_TOKEN": "abcdefgh1234"},
+        secrets={"KEY": {"entry": "team/key"}},
+    )
+    shown = yaml.safe_load(run("submit", "job.yaml", "--dry-run", "--name", "job").stdout)
+    for operation in ("RegisterJobDefinition", "SubmitJob"):
+        report = ParamValidator().validate(shown[operation], request_shape("batch", operation))
+        assert not report.has_errors(), report.generate_report()
+    made = shown["RegisterJobDefinition"]
+    [nodes] = made["nodeProperties"]["nodeRangeProperties"]
+    assert (made["type"], made["nodeProperties"]["numNodes"], nodes["targetNodes"]) == ("multinode", 4, "0:3")
+    assert made["timeout"] == {"attemptDurationSeconds": 3600}
+    assert {"type": "GPU", "value": "8"} in nodes["container"]["resourceRequirements"]
+    devices = [device["hostPath"] for device in nodes["container"]["linuxParameters"]["devices"]]
+    assert devices == [f"/dev/infiniband/uverbs{index}" for index in range(4)]
+    spec = next(value for name, value in shown.items() if name.endswith("/spec.json"))
+    assert json.loads(spec["hyperparameters"]["sagemaker_smpkit_secrets"]) == {
+        "KEY": {"entry": "team/key", "key": None}
+    }
+    assert "abcdefgh1234" not in json.dumps(shown)
+
+
+@pytest.mark.usefixtures("aws")
+def test_a_job_from_submit_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(output=None)
+    dry = json.loads(run("submit", "job.yaml", "--dry-run", "--json", "--name", "one").stdout)
+    play_logs(monkeypatch, "one")
+    a_job_that_succeeds(run, "one", ("node-0", "node-1"))
+    made = sent_nodes("one")
+    wanted = dry["RegisterJobDefinition"]["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    got = made["nodeRangeProperties"][0]["container"]
+    places = [made["place"], dry["RegisterJobDefinition"]["parameters"]["smpkit_place"]]
+    for text, place in zip((json.dumps(got), json.dumps(wanted)), places, strict=True):
+        assert place in text
+    assert json.loads(json.dumps(got).replace(places[0], "")) == json.loads(json.dumps(wanted).replace(places[1], ""))
+    assert "there is a job `one` already" in run("submit", "job.yaml", "--name", "one", code=2).stderr
+
+
+def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let both nodes log a line: moto runs no nodes, and knows none by the number behind the job's id."""
+    logs, group = boto3.client("logs", REGION), "/aws/batch/job"
+    groups = [each["logGroupName"] for each in logs.describe_log_groups()["logGroups"]]
+    if group not in groups:
+        logs.create_log_group(logGroupName=group)
+    for index in range(2):
+        stream = f"{name}/default/{index}"
+        event = {"timestamp": int(datetime.now(timezone.utc).timestamp() * 1000), "message": f"[rank {index}] hello"}
+        logs.create_log_stream(logGroupName=group, logStreamName=stream)
+        logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=[event])
+    described = AwsBatch._described
+
+    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[dict[str, Any]]:
+        nodes = [each for each in ids if "#" in each]
+        if not nodes:
+            return described(self, ids)
+        return [{"jobId": each, "container": {"logStreamName": f"{name}/default/{each[-1]}"}} for each in nodes]
+
+    monkeypatch.setattr(AwsBatch, "_described", with_nodes)
+
+
+@pytest.mark.usefixtures("aws")
+def test_a_job_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTO_SIMPLE_BATCH_FAIL_AFTER", "0")
+    write()
+    play_logs(monkeypatch, "fails")
+    failures = ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+    monkeypatch.setattr(AwsBatch, "_failures", lambda self, place: failures)
+    a_job_that_fails(run, "fails", "ValueError: bad batch", "node-1")
+
+
+@pytest.mark.usefixtures("aws")
+def test_a_host_reads_what_was_sent(tmp_path: Path) -> None:
+    """From S3 to `/opt/ml`, as the launcher of the second node does it; and what it leaves when the job fails."""
+    write(hyperparameters={"text": "a,b 'q' \"d\"\n$x"}, environment={"MODE": "fast"})
+    run("submit", "job.yaml", "--name", "sent")
+    made = sent_nodes("sent")
+    container = made["nodeRangeProperties"][0]["container"]
+    environ = {each["name"]: each["value"] for each in container["environment"]}
+    environ |= {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"}
+    environ["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = "10.0.0.7"
+    base = tmp_path / "ml"
+    assert container["command"][0] == "host"
+    assert lay_out(container["command"][1], base, environ) == {"SMPKIT_GRACE_SECONDS": "25", "MODE": "fast"}
+    config = {path.stem: json.loads(path.read_text()) for path in (base / "input" / "config").glob("*.json")}
+    assert json.loads(config["hyperparameters"]["text"]) == "a,b 'q' \"d\"\n$x"
+    resources = config["resourceconfig"]
+    assert (resources["current_host"], resources["first_host"], resources["host_index"]) == ("node-1", "10.0.0.7", 1)
+    s3 = boto3.client("s3", REGION)
+    for name, opened in (("sagemaker_submit_directory", "r:gz"), ("sagemaker_smpkit_token_file", None)):
+        bucket, _, key = json.loads(config["hyperparameters"][name]).removeprefix("s3://").partition("/")
+        content = s3.get_object(Bucket=bucket, Key=key)["Body"].read()
+        if opened:
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                assert "train.py" in archive.getnames()
+        else:
+            assert len(content) == 64
+    (base / "output" / "failure").write_text("ValueError: bad batch\nrank 1 on node-1, exit 1\n")
+    leave_message(base, environ)
+    failures = AwsBatch(boto3.Session(region_name=REGION))._failures(made["place"])
+    assert failures == ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+
+
+@pytest.mark.usefixtures("aws")
+def test_resume_sends_the_same_sources_with_another_name() -> None:
+    volume = {"mount": "/efs", "efs": "fs-0123abcd"}
+    write(batch={"volumes": [volume]}, checkpoints="/efs/checkpoints")
+    run("submit", "job.yaml", "--name", "old")
+    Path("train.py").write_text("changed")
+    resumed = run("resume", "old", "--name", "new", "--instance-type", "p5.48xlarge", "--instance-count", "4")
+    assert "is in a volume of the nodes, which this machine does not see" in resumed.stderr
+    made = sent_nodes("new")
+    [nodes] = made["nodeRangeProperties"]
+    assert (nodes["instanceTypes"], made["numNodes"]) == (["p5.48xlarge"], 4)
+    objects = boto3.client("s3", REGION).list_objects_v2(Bucket="bucket")["Contents"]
+    assert sum(item["Key"].endswith("sourcedir.tar.gz") for item in objects) == 1
+
+
+@pytest.mark.usefixtures("aws")
+def test_what_batch_cannot_do_is_refused_by_name() -> None:
+    write(
+        image=None, output="s3://bucket/out", live_output=True, batch={"queue": None, "role": "job", "staging": None},
+        secrets={"KEY": {"variable": "MY"}},
+    )  # fmt: skip
+    refused = run("submit", "job.yaml", code=2).stderr
+    for words in (
+        "image: is required on AWS Batch",
+        "backend.batch.queue: is required",
+        "backend.batch.staging: is required",
+        "backend.batch.role: must be the ARN of the job's role",
+        "live_output: uploads to S3, and jobs on AWS Batch write to shared folders",
+        "output: is no folder that containers see",
+        "secrets.KEY: names no entry in AWS Secrets Manager",
+    ):
+        assert words in refused
+    write(batch={"queue": "none"})
+    assert "cannot start job `refused`" in run("submit", "job.yaml", "--name", "refused", code=4).stderr
+    assert "there is no job `refused`" in run("status", "refused", code=2).stderr
+
+
+@pytest.mark.usefixtures("aws")
+def test_doctor_looks_at_the_queue() -> None:
+    write()
+    findings = {item["what"]: item for item in json.loads(run("doctor", "job.yaml", "--write", "--json").stdout)}
+    assert findings["queue"]["text"] == "queue `gpus` takes jobs"
+    assert findings["staging"]["text"] == "wrote to and deleted from s3://bucket/smpkit"
+    write(batch={"queue": "none"})
+    found = json.loads(run("doctor", "job.yaml", "--json", code=1).stdout)
+    assert "there is no queue `none` in eu-west-1" in [item["text"] for item in found]
+
+
+# ---- what moto does not play -------------------------------------------------------------------------------------
+
+
+class StubbedSession:
+    """A session whose client of Batch answers what a test says, checked against the service's model."""
+
+    region_name = REGION
+
+    def __init__(self) -> None:
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+        self.batch = boto3.client("batch", REGION, **keys)
+        self.stub = Stubber(self.batch)
+
+    def client(self, service: str, /, **options: Any) -> Any:
+        assert service == "batch"
+        return self.batch
+
+
+PLACED = {"parameters": {"smpkit_queue": QUEUE, "smpkit_place": "s3://bucket/place"}, "type": "multinode"}
+DEFINED = {"jobDefinitions": [{"jobDefinitionName": "job", "jobDefinitionArn": "arn", "revision": 1, **PLACED}]}
+JOB = {"jobArn": "arn:job", "jobId": "1", "jobName": "job", "jobQueue": QUEUE, "jobDefinition": "job", "startedAt": 1}
+META = {"ResponseMetadata": {"RequestId": "1"}}
+
+
+def expect_job(stub: Stubber, **facts: Any) -> None:
+    stub.add_response("describe_job_definitions", {**DEFINED, **META}, {"jobDefinitionName": "job", "status": "ACTIVE"})
+    found = {"jobSummaryList": [{"jobId": "1", "jobName": "job"}], **META}
+    named = [{"name": "JOB_NAME", "values": ["job"]}]
+    stub.add_response("list_jobs", found, {"jobQueue": QUEUE, "filters": named})
+    container: dict[str, Any] = {}
+    nodes = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": [{"targetNodes": "0:1", "container": container}]}
+    described = {"jobs": [{**JOB, "nodeProperties": nodes, **facts}], **META}
+    stub.add_response("describe_jobs", described, {"jobs": ["1"]})
+
+
+def test_stop_terminates_a_job_that_runs_and_leaves_one_that_is_over() -> None:
+    session = StubbedSession()
+    with session.stub as stub:
+        expect_job(stub, status="RUNNING")
+        stub.add_response("terminate_job", META, {"jobId": "1", "reason": ANY})
+        AwsBatch(session).stop("job")
+        expect_job(stub, status="SUCCEEDED")
+        AwsBatch(session).stop("job")
+        stub.assert_no_pending_responses()
+
+
+def test_log_streams_of_all_attempts_belong_to_their_nodes() -> None:
+    session = StubbedSession()
+    nodes = [
+        {**JOB, "jobId": "1#0", "status": "RUNNING", "container": {"logStreamName": "job/default/c"}},
+        {
+            **JOB,
+            "jobId": "1#1",
+            "status": "RUNNING",
+            "container": {"logStreamName": "job/default/d"},
+            "attempts": [{"container": {"logStreamName": "job/default/b"}}],
+        },
+    ]
+    with session.stub as stub:
+        expect_job(stub, status="RUNNING")
+        log: Any = AwsBatch(session).logs("job")
+        stub.add_response("describe_jobs", {"jobs": nodes, **META}, {"jobs": ["1#0", "1#1"]})
+        assert [log._host_of(f"job/default/{name}") for name in "cdb"] == ["node-0", "node-1", "node-1"]
+
+
+SPEC = {"created": "2026-01-01T00:00:00+00:00", "places": {"checkpoints": "/efs/c"}, "instance_type": "p5", "nodes": 2}
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({"status": "RUNNABLE"}, ("InProgress", "Pending")),
+        ({"status": "RUNNING"}, ("InProgress", "Training")),
+        ({"status": "RUNNING", "isTerminated": True}, ("Stopping", "Stopping")),
+        ({"status": "FAILED", "isTerminated": True, "statusReason": "smpkit stop"}, ("Stopped", "Stopped")),
+        ({"status": "FAILED", "isCancelled": True}, ("Stopped", "Stopped")),
+        (
+            {"status": "FAILED", "statusReason": "Job attempt duration exceeded timeout"},
+            ("Stopped", "MaxRuntimeExceeded"),
+        ),
+        ({"status": "FAILED", "statusReason": "Essential container in task exited"}, ("Failed", "Failed")),
+        ({"status": "SUCCEEDED"}, ("Completed", "Completed")),
+    ],
+)
+def test_states(facts: dict[str, Any], state: tuple[str, str]) -> None:
+    found = status_of("job", {**JOB, **facts, "stoppedAt": 5001}, SPEC, [], NOW)
+    assert (found.status, found.phase) == state
+
+
+def test_attempts_are_interruptions_and_the_first_failing_rank_is_named() -> None:
+    lost = {"startedAt": 1000, "stoppedAt": 3000, "statusReason": "Host EC2 (instance i-1) terminated."}
+    job = {**JOB, "status": "FAILED", "startedAt": 4000, "stoppedAt": 9000, "createdAt": 500, "attempts": [lost]}
+    reasons = ["ended\non node-1; node-0 ended because of it", "ValueError: x\nrank 1 on node-1, exit 1"]
+    found = status_of("job", job, SPEC, reasons, NOW)
+    assert found.interruptions == 1
+    assert found.billable_seconds == 7
+    assert found.failure is not None
+    assert (found.failure.headline, found.failure.rank, found.failure.host) == ("ValueError: x", 1, "node-1")
+    alone = status_of("job", {**job, "container": {"exitCode": 137, "reason": "OutOfMemoryError"}}, SPEC, [], NOW)
+    assert alone.failure is not None
+    assert alone.failure.exit_code == 137

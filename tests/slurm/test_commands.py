@@ -1,0 +1,98 @@
+"""What Slurm's commands print, in the forms of its versions: bare values up to 23.02, wrapped ones since 23.11."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit.errors import CloudError, UnreachableError
+from smpkit_estimator.slurm.commands import Record, accounted, records
+
+TIME = 1_700_000_000
+MOMENT = datetime.fromtimestamp(TIME, timezone.utc)
+
+
+def wrapped(number: int | None) -> dict[str, Any]:
+    return {"set": number is not None, "infinite": False, "number": number or 0}
+
+
+BARE = {
+    "job_id": 12,
+    "job_state": "RUNNING",
+    "state_reason": "None",
+    "submit_time": TIME,
+    "start_time": TIME,
+    "end_time": 0,
+    "restart_cnt": 1,
+    "nodes": "n[1-2]",
+    "partition": "gpu",
+    "node_count": 2,
+    "array_job_id": 0,
+    "array_task_id": None,
+}
+WRAPPED = {
+    **BARE,
+    "job_state": ["RUNNING"],
+    **{name: wrapped(TIME) for name in ("submit_time", "start_time")},
+    "end_time": wrapped(0),
+    "node_count": wrapped(2),
+    "array_job_id": wrapped(0),
+    "array_task_id": wrapped(None),
+}
+
+
+def command(folder: Path, name: str, prints: str, code: int = 0, error: str = "") -> None:
+    """Put a command in Slurm's place that prints something."""
+    (folder / "out").write_text(prints)
+    (folder / "err").write_text(error)
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n')
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize("item", [BARE, WRAPPED], ids=["22.05", "24.11"])
+def test_a_job_is_read_in_the_form_of_every_version(folder: Path, item: dict[str, Any]) -> None:
+    command(folder, "squeue", json.dumps({"jobs": [item]}))
+    wanted = Record("12", "RUNNING", "None", MOMENT, MOMENT, None, 1, "n[1-2]", "gpu", 2)
+    assert records(["12"]) == {"12": wanted}
+
+
+def test_tasks_of_an_array_and_nodes_that_clean_up(folder: Path) -> None:
+    task = {"job_id": 13, "array_job_id": wrapped(12), "array_task_id": wrapped(0)}
+    ending = {**WRAPPED, **task, "job_state": ["FAILED", "COMPLETING"]}
+    command(folder, "squeue", json.dumps({"jobs": [ending, {**BARE, "array_job_id": 12, "array_task_id": 3}]}))
+    assert {name: each.state for name, each in records().items()} == {"12_0": "COMPLETING", "12_3": "RUNNING"}
+
+
+def test_what_is_no_json_or_no_answer_is_said(folder: Path) -> None:
+    command(folder, "squeue", "{}")
+    with pytest.raises(CloudError, match="cannot read what `squeue --json` printed"):
+        records()
+    command(folder, "squeue", "", 1, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(UnreachableError, match="Unable to contact slurm controller"):
+        records()
+    command(folder, "squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
+    assert records(["12"]) == {}
+
+
+def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder: Path) -> None:
+    line = "CANCELLED by 0|2026-01-01T00:00:00|2026-01-01T00:00:05|2026-01-01T00:01:00|n[1-2]|gpu|2\n"
+    command(folder, "sacct", line)
+    found = accounted("12")
+    assert found is not None
+    assert (found.state, found.nodes, found.node_count) == ("CANCELLED", "n[1-2]", 2)
+    assert found.started is not None
+    assert found.ended is not None
+    assert (found.ended - found.started).total_seconds() == 55
+    command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
+    assert accounted("12") is None
