@@ -58,8 +58,9 @@ class DistributedTransformerLMHead(DistributedModule):
         num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size, vocab_size: sizes.
         num_positions: rows of the position embedding; 0 for none.
         attention_dropout_prob, hidden_dropout_prob: dropout on attention weights; on embeddings and in layers.
-        activation, layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size,
-            add_cross_attention, pre_layernorm, post_layernorm: as in DistributedTransformerLayer.
+        activation, layernorm_epsilon, initializer_range: as in DistributedTransformerLayer, as are the next five.
+        use_normal_initialization, causal_mask_size: the same.
+        add_cross_attention, pre_layernorm, post_layernorm: the same.
         num_token_types: rows of a third embedding; 0 for none.
         add_lm_head: return logits, or a loss, rather than hidden states.
         tie_lm_head: the head's weight is the word embedding's.

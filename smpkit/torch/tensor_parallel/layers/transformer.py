@@ -65,8 +65,9 @@ class DistributedTransformerOutputLayer(DistributedModule):
         intermediate_size: between the two; divided over the ranks.
         hidden_dropout_prob: dropout on the output.
         activation: `gelu` or `relu`, or another of Hugging Face's names (`gelu_new`, `silu`, ...).
-        layernorm_epsilon, initializer_range, use_normal_initialization, pre_layernorm, post_layernorm, boundary, bare,
-            options: as in DistributedAttentionLayer.
+        layernorm_epsilon, initializer_range: as in DistributedAttentionLayer, as are the next six.
+        use_normal_initialization, pre_layernorm, post_layernorm: the same.
+        boundary, bare, options: the same.
         fp32_residual_addition: add the residual in float32.
 
     Raises:
@@ -128,8 +129,9 @@ class DistributedTransformerLayer(DistributedModule):
         num_attention_heads, attention_head_size, hidden_size, intermediate_size: sizes of the whole layer.
         attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on what each block returns.
         activation: of the output layer.
-        layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size, pre_layernorm,
-            post_layernorm, boundary, in_stack: as in DistributedAttentionLayer.
+        layernorm_epsilon, initializer_range: as in DistributedAttentionLayer, as are the next six.
+        use_normal_initialization, causal_mask_size: the same.
+        pre_layernorm, post_layernorm, boundary, in_stack: the same.
         add_cross_attention: attend to other states between attention and output layer.
         options: see LayerOptions; among them `use_alibi`, `alibi_bias_max`, `rotary_dim`, `parallel_residual`.
     """
