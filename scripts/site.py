@@ -25,6 +25,7 @@ else:
     import tomli as tomllib
 
 import smpkit
+from tests.docs.blocks import PAGES, blocks_of, problem_of
 
 ROOT: Final = Path(__file__).parents[1]
 _BUILD: Final = ROOT / "build" / "site"
@@ -141,7 +142,8 @@ def _configuration(known: Mapping[str, str]) -> str:
 def build(folder: Path) -> int:
     """Build the site into a folder; return the exit code."""
     stage()
-    problems = problems_of_build()
+    problems = [problem for page in PAGES for block in blocks_of(page) if (problem := problem_of(block))]
+    problems += problems_of_build()
     if problems:
         sys.stderr.write("\n".join([*problems, "error: the site has problems", ""]))
         return 1

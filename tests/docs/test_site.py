@@ -5,26 +5,17 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 
 import pytest
+
+from scripts import site
 
 ROOT = Path(__file__).parents[2]
 _ZENSICAL = importlib.util.find_spec("zensical") is not None
 needs_zensical = pytest.mark.skipif(not _ZENSICAL, reason="the extra `docs` is not installed; scripts/site installs it")
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_script", ROOT / "scripts/site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def relinked(site: ModuleType, text: str, source: str, repository: str = "") -> str:
+def relinked(text: str, source: str, repository: str = "") -> str:
     places = {
         PurePosixPath(path): PurePosixPath(place)
         for path, place in {
@@ -34,31 +25,30 @@ def relinked(site: ModuleType, text: str, source: str, repository: str = "") -> 
             "examples/gpt_text/README.md": "examples/gpt_text/index.md",
         }.items()
     }
-    linked: str = site.relinked(text, PurePosixPath(source), places, repository)
-    return linked
+    return site.relinked(text, PurePosixPath(source), places, repository)
 
 
-def test_links_follow_their_pages(site: ModuleType) -> None:
+def test_links_follow_their_pages() -> None:
     page = "[a](../../README.md) [b](../glossary.md#rank) [c](../../examples/gpt_text/README.md) [d](https://x.example)"
     moved = "[a](../index.md) [b](../glossary.md#rank) [c](../examples/gpt_text/index.md) [d](https://x.example)"
-    assert relinked(site, page, "docs/how-to/tune.md") == moved
+    assert relinked(page, "docs/how-to/tune.md") == moved
 
 
-def test_a_file_that_is_no_page_is_linked_where_there_is_a_repository(site: ModuleType) -> None:
+def test_a_file_that_is_no_page_is_linked_where_there_is_a_repository() -> None:
     page = "see [the table](../../smpkit/plan/tune/instances.py), [here](#below)"
-    assert relinked(site, page, "docs/how-to/tune.md") == "see the table, [here](#below)"
+    assert relinked(page, "docs/how-to/tune.md") == "see the table, [here](#below)"
     address = "https://code.example/smpkit/blob/main/smpkit/plan/tune/instances.py"
-    known = relinked(site, page, "docs/how-to/tune.md", "https://code.example/smpkit")
+    known = relinked(page, "docs/how-to/tune.md", "https://code.example/smpkit")
     assert known == f"see [the table]({address}), [here](#below)"
 
 
-def test_code_keeps_what_looks_like_a_link(site: ModuleType) -> None:
+def test_code_keeps_what_looks_like_a_link() -> None:
     page = "```python\nhooks[name](README.md)\n```\n[a](README.md)\n"
-    assert relinked(site, page, "examples/gpt_text/README.md") == page.replace("[a](README.md)", "[a](index.md)")
+    assert relinked(page, "examples/gpt_text/README.md") == page.replace("[a](README.md)", "[a](index.md)")
 
 
 @needs_zensical
-def test_the_site_builds(site: ModuleType, tmp_path: Path) -> None:
+def test_the_site_builds(tmp_path: Path) -> None:
     assert site.build(tmp_path / "site") == 0
     for page in ("index.html", "reference/cli.html", "reference/python/runtime.html", "search.json"):
         assert (tmp_path / "site" / page).is_file()
@@ -80,7 +70,7 @@ def test_the_site_builds(site: ModuleType, tmp_path: Path) -> None:
         ('<img src="https://elsewhere.example/a.png">', "loads from another host"),
     ],
 )
-def test_what_is_broken_fails(site: ModuleType, tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_broken_fails(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/glossary.md", tmp_path / "docs/glossary.md")
     configuration = site._configuration({})
