@@ -100,7 +100,7 @@ def _check_job(block: Block, folder: Path) -> None:
     if "modelparallel" in read:
         read = {"distribution": {"smdistributed": read}}
     job = {"entry_point": "train.py", **read}
-    assert validated(JobConfig, job, subject=block.place)
+    validated(JobConfig, job, subject=block.place)
     (folder / "train.py").touch()
 
 
@@ -138,7 +138,8 @@ def _found(command: str) -> str:
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each command of a session, and the lines of output that are shown."""
-    command, shown = "", []
+    command = ""
+    shown: list[str] = []
     for line in text.splitlines():
         if line.startswith("$ "):
             if command:
