@@ -23,7 +23,7 @@ from smpkit.plan.schedule.simulate import ActionInterval, Timeline
 __all__ = ["Drawing", "svg"]
 
 _WIDTH: Final = 400
-_LEFT: Final = 50
+_LEFT: Final = 56
 _RIGHT: Final = 8
 _ROW: Final = 20
 _GAP: Final = 3

@@ -30,9 +30,9 @@ def test_every_action_is_a_box_at_its_time(timeline: Timeline) -> None:
     drawn = boxes(svg([Drawing("planned", timeline)]))
     spans = [span for row in timeline.spans for span in row]
     assert [name for name, *_ in drawn] == [str(span.action) for span in spans]
-    scale = (400 - 50 - 8) / timeline.makespan_seconds
+    scale = (400 - 56 - 8) / timeline.makespan_seconds
     for (_, x, _, width), span in zip(drawn, spans, strict=True):
-        assert x == pytest.approx(50 + span.start_seconds * scale, abs=0.01)
+        assert x == pytest.approx(56 + span.start_seconds * scale, abs=0.01)
         assert width == pytest.approx((span.end_seconds - span.start_seconds) * scale - 0.7, abs=0.01)
 
 
