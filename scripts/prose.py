@@ -1,6 +1,6 @@
 """Check the English of README, CONTRIBUTING, CHANGELOG and docs: a word list, and sentences of at most 40 words.
 
-codespell, which `scripts/lint` runs beside it, checks the spelling. General checkers of style know neither our words nor
+codespell, which `scripts/lint` runs beside it, checks the spelling. General checkers of style do not know our words or
 Markdown's tables well enough to be strict, so the rules are here: few, and each an error.
 """
 
