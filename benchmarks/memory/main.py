@@ -3,7 +3,7 @@
     python -m benchmarks.memory.main [--write] [--only NAME]
 
 Memory is the most that a rank's process held beyond what it held before the model was created: weights, gradients,
-optimizer states and activations of three steps. Time is processor time of a step, summed over ranks, so other work on
+optimizer states and activations of the steps. Time is processor time of a step, summed over ranks, so other work on
 the machine changes it little; waits are not in it.
 """
 
@@ -28,7 +28,7 @@ from smpkit.testing import run_ranks
 
 HERE: Final = Path(__file__).parent
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 64, 16, 4
+WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 64, 16, 3
 MIB: Final = 2**20
 
 

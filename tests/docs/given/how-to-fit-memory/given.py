@@ -1,7 +1,11 @@
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
 
 
 class Model(nn.Module):
@@ -12,9 +16,9 @@ class Model(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = torch.relu(layer(x))
-        return SimpleNamespace(loss=x.square().mean())
+        return Output(x.square().mean())
 
 
 model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.AdamW(model.parameters())
 loader = [{"x": torch.randn(8, 16)}] * 8
