@@ -96,10 +96,10 @@ def measured(name: str) -> tuple[int, int, float]:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     if technique.checkpointing:
-        smp.set_activation_checkpointing(model.get_module(), strategy="each")
+        smp.set_activation_checkpointing(module, strategy="each")
 
     @smp.step
-    def step(model: nn.Module, x: Tensor) -> Tensor:
+    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
         loss = model(x).float().square().mean()
         model.backward(loss)
         return loss

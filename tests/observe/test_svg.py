@@ -18,7 +18,9 @@ def boxes(picture: str) -> list[tuple[str, float, float, float]]:
     """Return action, x, y and width of each box."""
     found = [each for each in ET.fromstring(picture).iter(f"{_SVG}rect") if each.get("class") in _KINDS]
     named = [(title, each) for each in found if (title := each.findtext(f"{_SVG}title")) is not None]
-    return [(title, *(float(each.attrib[name]) for name in ("x", "y", "width"))) for title, each in named]
+    return [
+        (title, float(each.attrib["x"]), float(each.attrib["y"]), float(each.attrib["width"])) for title, each in named
+    ]
 
 
 @pytest.fixture
