@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from smpkit.cli import _plan_offload_model
+from smpkit.cli import _console, _plan_offload_model
+from smpkit.cli._files import write_file
 from smpkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from smpkit.plan.schedule.simulate import Timeline
 
 __all__ = ["plan"]
 
@@ -33,11 +37,13 @@ _OPTIMIZERS: Final = ("sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 @click.option("--compare", nargs=2, type=click.Path(path_type=Path), metavar="A B", help="Plan two files side by side.")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @_plan_offload_model.options
+@click.option("--svg", "picture", metavar="FILE", type=click.Path(path_type=Path), help="Also draw it as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     file: Path | None,
     overrides: tuple[str, ...],
     as_json: bool,
+    picture: Path | None,
     compare: tuple[Path, Path] | None,
     sweeps: tuple[str, ...],
     **options: Any,
@@ -54,6 +60,8 @@ def plan(
 
     KEY of `--sweep` is a parameter such as `microbatches`, or the place of any setting; several are combined.
     """
+    if picture is not None and (options["offload_model"] or compare or sweeps):
+        raise UsageError("`--svg` draws one schedule", hint="leave `--offload-model`, `--compare` and `--sweep` out")
     if options["offload_model"]:
         _offload_model(file, options, as_json=as_json)
         return
@@ -70,6 +78,17 @@ def plan(
     else:
         click.echo("\n".join(report(made)))
         advise(made)
+    if picture is not None:
+        write_file(picture, _svg(made.plan.timeline), "picture")
+        _console.current().note(f"picture: {picture}")
+
+
+def _svg(timeline: Timeline) -> str:
+    from smpkit.observe.svg import Drawing, svg
+
+    schedule = timeline.schedule
+    title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
+    return svg([Drawing(title, timeline)])
 
 
 def _offload_model(file: Path | None, options: dict[str, Any], *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._files import write_file
 from smpkit.cli._layout import table, width
 from smpkit.errors import SmpkitError, UsageError
 
@@ -33,7 +34,16 @@ __all__ = ["timeline"]
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write a trace of all steps for ui.perfetto.dev; of one step, with --step.",
 )
-def timeline(folder: Path, number: int | None, pipeline: int, as_json: bool, trace: Path | None) -> None:
+@click.option(
+    "--svg",
+    "picture",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also draw the step as an SVG, planned above executed.",
+)
+def timeline(
+    folder: Path, number: int | None, pipeline: int, as_json: bool, trace: Path | None, picture: Path | None
+) -> None:
     """Show a step as it was executed, beside the planned one.
 
     RUN_DIR is what `smpkit run --events` printed: a folder with events, or a run's output folder. Any other job records
@@ -56,6 +66,9 @@ def timeline(folder: Path, number: int | None, pipeline: int, as_json: bool, tra
     if trace is not None:
         _write_trace(run, trace, None if number is None else [number])
         console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
+    if picture is not None:
+        write_file(picture, _svg(step), "picture")
+        console.note(f"picture: {picture}")
 
 
 def _chosen(run: Run, number: int | None, pipeline: int) -> int:
@@ -75,10 +88,14 @@ def _range(numbers: Sequence[int]) -> str:
 def _write_trace(run: Run, path: Path, numbers: Sequence[int] | None) -> None:
     from smpkit.observe.chrome_trace import chrome_trace
 
-    try:
-        path.write_text(chrome_trace(run, numbers), encoding="utf-8")
-    except OSError as error:
-        raise SmpkitError(f"the trace cannot be written to `{path}`: {error.strerror}") from None
+    write_file(path, chrome_trace(run, numbers), "trace")
+
+
+def _svg(step: ExecutedStep) -> str:
+    from smpkit.observe.svg import Drawing, svg
+
+    timelines = {"planned": step.planned, "executed": step.executed}
+    return svg([Drawing(f"{name}: {_summary(each)}", each) for name, each in timelines.items() if each is not None])
 
 
 # --- for eyes ---------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smpkit.config._page import write_or_check
 from smpkit.config.load import ENVIRONMENT_PREFIX
 from smpkit.config.schema import json_schema
 
@@ -143,7 +143,20 @@ def _value(value: object) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file, or with `--check` only say whether it is up to date."""
-    return write_or_check(arguments, "smpkit.config.reference", DEFAULT_PATH, reference)
+    module = "smpkit.config.reference"
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Write the page from the code.")
+    parser.add_argument("file", nargs="?", type=Path, default=DEFAULT_PATH, help="default: %(default)s")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
+    options = parser.parse_args(arguments)
+    text = reference()
+    if not options.check:
+        options.file.parent.mkdir(parents=True, exist_ok=True)
+        options.file.write_text(text, encoding="utf-8")
+        return 0
+    if options.file.is_file() and options.file.read_text(encoding="utf-8") == text:
+        return 0
+    sys.stderr.write(f"error: {options.file} is stale\nhint: run `python -m {module}`\n")
+    return 1
 
 
 if __name__ == "__main__":

@@ -348,11 +348,13 @@ class DistributedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over all parameters under the names of the wrapped module, those of other ranks included."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all buffers under the names of the wrapped module, those of other ranks included."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -360,12 +362,15 @@ class DistributedModel(nn.Module):
         return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters that this rank holds, with their names."""
         return (pair for pair in self.module.named_parameters() if self.holds(pair[1]))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Iterate over the buffers of the modules that this rank runs."""
         return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the buffers of the modules that this rank runs, with their names."""
         return (pair for pair in self.module.named_buffers() if runs_here(*pair, self.placement))
 
     def local_modules(self) -> Iterator[nn.Module]:

@@ -357,3 +357,17 @@ def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fi
     assert "makes it fit" in done.stderr
     none = smpkit(*arguments, "--memory-gib", "0.00001")
     assert "no single change makes it fit" in none.stderr
+
+
+def test_a_picture_of_the_schedule(smpkit: Smpkit, tmp_path: Path) -> None:
+    result = smpkit("plan", "--pp", "4", "--microbatches", "8", "--svg", str(tmp_path / "plan.svg"))
+    assert result.exit_code == 0
+    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert picture.count('class="f"') == 4 * 8 + 1  # and the legend's
+    assert "interleaved, 8 microbatches, bubble 27.3%" in picture
+
+
+def test_a_picture_of_several_plans_is_refused(smpkit: Smpkit, tmp_path: Path) -> None:
+    result = smpkit("plan", "--compare", "a.yaml", "b.yaml", "--svg", str(tmp_path / "plan.svg"))
+    assert result.exit_code == 2
+    assert "`--svg` draws one schedule" in result.stderr

@@ -153,3 +153,17 @@ def test_a_run_with_events_can_be_looked_at(tmp_path: Path, smpkit: Smpkit) -> N
     assert result.stdout.startswith("step 1 of 0 to 1, `train_step`: ")
     assert "\nexecuted  " in result.stdout
     assert "NOT in planned order" not in result.stdout
+
+
+def test_a_picture_has_both_timelines(folder: Path, smpkit: Smpkit, tmp_path: Path) -> None:
+    result = smpkit("timeline", str(folder), "--svg", str(tmp_path / "step.svg"))
+    assert (result.exit_code, result.stdout) == (0, REPORT)
+    picture = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    assert ">planned: 15.0 ms, bubble 20.0%<" in picture
+    assert ">executed: 15.4 ms, bubble 22.1%<" in picture
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence(folder: Path, smpkit: Smpkit, tmp_path: Path) -> None:
+    result = smpkit("timeline", str(folder), "--svg", str(tmp_path / "none" / "step.svg"))
+    assert result.exit_code == 1
+    assert "the picture cannot be written to" in result.stderr

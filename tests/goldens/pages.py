@@ -1,15 +1,17 @@
-"""Reference pages, as hashes since the pages themselves are committed, the JSON Schema and every command's `--help`."""
+"""The configuration's page, each public name of Python, the JSON Schema and every command's `--help`."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
+import inspect
 import io
 import json
 import re
 from pathlib import Path
 
+from smpkit.config import reference as configuration
+from tests.docs.public_names import documented, signature
 from tests.goldens.adapter import sandbox
 from tests.goldens.items import Items
 
@@ -21,13 +23,13 @@ _KINDS = ("job", "modelparallel", "distribution")
 
 def collect() -> Items:
     items: Items = {}
-    for page in sorted((_ROOT / "docs" / "reference").glob("*.md")):
-        items[f"docs/reference/{page.name}"] = {"sha256": hashlib.sha256(page.read_bytes()).hexdigest()[:16]}
-    for module in _generators():
-        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-            found = importlib.import_module(module)
-            status = found.main([str(_ROOT / found.DEFAULT_PATH), "--check"])
-        items[f"scripts/docs --check, {module.split('.')[1]}"] = "up to date" if status == 0 else said.getvalue()
+    page = _ROOT / configuration.DEFAULT_PATH
+    items[str(configuration.DEFAULT_PATH)] = {"sha256": _hash(page.read_text(encoding="utf-8"))}
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        status = configuration.main([str(page), "--check"])
+    items["scripts/docs --check"] = "up to date" if status == 0 else said.getvalue()
+    for name, thing in documented():
+        items[name] = {"signature": signature(thing), "docstring": _hash(inspect.getdoc(thing) or "")}
     with sandbox() as box:
         for kind in _KINDS:
             items[f"smpkit schema {kind}"] = json.loads(box.run("schema", kind)["stdout"])
@@ -38,7 +40,5 @@ def collect() -> Items:
     return items
 
 
-def _generators() -> list[str]:
-    """Return the modules that write the pages, as `scripts/docs` names them."""
-    (line,) = re.findall(r"^for page in (.*); do$", (_ROOT / "scripts" / "docs").read_text(), re.MULTILINE)
-    return str(line).split()
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -38,7 +38,7 @@ PARTS = {
             may_fall=True,
             tolerances={"pp2 zero_bubble": 0.02, "pp2, 2 virtual stages": 0.02},  # schedules by what a step took
         ),
-        Part("pages", "reference pages, JSON Schema, `--help` of every command", _call("pages", "collect")),
+        Part("pages", "public names, configuration, JSON Schema, `--help` of every command", _call("pages", "collect")),
         Part("plans", "`smpkit plan --json` of a spread of configurations", _call("plans", "collect")),
         Part("models", "`smpkit plan --json` of models", _call("plans", "collect_models")),
         Part("requests", "`smpkit submit --dry-run` of a spread of jobs", _call("requests", "collect")),

@@ -14,6 +14,7 @@ import pytest
 
 from smpkit.testing import RankFailed
 from smpkit.testing.simulated_device import POLICIES, RaceFound
+from tests.docs.blocks import blocks_of
 from tests.sim.on_sim import needs_sim, run_on_sim
 
 _PAGE = Path(__file__).parents[2] / "docs/how-to/check-async-code.md"
@@ -21,8 +22,7 @@ _PAGE = Path(__file__).parents[2] / "docs/how-to/check-async-code.md"
 
 def blocks(language: str) -> list[str]:
     """Return the page's fenced blocks of a language; "" is output."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", _PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [text for name, text in found if name == language]
+    return [block.text for block in blocks_of(_PAGE) if block.language == language]
 
 
 def prefetchers() -> tuple[str, str, str]:

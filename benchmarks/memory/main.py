@@ -1,0 +1,154 @@
+"""What each memory technique saves and costs: one transformer, one machine, each technique in processes of its own.
+
+    python -m benchmarks.memory.main [--write] [--only NAME]
+
+Memory is the most that a rank's process held beyond what it held before the model was created: weights, gradients,
+optimizer states and activations of the steps. Time is processor time of a step, summed over ranks, so other work on
+the machine changes it little; waits are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import smpkit
+import smpkit.torch as smp
+from smpkit.testing import run_ranks
+
+HERE: Final = Path(__file__).parent
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 64, 16, 3
+MIB: Final = 2**20
+
+
+class Technique(NamedTuple):
+    """What is switched on."""
+
+    label: str
+    config: Mapping[str, Any]
+    checkpointing: bool = False
+    tensor_parallelism: bool = False
+
+
+TECHNIQUES: Final = {
+    "plain": Technique("nothing: two replicas (`ddp: true`)", {"ddp": True}),
+    "microbatches": Technique("`microbatches: 4`", {"ddp": True, "microbatches": 4}),
+    "checkpointing": Technique("activation checkpointing", {"ddp": True}, checkpointing=True),
+    "offloading": Technique(
+        "the same, and `offload_activations`", {"ddp": True, "offload_activations": True}, checkpointing=True
+    ),
+    "bf16": Technique("`bf16: true`", {"ddp": True, "bf16": True}),
+    "shard": Technique("`shard_optimizer_state`", {"ddp": True, "shard_optimizer_state": True}),
+    "sharded": Technique("`sharded_data_parallel_degree: 2`", {"ddp": True, "sharded_data_parallel_degree": 2}),
+    "pipeline": Technique(
+        "`pipeline_parallel_degree: 2`, `microbatches: 4`", {"pipeline_parallel_degree": 2, "microbatches": 4}
+    ),
+    "tensor": Technique(
+        "`tensor_parallel_degree: 2`", {"tensor_parallel_degree": 2, "ddp": True}, tensor_parallelism=True
+    ),
+}
+
+
+class Block(nn.Module):
+    """A transformer layer with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, WIDTH))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def _held(name: str) -> int:
+    """Return bytes of a line of the process's status: VmRSS, what it holds, or VmHWM, the most since the last reset."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def measured(name: str) -> tuple[int, int, float]:
+    """Train, and return the rank's peak, what of it lay on offloading's host side, and processor time of a step."""
+    torch.set_num_threads(1)
+    technique = TECHNIQUES[name]
+    smp.init(dict(technique.config))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _held("VmRSS")
+    torch.manual_seed(0)
+    with smp.tensor_parallelism(technique.tensor_parallelism):
+        module = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    if technique.checkpointing:
+        smp.set_activation_checkpointing(module, strategy="each")
+
+    @smp.step
+    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(SAMPLES // smp.dp_size(), TOKENS, WIDTH)
+    seconds = []
+    for _ in range(STEPS):
+        start = time.process_time()
+        optimizer.zero_grad()
+        step(model, x)
+        optimizer.step()
+        seconds.append(time.process_time() - start)
+    host = smp.offload_report().peak_host_bytes if technique.config.get("offload_activations") else 0
+    return _held("VmHWM") - before, host, statistics.median(seconds[1:])
+
+
+def rows(names: list[str]) -> Iterator[str]:
+    """Yield the lines of the table, each relative to the first technique."""
+    yield "| technique | memory of the fuller rank | of that on the host | saved | processor time |"
+    yield "|---|---|---|---|---|"
+    base_bytes, base_seconds = 0, 0.0
+    for name in names:
+        ranks = run_ranks(measured, 2, name, timeout=300)
+        peak, host = max((peak - host, host) for peak, host, _ in ranks)
+        seconds = sum(each for *_, each in ranks)
+        base_bytes, base_seconds = base_bytes or peak, base_seconds or seconds
+        on_host = f"{host / MIB:.0f} MiB" if host else ""
+        yield (
+            f"| {TECHNIQUES[name].label} | {peak / MIB:.0f} MiB | {on_host} | {1 - peak / base_bytes:.0%} "
+            f"| {seconds / base_seconds:.2f} × |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    options = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
+    os.environ["OMP_NUM_THREADS"] = "1"
+    names = ["plain", *options.only] if options.only else list(TECHNIQUES)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, smpkit {smpkit.__version__}"
+    table = "\n".join([*rows(names), "", f"{machine}."])
+    sys.stdout.write(table + "\n")
+    if options.write:
+        page = HERE / "README.md"
+        head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

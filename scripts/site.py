@@ -1,0 +1,234 @@
+"""Build the documentation site with Zensical: `scripts/site [serve]`.
+
+The pages are Markdown that reads well in the repository, so they link to files outside docs (examples, benchmarks,
+sources). Zensical knows one folder only. So the pages are copied into one, and links follow: to the page where there is
+one, else to the repository if `[project.urls]` in pyproject.toml has an address, else the text stays without a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+import smpkit
+from tests.docs.blocks import PAGES, blocks_of, problem_of
+
+ROOT: Final = Path(__file__).parents[1]
+_BUILD: Final = ROOT / "build" / "site"
+"""Copies of the pages, and the configuration."""
+_BRANCH: Final = "main"
+_README: Final = PurePosixPath("README.md")
+_FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_LINK: Final = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
+_DEFINITION: Final = re.compile(r"^(\[[^]]+\]: )(\S+)$", re.MULTILINE)
+_LOADED: Final = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="(?:https?:)?//[^"]*"[^>]*>""")
+_TOLD: Final = ("Failed to get", "Warning:", "could not be")
+"""What Zensical and the plug-ins print about a page that lost something, without failing."""
+
+
+def pages() -> dict[PurePosixPath, PurePosixPath]:
+    """Return where each file of the site lies in the repository, and where in the site's folder."""
+    found = {PurePosixPath("CHANGELOG.md"): PurePosixPath("changelog.md")}
+    found[PurePosixPath("CONTRIBUTING.md")] = PurePosixPath("contributing.md")
+    found[_README] = PurePosixPath("index.md")
+    for pattern in ("benchmarks/**/README.md", "examples/*/README.md"):
+        for path in ROOT.glob(pattern):
+            place = PurePosixPath(path.relative_to(ROOT).as_posix())
+            found[place] = place.with_name("index.md")
+    for path in (ROOT / "docs").rglob("*"):
+        if path.is_file():
+            place = PurePosixPath(path.relative_to(ROOT).as_posix())
+            found[place] = place.relative_to("docs")
+    return found
+
+
+def addresses() -> dict[str, str]:
+    """Return `[project.urls]`: `Repository` and `Documentation`, where they are set."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {name: address.rstrip("/") for name, address in project.get("urls", {}).items()}
+
+
+def relinked(text: str, source: PurePosixPath, places: Mapping[PurePosixPath, PurePosixPath], repository: str) -> str:
+    """Return a page with links that hold in the site's folder.
+
+    Args:
+        text: the Markdown of the page.
+        source: where the page lies in the repository.
+        places: those of all pages.
+        repository: its address; empty: files that are no pages are named without a link.
+    """
+    here = places[source].parent
+
+    def moved(address: str) -> str | None:
+        """Return where a link leads now; None: nowhere."""
+        path, mark, anchor = address.partition("#")
+        if not path or "://" in path or path.startswith("mailto:"):
+            return address
+        target = PurePosixPath(os.path.normpath(source.parent / path))
+        if target in places:
+            return f"{os.path.relpath(places[target], here)}{mark}{anchor}"
+        return f"{repository}/blob/{_BRANCH}/{target}" if repository else None
+
+    def link(match: re.Match[str]) -> str:
+        address = moved(match[2])
+        return match[1] if address is None else f"[{match[1]}]({address})"
+
+    def definition(match: re.Match[str]) -> str:
+        return f"{match[1]}{moved(match[2]) or match[2]}"
+
+    def prose(part: str) -> str:
+        return _DEFINITION.sub(definition, _LINK.sub(link, part))
+
+    return "".join(part if is_code else prose(part) for is_code, part in _parts(text))
+
+
+def _parts(text: str) -> Iterator[tuple[bool, str]]:
+    """Split a page into code blocks and the rest."""
+    end = 0
+    for match in _FENCE.finditer(text):
+        yield False, text[end : match.start()]
+        yield True, match[0]
+        end = match.end()
+    yield False, text[end:]
+
+
+def stage() -> None:
+    """Copy what has changed, so that `serve` builds no more than that."""
+    places, known = pages(), addresses()
+    repository = known.get("Repository", "")
+    wanted = {_BUILD / "zensical.toml": _configuration(known).encode()}
+    for source, place in places.items():
+        if source == _README:
+            continue  # docs/index.md is the site's first page
+        content = (ROOT / source).read_bytes()
+        if source.suffix == ".md":
+            content = relinked(content.decode(), source, places, repository).encode()
+        wanted[_BUILD / "docs" / place] = content
+    for path, content in wanted.items():
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    for path in (_BUILD / "docs").rglob("*"):
+        if path.is_file() and path not in wanted:
+            path.unlink()
+
+
+def _configuration(known: Mapping[str, str]) -> str:
+    text = (ROOT / "zensical.toml").read_text(encoding="utf-8").replace('"ROOT', f'"{ROOT.as_posix()}')
+    lines = []
+    if "Repository" in known:
+        lines += [f'repo_url = "{known["Repository"]}"', f'edit_uri = "edit/{_BRANCH}/docs/"']
+        text = text.replace("features = [", 'features = [\n  "content.action.edit",', 1)
+    if "Documentation" in known:
+        lines.append(f'site_url = "{known["Documentation"]}/{smpkit.__version__}/"')
+        text = text.replace("[project.extra]\n", '[project.extra]\nversion = {provider = "mike"}\n', 1)
+    return text.replace("[project]\n", "\n".join(["[project]", *lines, ""]), 1)
+
+
+def build(folder: Path) -> int:
+    """Build the site into a folder; return the exit code."""
+    stage()
+    problems = [problem for page in PAGES for block in blocks_of(page) if (problem := problem_of(block))]
+    problems += problems_of_build()
+    if problems:
+        sys.stderr.write("\n".join([*problems, "error: the site has problems", ""]))
+        return 1
+    built = _BUILD / "site"
+    known = addresses()
+    _correct_edit_links(built, known.get("Repository", ""))
+    target = folder / smpkit.__version__ if "Documentation" in known else folder
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(built, target)
+    if "Documentation" in known:
+        _list_versions(folder)
+    sys.stderr.write(f"{len(list(target.rglob('*.html')))} pages in {target}\n")
+    return 0
+
+
+def problems_of_build(folder: Path = _BUILD) -> list[str]:
+    """Build what was copied; return what is wrong with it."""
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        return [re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)]
+    told = [line for line in done.stdout.splitlines() if any(word in line for word in _TOLD)]
+    return [*told, *_foreign(folder / "site")]
+
+
+def _foreign(built: Path) -> Iterator[str]:
+    """Yield what a page would load from another host."""
+    for page in sorted(built.rglob("*.html")):
+        for tag in _LOADED.findall(page.read_text(encoding="utf-8")):
+            if "canonical" not in tag:
+                yield f"{page.relative_to(built)} loads from another host: {tag}"
+
+
+def _correct_edit_links(built: Path, repository: str) -> None:
+    """Let pages that are not from docs be edited where they lie."""
+    if not repository:
+        return
+    for source, place in pages().items():
+        page = built / place.with_suffix(".html")
+        if source.parts[0] != "docs" and source != _README:
+            wrong, right = f"/edit/{_BRANCH}/docs/{place}", f"/edit/{_BRANCH}/{source}"
+            page.write_text(page.read_text(encoding="utf-8").replace(wrong, right), encoding="utf-8")
+
+
+def _list_versions(folder: Path) -> None:
+    """Write what the selector of versions reads, and lead the folder's own address to the newest."""
+    names = [path.name for path in folder.iterdir() if (path / "index.html").is_file()]
+    newest, *older = sorted(names, key=_version, reverse=True)
+    entries = [{"version": name, "title": name, "aliases": ["latest"] * (name == newest)} for name in (newest, *older)]
+    (folder / "versions.json").write_text(json.dumps(entries), encoding="utf-8")
+    redirect = f'<meta http-equiv="refresh" content="0; url={newest}/index.html">'
+    (folder / "index.html").write_text(f'<!doctype html><meta charset="utf-8">{redirect}', encoding="utf-8")
+
+
+def _version(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def serve(port: int) -> int:
+    """Serve the site on loopback, and build again what changes, until Ctrl-C."""
+    stage()
+    command = [sys.executable, "-m", "zensical", "serve", "--dev-addr", f"127.0.0.1:{port}"]
+    with subprocess.Popen(command, cwd=_BUILD) as server:
+        return _until_interrupted(server, stage)
+
+
+def _until_interrupted(server: subprocess.Popen[bytes], again: Callable[[], None]) -> int:
+    try:
+        while server.poll() is None:
+            time.sleep(1)
+            again()
+    except KeyboardInterrupt:
+        server.terminate()
+    return server.wait()
+
+
+def main() -> int:
+    """Build or serve."""
+    parser = argparse.ArgumentParser(prog="scripts/site", description="Build the documentation site.")
+    parser.add_argument("what", nargs="?", choices=("build", "serve"), default="build")
+    parser.add_argument("--port", type=int, default=8000, help="of `serve` (8000)")
+    parser.add_argument("--output", type=Path, default=ROOT / "site", help="folder of `build` (site)")
+    options = parser.parse_args()
+    return serve(options.port) if options.what == "serve" else build(options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

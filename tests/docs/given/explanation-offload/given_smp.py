@@ -1,0 +1,7 @@
+import torch
+from model import Net
+
+import smpkit.torch as smp
+
+smp.init({"offload_activations": True})
+model = Net()

@@ -1,0 +1,3 @@
+from given import *
+
+steps = 0

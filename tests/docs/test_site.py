@@ -1,0 +1,80 @@
+"""`scripts/site` builds the site, and refuses what is broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from scripts import site
+
+ROOT = Path(__file__).parents[2]
+_ZENSICAL = importlib.util.find_spec("zensical") is not None
+needs_zensical = pytest.mark.skipif(not _ZENSICAL, reason="the extra `docs` is not installed; scripts/site installs it")
+
+
+def relinked(text: str, source: str, repository: str = "") -> str:
+    places = {
+        PurePosixPath(path): PurePosixPath(place)
+        for path, place in {
+            "README.md": "index.md",
+            "docs/how-to/tune.md": "how-to/tune.md",
+            "docs/glossary.md": "glossary.md",
+            "examples/gpt_text/README.md": "examples/gpt_text/index.md",
+        }.items()
+    }
+    return site.relinked(text, PurePosixPath(source), places, repository)
+
+
+def test_links_follow_their_pages() -> None:
+    page = "[a](../../README.md) [b](../glossary.md#rank) [c](../../examples/gpt_text/README.md) [d](https://x.example)"
+    moved = "[a](../index.md) [b](../glossary.md#rank) [c](../examples/gpt_text/index.md) [d](https://x.example)"
+    assert relinked(page, "docs/how-to/tune.md") == moved
+
+
+def test_a_file_that_is_no_page_is_linked_where_there_is_a_repository() -> None:
+    page = "see [the table](../../smpkit/plan/tune/instances.py), [here](#below)"
+    assert relinked(page, "docs/how-to/tune.md") == "see the table, [here](#below)"
+    address = "https://code.example/smpkit/blob/main/smpkit/plan/tune/instances.py"
+    known = relinked(page, "docs/how-to/tune.md", "https://code.example/smpkit")
+    assert known == f"see [the table]({address}), [here](#below)"
+
+
+def test_code_keeps_what_looks_like_a_link() -> None:
+    page = "```python\nhooks[name](README.md)\n```\n[a](README.md)\n"
+    assert relinked(page, "examples/gpt_text/README.md") == page.replace("[a](README.md)", "[a](index.md)")
+
+
+@needs_zensical
+def test_the_site_builds(tmp_path: Path) -> None:
+    assert site.build(tmp_path / "site") == 0
+    for page in ("index.html", "reference/cli.html", "reference/python/runtime.html", "search.json"):
+        assert (tmp_path / "site" / page).is_file()
+    assert (
+        'id="smpkit.torch.DistributedModel.backward"' in (tmp_path / "site/reference/python/runtime.html").read_text()
+    )
+    assert "--pipeline-parallel-degree" in (tmp_path / "site/reference/cli.html").read_text()
+
+
+@needs_zensical
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[lost](nowhere.md)", "page does not exist"),
+        ("[lost](glossary.md#nowhere)", "anchor does not exist"),
+        ("::: smpkit.torch.nowhere", "could not be"),
+        ("[lost][smpkit.torch.nowhere]", "unresolved autoref"),
+        ('<img src="https://elsewhere.example/a.png">', "loads from another host"),
+    ],
+)
+def test_what_is_broken_fails(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/glossary.md", tmp_path / "docs/glossary.md")
+    configuration = site._configuration({})
+    nav = configuration[configuration.index("nav = [") : configuration.index("[project.theme]")]
+    (tmp_path / "zensical.toml").write_text(configuration.replace(nav, ""))
+    (tmp_path / "docs/index.md").write_text(f"# Home\n\n{text}\n")
+    assert said in "\n".join(site.problems_of_build(tmp_path))
