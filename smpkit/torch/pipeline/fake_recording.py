@@ -1,9 +1,9 @@
 """Record what a microbatch sends between ranks without ranks and without data, for `smpkit plan --model`.
 
 One process stands for all ranks, as a rank that holds nothing: like any other rank it skips each call and makes
-placeholders from the call's output spec, and so it sees the same calls and transfers, in the same order. Only the spec
-comes from elsewhere. A job broadcasts it from the rank that runs the call; here the call itself runs, once for each kind
-of call, on fake tensors that have the shapes of the placeholders::
+placeholders from the call's output spec, so it sees the same calls and transfers in the same order. Only the spec comes
+from elsewhere: a job broadcasts it from the rank that runs the call; here the call itself runs, once for each kind of
+call, on fake tensors that have the shapes of the placeholders::
 
     job        new kind of call ──► the owner runs it      ──► broadcasts the output spec ──► placeholders
     recording  new kind of call ──► runs on fake tensors   ──► remembers the output spec  ──► placeholders
