@@ -243,18 +243,14 @@ def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit
     # The sum stays on the later rank, as the tie is broken; `first` is there already, so it is sent once.
     assert values == [([0, 0], [1, 0], "down.1"), ([1, 0], [0, 1], "up.1")]
     first = content["graph"]["values"][0]
-    assert (first["shape"], first["dtype"], first["num_bytes"], first["differentiable"]) == (
-        [4, 8],
-        "float32",
-        128,
-        True,
-    )
+    assert (first["shape"], first["dtype"], first["num_bytes"]) == ([4, 8], "float32", 128)
+    assert first["differentiable"]
     assert content["schedule"]["actions"][0].startswith("F0 F1 F0.1")
 
-    lines = smpkit("plan", "mp.json", "--model", "zoo:skips").stdout.splitlines()
-    assert "values    a microbatch sends 2 values, 256 B, and 256 B of gradients back" in lines
+    lines = [" ".join(line.split()) for line in smpkit("plan", "mp.json", "--model", "zoo:skips").stdout.splitlines()]
+    assert "values a microbatch sends 2 values, 256 B, and 256 B of gradients back" in lines
     assert "stage 0.1: up.1" in lines
-    assert "stage 1    stage 0.1  float32[4, 8]  128 B    up.1" in lines
+    assert "stage 1 stage 0.1 float32[4, 8] 128 B up.1" in lines
 
 
 def test_a_model_that_needs_values_is_planned_by_an_assumption_that_is_said(zoo: Path, smpkit: Smpkit) -> None:
