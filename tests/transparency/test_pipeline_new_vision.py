@@ -147,18 +147,6 @@ MODELS: dict[str, Case] = {
     ),
     "ConvNeXt V2": picture("ConvNextV2", {**STAGED, "num_stages": 2}),
     "Swin V2": picture("Swinv2", WINDOWS),
-    "CvT": picture(
-        "Cvt",
-        {
-            "embed_dim": [4, 8, 8],
-            "num_heads": [1, 2, 2],
-            "depth": [1, 1, 2],
-            "drop_rate": [0.0] * 3,
-            "attention_drop_rate": [0.0] * 3,
-            "drop_path_rate": [0.0] * 3,
-            "num_labels": 5,
-        },
-    ),
     "LeViT": picture(
         "Levit",
         {
@@ -278,7 +266,7 @@ MODELS: dict[str, Case] = {
     "LiLT": family(
         "Lilt",
         "ForTokenClassification",
-        {**BERT, "channel_shrink_ratio": 2, "max_2d_position_embeddings": 128, "num_labels": 2},
+        {**BERT, "hidden_size": 12, "channel_shrink_ratio": 2, "max_2d_position_embeddings": 128, "num_labels": 2},
         documents,
         document_step,
     ),
