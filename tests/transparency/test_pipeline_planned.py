@@ -46,8 +46,8 @@ class WithBackward(nn.Module):
         current_microbatch().backward(roots, [None] * len(roots) if gradients is None else gradients)
 
 
-def run(case: Case, degree: int, seed: int | None) -> tuple[SegmentGraph, Assignment]:
-    """Run one step over ranks; return the graph that they have recorded, and the assignment."""
+def run(case: Case, degree: int, seed: int | None) -> tuple[SegmentGraph | None, Assignment]:
+    """Run one step over ranks; return the graph that they have scheduled, if it has one, and the assignment."""
     with world(Setup(MICROBATCHES, seed=seed), degree):
         module = build(case)
         if seed is not None:
@@ -58,8 +58,8 @@ def run(case: Case, degree: int, seed: int | None) -> tuple[SegmentGraph, Assign
         assert pipeline is not None
         assert pipeline._executor is not None
         assert pipeline.assignment is not None
-        assert pipeline._executor.last_schedule is not None
-        return pipeline._executor.last_schedule.graph, pipeline.assignment
+        schedule = pipeline._executor.last_schedule
+        return None if schedule is None else schedule.graph, pipeline.assignment
 
 
 def record(case: Case, assignment: Assignment) -> SegmentGraph:
@@ -108,10 +108,12 @@ def test_a_plan_records_what_ranks_send_of_every_model(degree: int, seed: int | 
 
 
 HUGGINGFACE = {**test_pipeline_huggingface.FEW, **test_pipeline_huggingface.MORE, **test_pipeline_new_models.MODELS}
+NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
+"""They gather the tokens of each expert, or train by the CTC loss."""
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_plan_records_what_ranks_send_of_families_of_huggingface(degree: int) -> None:
-    assert run_ranks(compare, degree, HUGGINGFACE, degree, None, timeout=800)[0] == {"Wav2Vec2", "HuBERT"}  # CTC loss
+    assert run_ranks(compare, degree, HUGGINGFACE, degree, None, timeout=800)[0] == NEED_TOKENS
