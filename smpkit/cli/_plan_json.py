@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from smpkit.cli import _plan_offload
+from smpkit.cli import _plan_offload, _plan_values
 from smpkit.cli._planned import Planned
 
 __all__ = ["plain"]
@@ -57,6 +57,7 @@ def _plain_model(made: Planned) -> dict[str, Any]:
         "compute_imbalance": made.plan.assignment.compute_imbalance,
         "shared_parameters": shared,
         "stages": stages,
+        "graph": None if made.plan.recorded is None else _plan_values.plain(made.plan.recorded),
         "offload": offload,
         "features": [asdict(each) for each in made.features],
     }

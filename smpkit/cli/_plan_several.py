@@ -113,18 +113,30 @@ def _planned(rows: Sequence[tuple[str, dict[str, Any], World | str]], options: d
 
 
 def _described(worlds: Sequence[World], target: str) -> Iterator[Any]:
-    """Yield the model of each world; those that divide and cast it alike, in the same folder, share a description."""
-    known: dict[Any, Any] = {}
-    for world in worlds:
-        cfg = world.parameters
-        degrees = (cfg.tensor_parallel_degree, cfg.pipeline_parallel_degree, cfg.virtual_pipeline_degree)
-        kinds = (cfg.bf16, cfg.fp16, cfg.prescaled_batch, cfg.optimize, cfg.auto_partition)
-        sharded = cfg.sharded_data_parallel_degree > 1
-        by_hand = () if cfg.auto_partition else degrees[1:]
-        key = (world.source, world.ranks, degrees[0], by_hand, kinds, sharded)
-        if key not in known:
-            known[key] = describe_each(target, world.source, [cfg], world.ranks)[0]
-        yield known[key]
+    """Yield the model of each world; those that cut, divide and cast it alike share a description.
+
+    What can be described together is, by one process, since each imports the user's module and torch.
+    """
+    groups: dict[Any, dict[Any, World]] = {}
+    keys = [_keys_of(world) for world in worlds]
+    for world, (group, key) in zip(worlds, keys, strict=True):
+        groups.setdefault(group, {}).setdefault(key, world)
+    known = {}
+    for group, members in groups.items():
+        first, configs = next(iter(members.values())), [world.parameters for world in members.values()]
+        found = describe_each(target, first.source, configs, first.ranks)
+        known[group] = dict(zip(members, found, strict=True))
+    for group, key in keys:
+        yield known[group][key]
+
+
+def _keys_of(world: World) -> tuple[Any, Any]:
+    """Return what worlds have in common that one process can describe, and those that share a description."""
+    cfg = world.parameters
+    cut = (cfg.pipeline_parallel_degree, cfg.virtual_pipeline_degree)
+    kinds = (cfg.bf16, cfg.fp16, cfg.prescaled_batch, cfg.optimize, cfg.tensor_parallel_degree)
+    group = (world.source, world.ranks, () if cfg.auto_partition else cut)
+    return group, (cut, cfg.memory_weight, kinds, cfg.sharded_data_parallel_degree > 1)
 
 
 def report(rows: Sequence[Row]) -> Iterator[str]:

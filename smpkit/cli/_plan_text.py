@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from smpkit.cli import _console, _plan_offload
+from smpkit.cli import _console, _plan_offload, _plan_values
 from smpkit.cli._layout import fold, table, width
 from smpkit.cli._planned import GIB, Planned
 
@@ -32,6 +32,9 @@ def report(made: Planned) -> Iterator[str]:
         yield ""
         yield from _partition(made)
         yield ""
+        if made.plan.recorded is not None:
+            yield from _plan_values.report(made.plan.recorded)
+            yield ""
         yield from _memory(made)
     if made.plan.forecasts and made.speed is not None:
         yield ""
@@ -188,5 +191,5 @@ def advise(made: Planned) -> None:
         _plan_offload.advise(made.plan.forecasts, made.world.parameters, made.plan.model)
     for note in () if made.plan.model is None else made.plan.model.notes:
         console.note(f"note: {note.strip()}")
-    if made.plan.model is not None and not made.plan.model.traced:
+    if made.plan.model is not None and not made.plan.model.samples:
         console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")

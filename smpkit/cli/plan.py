@@ -55,8 +55,8 @@ def plan(
     from measured times.
 
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
-    pair of it and the arguments for one microbatch; then compute and activations are known too. Its tensors have no
-    data, so a model that fits no machine can be planned.
+    pair of it and the arguments for one microbatch; then compute, activations and the values that travel between stages
+    are known too. Its tensors have no data, so a model that fits no machine can be planned.
 
     KEY of `--sweep` is a parameter such as `microbatches`, or the place of any setting; several are combined.
     """

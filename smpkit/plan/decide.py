@@ -2,8 +2,9 @@
 
 The runtime, `smpkit plan` and whatever searches for a configuration decide here and nowhere else. They differ in what
 they know. The runtime has traced the model and recorded a microbatch: it calls `assign_units`, and a `Policy` orders
-the segments that it has seen. `decide` has no ranks: it takes the facts of a model, assumes that every unit hands its
-output to the next one, and adds what can only be predicted: memory and the course of the offloading.
+the segments that it has seen. `decide` has no ranks: it takes the facts of a model, with what a microbatch would send
+if that could be recorded without ranks, else it assumes that every unit hands its output to the next one. It adds what
+can only be predicted: memory and the course of the offloading.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
+from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 
@@ -90,6 +92,8 @@ class Plan:
     """By stage, of the rank that holds most of it."""
     forecasts: tuple[Forecast, ...] = ()
     """What activation offloading does on each stage, where it is on and something is checkpointed."""
+    recorded: RecordedGraph | None = None
+    """The segments and values that the schedule is made for; None: every unit is assumed to hand on to the next."""
 
 
 def decide(
@@ -119,14 +123,19 @@ def decide(
         return Plan(mesh, simulate(schedule, Costs(1 / num_chunks, 2 / num_chunks)))
     assert speed is not None, "the costs of a model's units need the speed of a device"
     assignment = assign_units(config, model.costs, model.places)
-    runs = runs_of(model.costs, assignment)
-    schedule = _scheduled(policy, linear_graph(runs, degree, has_backward), config.microbatches)
+    recorded = model.recorded if model.recorded is not None and model.recorded.fits(assignment) else None
+    if recorded is None:
+        runs = runs_of(model.costs, assignment)
+        graph = linear_graph(runs, degree, has_backward)
+    else:
+        runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
+    schedule = _scheduled(policy, graph, config.microbatches)
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
     memory = _memory(config, mesh, model, assignment, peak_live_shares(schedule, runs), forecasts, optimizer)
-    return Plan(mesh, timeline, model, assignment, memory, forecasts)
+    return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 
 
 def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:

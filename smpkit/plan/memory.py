@@ -15,6 +15,7 @@ from typing import Any, Final
 from smpkit.errors import SmpkitError
 from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
 from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.schedule.recorded_graph import RecordedGraph
 
 __all__ = [
     "OPTIMIZERS",
@@ -90,6 +91,8 @@ class ModelFacts:
     """In the microbatch that was traced: the first dimension of its first tensor; 0 without a trace."""
     tokens: int = 0
     """Elements of its first tensor of integers, or its samples."""
+    recorded: RecordedGraph | None = None
+    """What a microbatch sends between ranks under the assignment of the job that was described; None: not known."""
 
     @property
     def costs(self) -> list[UnitCost]:
@@ -134,6 +137,7 @@ class ModelFacts:
             tuple(content["notes"]),
             int(content["samples"]),
             int(content["tokens"]),
+            None if content["recorded"] is None else RecordedGraph.from_plain(content["recorded"]),
         )
 
 

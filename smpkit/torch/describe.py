@@ -22,12 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.errors import SmpkitError, UsageError
+from smpkit.errors import ConfigError, SmpkitError, UsageError
+from smpkit.plan.decide import assign_units
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import Runtime, state
+from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
@@ -110,9 +112,32 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
         inputs = cast_inputs(inputs, half)
     call = None if inputs is None else _forward_call(model, inputs, mode)
     facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
+    if call is not None and cfg.pipeline_parallel_degree > 1:
+        facts = _recorded(facts, model, call, cfg, inputs)
     kept = {name: in_dtype(facts.tensors[name], _dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     samples, tokens = _size_of(inputs)
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
+
+
+def _recorded(
+    facts: ModelFacts, model: nn.Module, call: Callable[[], object], cfg: ModelParallelConfig, inputs: Any
+) -> ModelFacts:
+    """Add what a microbatch sends between the ranks of the job, if the model tells without data."""
+    try:
+        assignment = assign_units(cfg, facts.costs, facts.places)
+    except ConfigError:  # `decide` will say so
+        return facts
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    try:
+        return replace(facts, recorded=record_on_fakes(model, assignment, call, device))
+    except Exception as error:  # user code on tensors without data may fail in any way
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        note = (
+            "what travels between stages is assumed, every unit handing its output to the next: the model could not be"
+            f" run on tensors without data ({type(error).__name__}: {reason})"
+        )
+        return replace(facts, notes=(*facts.notes, note))
 
 
 def _size_of(inputs: Any) -> tuple[int, int]:

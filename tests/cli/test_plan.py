@@ -66,6 +66,30 @@ def divided():
     with smp.tensor_parallelism():
         return traced()
 
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for number in range(2):
+            smp.set_partition(self.down[number], number)
+            smp.set_partition(self.up[number], 1 - number)
+
+    def forward(self, x):
+        first = self.down[0](x)
+        second = self.down[1](first)
+        return self.up[1](self.up[0](second) + second + first)
+
+def skips():
+    return Skips(), torch.zeros(4, 8)
+
+class Chooses(Skips):
+    def forward(self, x):
+        return super().forward(x) if self.down[0](x).sum() > 0 else x
+
+def chooses():
+    return Chooses(), torch.zeros(4, 8)
+
 def failing():
     raise ValueError("no such weights")
 """
@@ -205,6 +229,38 @@ def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit, tmp_path: Path
     found = [{unit.rpartition(".")[0] or unit for unit in stage["units"]} for stage in content["stages"]]
     assert found == [{"embed", "blocks.0", "blocks.2", "blocks.4"}, {"blocks.1", "blocks.3", "blocks.5", "head"}]
     assert "F0.2" in content["schedule"]["actions"][0]
+
+
+BY_HAND = '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
+
+
+def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "mp.json").write_text(BY_HAND)
+    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:skips", "--json").stdout)
+    segments = {(each["stage"], each["index"]): each["units"] for each in content["graph"]["segments"]}
+    assert segments == {(0, 0): ["down.0"], (0, 1): ["up.1"], (1, 0): ["down.1", "up.0"]}
+    values = [(each["source"], each["target"], each["consumer"]) for each in content["graph"]["values"]]
+    # The sum stays on the later rank, as the tie is broken; `first` is there already, so it is sent once.
+    assert values == [([0, 0], [1, 0], "down.1"), ([1, 0], [0, 1], "up.1")]
+    first = content["graph"]["values"][0]
+    assert (first["shape"], first["dtype"], first["num_bytes"]) == ([4, 8], "float32", 128)
+    assert first["differentiable"]
+    assert content["schedule"]["actions"][0].startswith("F0 F1 F0.1")
+
+    lines = [" ".join(line.split()) for line in smpkit("plan", "mp.json", "--model", "zoo:skips").stdout.splitlines()]
+    assert "values a microbatch sends 2 values, 256 B, and 256 B of gradients back" in lines
+    assert "stage 0.1: up.1" in lines
+    assert "stage 1 stage 0.1 float32[4, 8] 128 B up.1" in lines
+
+
+def test_a_model_that_needs_values_is_planned_by_an_assumption_that_is_said(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "mp.json").write_text(BY_HAND)
+    result = smpkit("plan", "mp.json", "--model", "zoo:chooses", "--json")
+    assert json.loads(result.stdout)["graph"] is None
+    said = smpkit("plan", "mp.json", "--model", "zoo:chooses").stderr
+    assert "note: what travels between stages is assumed, every unit handing its output to the next: " in said
+    assert "DataDependentOutputException" in said
+    assert "let the factory return" not in said  # it has
 
 
 def test_virtual_stages_are_planned(zoo: Path, smpkit: Smpkit) -> None:

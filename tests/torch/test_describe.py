@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import UsageError
 from smpkit.modules import module_command
 from smpkit.plan.memory import ModelFacts
+from smpkit.plan.schedule.graph import Segment
 from smpkit.torch.describe import describe
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
 from tests.forked import run_module
@@ -48,6 +50,24 @@ def test_tied_tensors_are_one_and_loose_ones_are_on_every_rank() -> None:
     assert sum(each.num_bytes for each in model.tensors.values()) == sum(
         each.nbytes for each in [*Tied().parameters(), *Tied().buffers()]
     )
+
+
+def test_a_microbatch_is_recorded_under_the_assignment_of_the_job() -> None:
+    cfg, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 2}, None)
+    model = describe(lambda: (Tied(), torch.zeros(3, dtype=torch.int64)), 2, cfg=cfg)
+    assert model.recorded is not None
+    assert {name for name, _ in model.recorded.units} == {unit.cost.name for unit in model.units}
+    (value,) = model.recorded.values
+    assert (value.source, value.target) == (Segment(0, 0), Segment(1, 0))
+    assert (value.shape, value.dtype, value.num_bytes, value.differentiable) == ((3, 4), "float32", 48, True)
+    assert value.consumer == dict(model.recorded.segments)[Segment(1, 0)][0]
+    assert ModelFacts.from_json(model.to_json()).recorded == model.recorded
+
+
+def test_without_inputs_or_a_pipeline_nothing_is_recorded() -> None:
+    cfg, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 2}, None)
+    assert describe(Tied, 2, cfg=cfg).recorded is None
+    assert describe(lambda: (Tied(), torch.zeros(3, dtype=torch.int64))).recorded is None
 
 
 class ByHand(nn.Module):

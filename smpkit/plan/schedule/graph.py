@@ -13,7 +13,7 @@ its segments in order, and back through them in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -127,6 +127,19 @@ class SegmentGraph:
         )
         num_ranks = max((segment.rank for segment in visits), default=-1) + 1
         return cls(num_ranks, visits, transfers, has_backward)
+
+    @classmethod
+    def of(cls, counts: Sequence[int], messages: Iterable[Transfer], has_backward: bool) -> SegmentGraph:
+        """Make the graph of what was recorded.
+
+        Args:
+            counts: how many segments each rank has.
+            messages: the values that travel between ranks, in the order of sending.
+        """
+        segments = [Segment(rank, index) for rank, count in enumerate(counts) for index in range(count)]
+        # What a rank keeps from one of its segments to the next travels nowhere, but orders them.
+        kept = [Transfer(Segment(each.rank, each.index - 1), each) for each in segments if each.index]
+        return cls(len(counts), tuple(segments), (*messages, *kept), has_backward)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
-__all__ = ["BackwardWork"]
+__all__ = ["BackwardWork", "mutable_alias"]
 
 _run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
@@ -101,13 +101,13 @@ class BackwardWork:
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
         if result.stride() != leaf.stride():
             # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
-            result = _mutable_alias(leaf)
+            result = mutable_alias(leaf)
         self._segments[segment].mutable.append((result, transfer))
         return result
 
     def make_mutable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
         """Return a tensor with the data of a value in use that may be changed in place."""
-        return _mutable_alias(value) if self.is_received(value, segment) else value
+        return mutable_alias(value) if self.is_received(value, segment) else value
 
     def is_received(self, value: torch.Tensor, segment: int) -> bool:
         """Return whether a value is one of the leaves that the segment has received."""
@@ -120,7 +120,7 @@ class BackwardWork:
             leaf = source.detach().requires_grad_()
             self._cut_leaves[key] = (source, leaf)  # with the source, so that no other tensor gets its id
             self._segments[made_in].cuts.append((source, leaf))
-        return _mutable_alias(self._cut_leaves[key][1])
+        return mutable_alias(self._cut_leaves[key][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class _MutableAlias(torch.autograd.Function):
         return gradient, None
 
 
-def _mutable_alias(leaf: torch.Tensor) -> torch.Tensor:
+def mutable_alias(leaf: torch.Tensor) -> torch.Tensor:
     # mark_dirty raises the version although nothing has changed: graphs and pending sends that hold these data would
     # report an in-place change.
     with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ class Pipeline:
             state.device,
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
-            placement,
+            {id(each.parameter): each.pp_ranks for each in placement},
             _broadcast_from_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, pp_rank_of_unit, stage)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
@@ -16,23 +16,25 @@ from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.step_hints import StepHints
 from smpkit.torch.pipeline.transport import Transport
-from smpkit.torch.placement.placement import ParameterPlacement
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["StageContext"]
+__all__ = ["NO_RANK", "StageContext"]
+
+NO_RANK: Final = -1
+"""The rank of a stage that holds nothing, and stands for all ranks where a step is planned without them."""
 
 
 class StageContext:
     """One rank of a pipeline.
 
     Args:
-        rank, size: pp_rank and pp_size.
+        rank, size: pp_rank, or `NO_RANK`, and pp_size.
         device: where this rank computes.
         transport: the way to the other ranks.
         random: streams of random numbers.
-        placement: of the model's parameters.
+        pp_ranks: by id of a parameter of the model, the ranks that hold it.
         from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
             to it; called on pp_rank 0. None: there is one pipeline.
     """
@@ -44,7 +46,7 @@ class StageContext:
         device: torch.device,
         transport: Transport,
         random: RandomStreams,
-        placement: Iterable[ParameterPlacement],
+        pp_ranks: Mapping[int, frozenset[int]],
         from_first_pipeline: Callable[[str], str] | None = None,
     ) -> None:
         self.rank = rank
@@ -52,7 +54,7 @@ class StageContext:
         self.device = device
         self.transport = transport
         self.random = random
-        self._pp_ranks = {id(each.parameter): each.pp_ranks for each in placement if len(each.pp_ranks) < size}
+        self._pp_ranks = {key: ranks for key, ranks in pp_ranks.items() if len(ranks) < size}
         self.parameter_owners = {key: min(ranks) for key, ranks in self._pp_ranks.items()}
         """By id of a parameter that not every rank holds, the first rank that does."""
         self.root_gradients = RootGradients()

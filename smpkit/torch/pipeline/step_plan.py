@@ -108,9 +108,7 @@ def _action_indices(schedule: Schedule) -> dict[ActionKey, int]:
 
 def graph_of(microbatch: Microbatch) -> SegmentGraph:
     """Return the segments of a recorded microbatch and what travels between them."""
-    size, counts = microbatch.stage.size, microbatch.num_segments
-    segments = [Segment(rank, index) for rank in range(size) for index in range(counts[rank])]
-    edges = [
+    messages = [
         Transfer(
             Segment(transfer.source, transfer.source_segment),
             Segment(transfer.target, transfer.target_segment),
@@ -119,6 +117,4 @@ def graph_of(microbatch: Microbatch) -> SegmentGraph:
         )
         for transfer in microbatch.transfers
     ]
-    # What a rank keeps from one of its segments to the next travels nowhere, but orders them.
-    kept = [Transfer(Segment(s.rank, s.index - 1), s) for s in segments if s.index > 0]
-    return SegmentGraph(size, tuple(segments), tuple(edges + kept), microbatch.has_backward)
+    return SegmentGraph.of(microbatch.num_segments, messages, microbatch.has_backward)

@@ -29,7 +29,7 @@ from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.output_specs import active_collectors, add_collected, collector_key, returning_collected
 from smpkit.torch.pipeline.random_streams import RandomStreams
-from smpkit.torch.pipeline.stage_context import StageContext
+from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, microbatch_between_units
 from smpkit.torch.placement.placement import names_by_module
 
@@ -73,7 +73,7 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
             else:
                 position = _Position.UNIT if above == name else _Position.NESTED
             # A module that several units share counts as a part of each.
-            is_here = any(stage.rank in pp_ranks_of(other, placement) for other in names)
+            is_here = stage.rank == NO_RANK or any(stage.rank in pp_ranks_of(other, placement) for other in names)
             _dispatch_to_owner(module, name or "model", next(iter(pp_ranks)), stage, position, is_here=is_here)
         else:
             _dispatch_everywhere(module, name or "model", stage.random, pp_ranks, closed=False)
@@ -145,7 +145,7 @@ def _dispatch_to_owner(
     """Run the module on its owner only.
 
     Args:
-        is_here: whether it is a part of this rank's units.
+        is_here: whether it is a part of this rank's units, or this process stands for all ranks.
     """
     closed = position is not _Position.ENCLOSING
     get_collectors = active_collectors()

@@ -39,6 +39,7 @@ __all__ = [
     "keep_local_parameters",
     "names_by_module",
     "placement_of",
+    "pp_ranks_by_parameter",
 ]
 
 
@@ -161,7 +162,7 @@ class Placement:
     def __init__(self, root: nn.Module, pp_rank_of_unit: Mapping[str, int] | None = None) -> None:
         self._pp_rank_of_unit = pp_rank_of_unit or {}
         everywhere = frozenset(range(state.pp_size))
-        on_units = {} if pp_rank_of_unit is None else _pp_ranks_by_parameter(root, pp_rank_of_unit)
+        on_units = {} if pp_rank_of_unit is None else pp_ranks_by_parameter(root, pp_rank_of_unit)
         ranks_on = functools.cache(_ranks_on)
         found = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
@@ -248,7 +249,7 @@ def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn =
     return ParameterPlacement(name, value, pp_ranks, shard, frozenset(holders), replica_ranks, reduce_ranks)
 
 
-def _pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -> dict[int, frozenset[int]]:
+def pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -> dict[int, frozenset[int]]:
     """Return the pipeline ranks of each parameter (its id) of a unit: several, where units on them share it.
 
     What is in no unit belongs to a module that spans ranks, and is on all.

@@ -1,0 +1,210 @@
+"""Record what a microbatch sends between ranks without ranks and without data, for `smpkit plan --model`.
+
+One process stands for all ranks, as a rank that holds nothing: like any other rank it skips each call and makes
+placeholders from the call's output spec, so it sees the same calls and transfers in the same order. Only the spec comes
+from elsewhere: a job broadcasts it from the rank that runs the call; here the call itself runs, once for each kind of
+call, on fake tensors that have the shapes of the placeholders::
+
+    job        new kind of call ──► the owner runs it      ──► broadcasts the output spec ──► placeholders
+    recording  new kind of call ──► runs on fake tensors   ──► remembers the output spec  ──► placeholders
+
+What depends on values (a branch on a tensor, the shape of `x[mask]`) has no answer, so recording raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.schedule.graph import Segment
+from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
+from smpkit.torch.core.tensor_spec import map_tensors, spec_of_unwrapped, tensors_in
+from smpkit.torch.pipeline.backward import mutable_alias
+from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.microbatch import Microbatch
+from smpkit.torch.pipeline.mutation import MutationInfo, TrackedArguments, apply_mutations
+from smpkit.torch.pipeline.output_specs import MISSING, make_placeholders
+from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
+from smpkit.torch.pipeline.stage_parameters import parameters_as_stage_tensors
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
+from smpkit.torch.pipeline.units import install
+from smpkit.torch.placement.placement import pp_ranks_by_parameter
+
+__all__ = ["record_on_fakes"]
+
+_NoTorchFunction: Final = torch._C.DisableTorchFunction
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def record_on_fakes(
+    root: nn.Module, assignment: Assignment, call: Callable[[], object], device: torch.device
+) -> RecordedGraph:
+    """Return what a microbatch runs and sends if `call` is its step.
+
+    Args:
+        root: the model. Its calls are dispatched afterwards, so it can be described, but not called.
+        call: calls the model under a fake tensor mode.
+        device: of the tensors that the model is given.
+
+    Raises:
+        Exception: whatever code of the user's raises on tensors without data.
+    """
+    placement = assignment.partition_of
+    nothing_is_sent: Any = None
+    stage = StageContext(
+        NO_RANK,
+        assignment.num_partitions,
+        device,
+        nothing_is_sent,
+        RandomStreams(0, device),
+        pp_ranks_by_parameter(root, placement),
+    )
+    install(root, placement, stage)
+    if stage.parameter_owners:
+        stage.random.replace_arguments(parameters_as_stage_tensors)
+    microbatch = _FakeMicrobatch(stage)
+    Current.microbatch = microbatch
+    try:
+        with stage.random.between_units():
+            call()
+    finally:
+        Current.microbatch = None
+    return RecordedGraph(
+        assignment.units,
+        tuple(_calls_by_segment(microbatch, placement)),
+        tuple(map(_sent_value, microbatch.transfers)),
+    )
+
+
+def _calls_by_segment(
+    microbatch: _FakeMicrobatch, placement: Mapping[str, int]
+) -> Iterator[tuple[Segment, tuple[str, ...]]]:
+    called: dict[Segment, list[str]] = {}
+    for call in microbatch.module_calls:
+        called.setdefault(call.segment, []).extend(_units_in(call.name, placement))
+    for rank, count in enumerate(microbatch.num_segments):
+        for index in range(count):
+            segment = Segment(rank, index)
+            yield segment, tuple(called.get(segment, ()))
+
+
+def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
+    """Return the unit that a module is or is a part of, or the units that it encloses."""
+    above = module
+    while above and above not in placement:
+        above = above.rpartition(".")[0]
+    return [above] if above else [unit for unit in placement if unit.startswith(f"{module}.")]
+
+
+def _sent_value(transfer: P2PTransfer) -> SentValue:
+    spec = transfer.spec
+    return SentValue(
+        Segment(transfer.source, transfer.source_segment),
+        Segment(transfer.target, transfer.target_segment),
+        tuple(spec.shape),
+        str(spec.dtype).removeprefix("torch."),
+        spec.num_bytes,
+        spec.requires_grad,
+        transfer.consumer,
+    )
+
+
+@dataclass(frozen=True)
+class _ModuleCall:
+    """A call of a module by code that runs on all ranks."""
+
+    segment: Segment
+    name: str
+
+
+class _FakeMicrobatch(Microbatch):
+    """A microbatch whose calls run nowhere but, to learn their output specs, on fake tensors."""
+
+    def __init__(self, stage: StageContext) -> None:
+        super().__init__(stage, 0)
+        self.module_calls: list[_ModuleCall] = []
+
+    def run_on_owner(
+        self,
+        owner: int,
+        target: Any,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: object = None,
+        *,
+        stream: bool | None = None,  # noqa: ARG002 - nothing is drawn
+        changes_first: bool = False,
+        is_inferable: bool = False,  # noqa: ARG002 - every call is run on fakes
+    ) -> Any:
+        """Return placeholders of what `function` returns on rank `owner`."""
+        caller_args = args, kwargs
+        with _NoTorchFunction():
+            self.call_trace.append(name)
+            call, args, kwargs = self._look_up_call(owner, target, args, kwargs, mode)
+            segment = Segment(owner, self.segment_of(owner))
+        names = target if isinstance(target, tuple) else (target,)
+        self.module_calls += [_ModuleCall(segment, each) for each in names if isinstance(each, str)]
+        if call.output_spec is MISSING:
+            found = self._run_on_fakes(function, (args, kwargs), changes_first=changes_first)
+            self.stage.output_specs.remember(call, *found)
+        with _NoTorchFunction():
+            result = make_placeholders(call.output_spec, self.stage.device, owner)
+            if call.mutation_info is not None:
+                apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
+        return result
+
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data in place of the value that every rank would get; count the transfers."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        for rank in range(self.stage.size):
+            if rank != tensor.owner:
+                self._transfer(tensor, rank, tensor.spec.without_gradient)
+        return torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device=self.stage.device)
+
+    def _run_on_fakes(
+        self, function: Callable[..., Any], given: _Arguments, *, changes_first: bool
+    ) -> tuple[Any, MutationInfo | None]:
+        """Run a call; return its output spec, and what it does to its arguments."""
+        fakes: dict[int, torch.Tensor] = {}
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is not StageTensor:
+                return tensor
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake_value(tensor, self.stage.device)
+            return fakes[id(tensor)]
+
+        args, kwargs = map_tensors(fake, given)
+        tracked = TrackedArguments(tensors_in((args, kwargs)), changes_first=changes_first)
+        with self._inside_unit():
+            output = function(*args, **kwargs)
+        with _NoTorchFunction():
+            return map_tensors(spec_of_unwrapped, output), tracked.mutation_info(tensors_in(output))
+
+    @contextlib.contextmanager
+    def _inside_unit(self) -> Iterator[None]:
+        self.stage.inside_unit = True
+        try:
+            yield
+        finally:
+            self.stage.inside_unit = False
+
+
+def _fake_value(tensor: StageTensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor without data of a value's shape, which may be changed in place as on its owner."""
+    spec = tensor.spec
+    value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    if not spec.requires_grad:
+        return value
+    with torch.enable_grad():
+        return mutable_alias(value.requires_grad_())
