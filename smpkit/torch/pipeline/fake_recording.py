@@ -142,6 +142,7 @@ class _FakeMicrobatch(Microbatch):
         mode: object = None,
         *,
         stream: bool | None = None,  # noqa: ARG002 - nothing is drawn
+        is_unit: bool = False,  # noqa: ARG002 - nothing inside any call is dispatched
         changes_first: bool = False,
         is_inferable: bool = False,  # noqa: ARG002 - every call is run on fakes
     ) -> Any:
@@ -149,8 +150,12 @@ class _FakeMicrobatch(Microbatch):
         caller_args = args, kwargs
         with _NoTorchFunction():
             self.call_trace.append(name)
-            call, args, kwargs = self._look_up_call(owner, target, args, kwargs, mode)
-            segment = Segment(owner, self.segment_of(owner))
+            device_type = self.stage.device.type
+            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+            call, args, kwargs = self._describe_call(
+                owner, target, args, kwargs, (mode, torch.is_grad_enabled(), autocast)
+            )
+            segment = Segment(owner, self.segments[owner])
         names = target if isinstance(target, tuple) else (target,)
         self.module_calls += [_ModuleCall(segment, each) for each in names if isinstance(each, str)]
         if call.output_spec is MISSING:
