@@ -37,6 +37,7 @@ from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
 from smpkit.torch.offload_model import counted_link, kernels
+from tests.sim.calibration import measures_what_the_device_does
 from tests.torch import small_steps
 
 __all__ = ["SCENARIOS", "Scenario", "run_scenario"]
@@ -1379,6 +1380,7 @@ def saved_in_the_background() -> None:
 
 
 _add("saved in the background", saved_in_the_background, is_quick=True)
+_add("calibration", measures_what_the_device_does, is_quick=True)
 
 
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
