@@ -159,7 +159,9 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 8, "ddp": True, **options})
     torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(8)]))
+    model = smp.DistributedModel(
+        nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(8)])
+    )
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     @smp.step

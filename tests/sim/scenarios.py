@@ -1391,9 +1391,12 @@ def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     assert_same(run(), expected)
 
 
+_FIND_MOST = ("pipeline", "interleaved", "tensor", "data, sharded state")
+"""Of tests/sim_mutants.yaml."""
 for _kind, _of_kind in small_steps.KINDS.items():
     if _of_kind.ranks > 1:
-        _add(f"ranks, {_kind}", partial(same_as_in_order, partial(trained, _of_kind)), ranks=_of_kind.ranks)
+        _run = partial(same_as_in_order, partial(trained, _of_kind))
+        _add(f"ranks, {_kind}", _run, ranks=_of_kind.ranks, is_quick=_kind in _FIND_MOST)
 for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
     _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
