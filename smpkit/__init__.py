@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from smpkit.config.distribution import Distribution
     from smpkit.config.job import JobConfig
     from smpkit.config.modelparallel import ModelParallelConfig
+    from smpkit.torch.memory import fit
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit_estimator.estimator import Estimator
     from smpkit_estimator.inputs import FileSystemInput, InstanceGroup, TrainingInput
@@ -30,6 +31,7 @@ __all__ = [
     "OffloadOptimizer",
     "TrainingInput",
     "__version__",
+    "fit",
 ]
 
 _MODULES = {
@@ -42,6 +44,7 @@ _MODULES = {
     "OffloadModel": "smpkit.torch.offload_model",
     "OffloadOptimizer": "smpkit.torch.offload_model",
     "TrainingInput": "smpkit_estimator.inputs",
+    "fit": "smpkit.torch.memory",
 }
 
 __getattr__ = names_on_demand(__name__, _MODULES)

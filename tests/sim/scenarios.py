@@ -34,6 +34,7 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.checkpoints import save as saving
+from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
 from smpkit.torch.offload_model import counted_link, kernels
@@ -841,6 +842,38 @@ _add("step, nested", partial(smp_offloaded, nested=True))
 _add("step, an exception", partial(smp_offloaded, fails="forward"), is_quick=True)
 _add("step, an exception in backward", partial(smp_offloaded, fails="backward"), is_quick=True)
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
+
+
+def fitted(share: float) -> None:
+    """Train a model that `smpkit.fit` keeps within a part of the memory that it would take, and look at its peaks."""
+    model, tokens = make(is_checkpointed=False, dropout=0.3)
+    tokens = tokens.repeat(2, 4)
+
+    def train(limit: int | None) -> tuple[list[Tensor], int, Fitted | None]:
+        with torch.device("cpu"):
+            trained = copy.deepcopy(model)
+        fitted = None if limit is None else fit(trained, device_gib=limit / 2**30, lead=1, min_bytes=0)
+        optimizer = torch.optim.Adam(trained.parameters(), foreach=False)
+        steps, peak = [], 0
+        for _ in range(6):
+            torch.accelerator.reset_peak_memory_stats(0)
+            steps += train_step(trained, tokens)
+            optimizer.step()
+            peak = max(peak, torch.accelerator.max_memory_allocated(0))
+        return steps, peak, fitted
+
+    expected, whole, _ = train(None)
+    limit = int(share * whole)
+    found, peak, fitted = train(limit)
+    assert_same(found, expected)
+    assert peak <= limit, f"a peak of {peak} within {limit}"
+    assert fitted is not None
+    assert fitted.report().fits
+    fitted.remove()
+
+
+_add("fit, most recomputed", partial(fitted, 0.8), is_quick=True)
+_add("fit, most kept", partial(fitted, 0.95))
 
 
 # --- OffloadModel -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@
 
 `live` is how many microbatches a stage holds at its peak. Beside the sums, the device holds once the largest
 recomputation of a layer that is not kept, and the inputs within the window of loading if one is offloaded. A microbatch
-takes as long as the slowest of compute and the two directions of the link: a load that hides costs nothing.
+takes as long as the slowest of compute and the two directions of the link: a load that hides costs nothing. Without a
+pipeline, forwards and backwards take turns, and each direction of the link hides behind one of them only.
 
 [Note: an exact choice] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the
 link follows from the latter. So layer by layer only those sums are kept of which no other is at least as good in all
@@ -22,7 +23,7 @@ better the best choice could be.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import Final
@@ -71,6 +72,8 @@ class ChainLimits:
     window_layers: int = 4
     """Inputs that are on the device although they are offloaded: on their way, or loaded ahead."""
     allowed: frozenset[Choice] = frozenset(Choice)
+    overlaps: bool = True
+    """Whether forwards of some microbatches run between backwards of others, as in a full pipe."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,11 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
     device += max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
     window = max((each.input_bytes for each, choice in pairs if choice is Choice.OFFLOAD), default=0)
     device += limits.window_layers * window
-    return ChainCost(_seconds(compute, host, limits), device, host)
+    return ChainCost(_seconds(compute, _forward_seconds(layers), host, limits), device, host)
+
+
+def _forward_seconds(layers: Sequence[ChainLayer]) -> float:
+    return sum(each.forward_seconds for each in layers)
 
 
 def _parts(layer: ChainLayer, choice: Choice, live: float) -> tuple[float, float, float]:
@@ -120,13 +127,19 @@ def _parts(layer: ChainLayer, choice: Choice, live: float) -> tuple[float, float
     return layer.forward_seconds, 0.0, layer.input_bytes * live
 
 
-def _seconds(compute: float, host: float, limits: ChainLimits) -> float:
-    """Return the time of a microbatch: of compute, or of the link where that takes longer."""
+def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -> float:
+    """Return the time of a microbatch: of compute, or of the link where that takes longer.
+
+    Args:
+        forward: the part of `compute` before backward begins.
+    """
     num_bytes = host / limits.live if limits.live else 0.0
     if not num_bytes:
         return compute
     link = limits.link
     out, back = num_bytes / link.out_bytes_per_second, num_bytes / link.back_bytes_per_second
+    if not limits.overlaps:
+        return max(forward, out) + max(compute - forward, back)
     # While both directions are busy each has a share of its speed.
     return max(compute, out, back, min(out, back) / link.slowdown + abs(out - back))
 
@@ -154,9 +167,7 @@ def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | N
 
 def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
     """Return the least that the layers can hold on the device, however long it takes, with this host."""
-    boundless = ChainLimits(
-        limits.live, inf, limits.host_bytes, limits.link, limits.window_layers, limits.allowed
-    )  # fmt: skip
+    boundless = replace(limits, device_bytes=inf)
     least = inf
     for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), boundless):
         for window in _thresholds(_inputs(layers, limits), boundless):
@@ -190,9 +201,12 @@ def _choose(
     Also returns whether no better one can have been missed.
     """
     states, complete = _states(layers, limits, largest, window)
-    base = sum(each.forward_seconds + each.backward_seconds for each in layers)
+    forward = _forward_seconds(layers)
+    base = forward + sum(each.backward_seconds for each in layers)
     best: ChainChoice | None = None
-    ranked = sorted(states, key=lambda state: (_seconds(base + state[0], state[2], limits), state[1], state[2]))
+    ranked = sorted(
+        states, key=lambda state: (_seconds(base + state[0], forward, state[2], limits), state[1], state[2])
+    )
     for state in ranked[:1]:
         choices = _unfold(state)
         cost = cost_of(layers, choices, limits)

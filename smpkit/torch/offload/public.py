@@ -24,7 +24,7 @@ from smpkit.torch.offload.report import OffloadReport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["activations"]
+__all__ = ["activations", "device_of", "layers_of"]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -84,7 +84,7 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
             raise UsageError(f"link is {link!r}; it must be a link, such as `smpkit.testing.EmulatedLink()`, or None")
         self._model = model
         self._engine = make_engine(
-            _device_of(model) if link is None else link.device,
+            device_of(model) if link is None else link.device,
             lead=lead,
             min_bytes=min_bytes,
             host_budget_bytes=host_budget_bytes,
@@ -93,7 +93,7 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         )
         self._context: HookContext | None = None
         self._hooks: list[RemovableHandle] = []
-        self._layers = list(_layers_of(model))
+        self._layers = list(layers_of(model))
         self._is_counting = False
 
     def __enter__(self) -> Self:
@@ -151,7 +151,7 @@ def _check_seconds(seconds: object) -> None:
         )
 
 
-def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost items of lists of modules, with their paths."""
     # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
     if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
@@ -160,14 +160,14 @@ def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
         if isinstance(module, _LISTS):
             yield prefix + name, child
         else:
-            yield from _layers_of(child, f"{prefix}{name}.")
+            yield from layers_of(child, f"{prefix}{name}.")
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(model.parameters(), model.buffers())
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     devices = {tensor.device for tensor in model.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices))) or "no device"

@@ -19,14 +19,16 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
+from smpkit.torch.core.offload_hooks import offload_inputs
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
-from smpkit.torch.recompute.region import name_of, run_checkpointed
+from smpkit.torch.recompute.region import Offload, name_of, run_checkpointed
 
 __all__ = [
+    "ModuleCheckpoint",
     "check_checkpoint_ranks",
     "checkpoint",
     "checkpoint_sequential",
@@ -206,11 +208,16 @@ def _kind(value: object) -> str:
 
 
 class ModuleCheckpoint:
-    """Checkpoints each call of `module`."""
+    """Checkpoints each call of `module`.
 
-    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
+    Args:
+        offload: what offloads its inputs.
+    """
+
+    def __init__(self, module: nn.Module, preserve_rng_state: bool, offload: Offload = offload_inputs) -> None:
         self._module = module
         self._preserve_rng_state = preserve_rng_state
+        self._offload = offload
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)
@@ -230,7 +237,9 @@ class ModuleCheckpoint:
             args = tuple([None if _is_cache(each) else each for each in args])
             kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
         name, preserve = name_of(self._module), self._preserve_rng_state
-        return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
+        return run_checkpointed(
+            original, [self._module], name, args, kwargs, preserve_rng_state=preserve, offload=self._offload
+        )
 
 
 def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
 
-__all__ = ["CheckpointRegion", "name_of", "run_checkpointed"]
+__all__ = ["CheckpointRegion", "Offload", "name_of", "run_checkpointed"]
+
+Offload = Callable[[str], AbstractContextManager[object]]
+"""Returns a context in which what autograd saves leaves the device; takes the path of the module, for reports."""
 
 
 def run_checkpointed(
@@ -39,6 +43,7 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     *,
     preserve_rng_state: bool,
+    offload: Offload = offload_inputs,
 ) -> Any:
     """Call `function`, and recompute in backward what it would otherwise save.
 
@@ -46,6 +51,7 @@ def run_checkpointed(
         function: calls `modules` and nothing else.
         name: path of the (first) module as in `state_dict`, for reports and errors of offloading.
         preserve_rng_state: whether recomputation draws the same random numbers.
+        offload: what offloads the inputs, by `name`.
     """
     if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
@@ -59,7 +65,7 @@ def run_checkpointed(
     # From here on only torch may hold the inputs, through the saved-tensor hooks, or offloading would free nothing.
     tensors, region.tensors = region.tensors, []
     # Inside another checkpointed call, that call's recomputation makes the inputs again: do not offload them.
-    with contextlib.nullcontext() if will_be_recomputed() else offload_inputs(name):
+    with contextlib.nullcontext() if will_be_recomputed() else offload(name):
         return torch_checkpoint(
             region, *tensors, use_reentrant=False, preserve_rng_state=preserve_rng_state and not state.tracing
         )

@@ -36,6 +36,7 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
         random.choice([0, random.random() * live * sum(each.input_bytes for each in layers), 1000]),
         LinkSpeed(random.uniform(2, 60), random.uniform(2, 60), random.choice([None, 40])),
         window_layers=random.choice([0, 2, 4]),
+        overlaps=random.choice([True, False]),
     )
 
 
@@ -70,6 +71,15 @@ def test_with_room_everything_is_kept() -> None:
     assert found is not None
     assert set(found.choices) == {Choice.KEEP}
     assert found.cost.seconds == 12
+
+
+def test_without_a_pipeline_each_direction_hides_behind_its_own_half() -> None:
+    # Two forwards, 2 s; 4 s of backward and 2 s of recomputation. Each way 20 bytes.
+    link = LinkSpeed(out_bytes_per_second=5, back_bytes_per_second=2)
+    full = ChainLimits(1, 1000, 1000, link, window_layers=0)
+    assert cost_of([ALIKE] * 2, [Choice.OFFLOAD] * 2, full).seconds == 10
+    turns = ChainLimits(1, 1000, 1000, link, window_layers=0, overlaps=False)
+    assert cost_of([ALIKE] * 2, [Choice.OFFLOAD] * 2, turns).seconds == max(2, 20 / 5) + max(6, 20 / 2)
 
 
 def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:

@@ -48,9 +48,12 @@ __all__ = [
     "on_stream",
     "order_after",
     "pci_address",
+    "peak_bytes",
     "physical_device",
     "record_event",
+    "reset_peak",
     "to_device",
+    "total_bytes",
     "wait_for_event",
     "wait_for_stream",
 ]
@@ -131,6 +134,26 @@ def memory_bytes(device: torch.device) -> int:
     # What a plug-in's own module tells is right also where its allocator is not one of `torch.accelerator`'s.
     allocated = getattr(torch.get_device_module(device), "memory_allocated", torch.accelerator.memory_allocated)
     return int(allocated(device))
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device, in use or not; None if its module does not tell, and for the CPU."""
+    return int(torch.accelerator.get_memory_info(device)[1]) if is_asynchronous(device) else None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most bytes of tensors since `reset_peak`; None on the CPU, which does not count them."""
+    if not is_asynchronous(device):
+        return None
+    peak = getattr(torch.get_device_module(device), "max_memory_allocated", torch.accelerator.max_memory_allocated)
+    return int(peak(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin `peak_bytes` anew, for everybody who reads torch's statistics of this device."""
+    if is_asynchronous(device):
+        module = torch.get_device_module(device)
+        getattr(module, "reset_peak_memory_stats", torch.accelerator.reset_peak_memory_stats)(device)
 
 
 def cannot_use_cuda() -> str | None:

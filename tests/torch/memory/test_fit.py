@@ -1,0 +1,195 @@
+"""What `smpkit.fit` refuses, measures, says and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smpkit
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.plan.tune.chain import Choice
+from smpkit.testing import EmulatedLink
+from smpkit.torch.core.module_call import ModuleCall
+from smpkit.torch.memory.measure import Probe
+
+WIDTH, BATCH = 8, 4
+ROW = BATCH * WIDTH * 4
+
+
+class Layer(nn.Module):
+    """Saves its input (for the weight's gradient) and the result of the sigmoid: twice the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x)) * mask
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(BATCH, WIDTH)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def run(model: nn.Module, steps: int = 5) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_it_measures_what_layers_save_and_are_given() -> None:
+    model = Model()
+    fitted = smpkit.fit(model, device_gib=1)
+    run(model)
+    found = fitted.report()
+    # The mask is there once: it counts for the first layer that is given and saves it.
+    assert [each.input_bytes for each in found.layers] == [2 * ROW, ROW, ROW]
+    assert [each.saved_bytes for each in found.layers] == [3 * ROW, 2 * ROW, 2 * ROW]
+    weights = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+    # Weights, their gradients, Adam's two states and its counters of steps.
+    assert found.other_bytes == 4 * weights + 6 * 4
+    assert found.fits
+    assert found.device_bytes == found.other_bytes + 7 * ROW
+    assert [each.choice for each in found.layers] == [Choice.KEEP] * 3
+    assert "3 layers: 3 kept" in str(found)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+def test_a_probe_sees_the_same_in_a_checkpointed_call(kept: bool) -> None:
+    layer, x, mask = Layer(), torch.ones(BATCH, WIDTH), torch.ones(BATCH, WIDTH)
+    probe = Probe(EmulatedLink(), layer.parameters())
+    call = probe.around("layer", layer)
+    output = call(x, mask) if kept else checkpoint(call, x, mask, use_reentrant=False)
+    output.sum().backward()
+    assert probe.calls["layer"].saved_bytes == 3 * ROW
+    assert len(probe.calls["layer"].times) == 1  # the recomputation is not measured
+    assert layer.linear.weight.grad is not None
+
+
+def test_one_sentence_where_it_cannot_fit() -> None:
+    model = Model()
+    fitted = smpkit.fit(model, device_gib=1e-6)
+    with pytest.warns(UserWarning, match=r"does not fit: its layers hold .*, the rest takes .*, and the"):
+        run(model)
+    found = fitted.report()
+    assert not found.fits
+    assert "cannot hold this" in str(found)
+
+
+def test_the_model_is_as_before_once_it_is_removed() -> None:
+    model = Model()
+    before = list(model.state_dict())
+    fitted = smpkit.fit(model, device_gib=1)
+    assert list(model.state_dict()) == before
+    assert type(pickle.loads(pickle.dumps(model))) is Model
+    assert ModuleCall.of(copy.deepcopy(model).layers[0]).checkpointing is None
+    run(model)
+    fitted.remove()
+    assert ModuleCall.of(model.layers[0]).checkpointing is None
+    run(model)
+    smpkit.fit(model, device_gib=1).remove()
+
+
+def test_evaluation_is_left_alone() -> None:
+    model = Model()
+    smpkit.fit(model, device_gib=1)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(BATCH, WIDTH)), copy.deepcopy(model)(torch.ones(BATCH, WIDTH)))
+
+
+def test_an_optimizer_of_another_model_is_no_update() -> None:
+    model, other = Model(), nn.Linear(2, 2)
+    fitted = smpkit.fit(model, device_gib=1)
+    optimizer = torch.optim.Adam(other.parameters())
+    for _ in range(5):
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with pytest.raises(UsageError, match="nothing has been chosen yet"):
+        fitted.report()
+
+
+def test_without_updates_that_torch_tells_of_it_begins_all_the_same() -> None:
+    model = Model()
+    fitted = smpkit.fit(model, device_gib=1)
+    for _ in range(70):
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+    assert fitted.report().layers
+
+
+def checkpointed() -> nn.Module:
+    model = Model()
+    smp.set_activation_checkpointing(model.layers)
+    return model
+
+
+def compiled() -> nn.Module:
+    model = Model()
+    model.layers[0].compile(backend="eager")
+    return model
+
+
+def fitted_already() -> nn.Module:
+    model = Model()
+    smpkit.fit(model, device_gib=1)
+    return model
+
+
+def checkpoints_itself() -> nn.Module:
+    model = Model()
+    vars(model)["gradient_checkpointing"] = True
+    return model
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no model": (lambda: 3, {}, "fit takes a torch.nn.Module, got int"),
+    "no layers": (lambda: nn.Linear(2, 2), {}, "Linear has no list of layers"),
+    "checkpointed": (checkpointed, {}, "`layers.0` of Model is checkpointed, or fitted, already"),
+    "fitted": (fitted_already, {}, "`layers.0` of Model is checkpointed, or fitted, already"),
+    "compiled": (compiled, {}, "`layers.0` is compiled"),
+    "its own": (checkpoints_itself, {}, "`Model` checkpoints its layers itself"),
+    "no device_gib": (Model, {"device_gib": None}, "cpu does not tell how much memory it has"),
+    "negative": (Model, {"device_gib": -1}, "device_gib is -1; it must be a number of GiB above 0"),
+    "no number": (Model, {"device_gib": "24"}, "device_gib is '24'; it must be a number of GiB above 0"),
+    "host": (Model, {"host_gib": 0}, "host_gib is 0; it must be a number of GiB above 0"),
+    "lead": (Model, {"lead": 0}, "`lead` is 0"),
+    "strange layer": (Model, {"layers": [nn.Linear(2, 2)]}, "a layer is no part of Model, or is all of it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case: str) -> None:
+    make, options, message = WRONG[case]
+    with pytest.raises(UsageError) as caught:
+        smpkit.fit(make(), **{"device_gib": 1, **options})
+    assert message in str(caught.value)
+
+
+def test_layers_inside_each_other_are_refused() -> None:
+    model = Model()
+    outer, inner = model.get_submodule("layers.0"), model.get_submodule("layers.0.linear")
+    with pytest.raises(UsageError, match=r"`layers.0` contains another"):
+        smpkit.fit(model, device_gib=1, layers=[outer, inner])
+
+
+def test_choices_for_other_layers_are_refused() -> None:
+    fitted = smpkit.fit(Model(), device_gib=1)
+    with pytest.raises(UsageError, match=r"for other layers: h.0, layers.0, layers.1"):
+        fitted.load_state_dict({"h.0": "keep"})
