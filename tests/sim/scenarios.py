@@ -868,7 +868,9 @@ def fitted(share: float) -> None:
     assert_same(found, expected)
     assert peak <= limit, f"a peak of {peak} within {limit}"
     assert fitted is not None
-    assert fitted.report().fits
+    report = fitted.report()
+    assert report.fits
+    assert report.least_seconds > 0, "it has not waited for the step that it measured"
     fitted.remove()
 
 
