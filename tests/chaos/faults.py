@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from smpkit.torch.checkpoints import save as saving
 from tests.chaos.job import TIMEOUT, Training, traps
 
 __all__ = ["FAULTS", "Fault"]
@@ -32,6 +34,7 @@ class Fault:
         resumes: whether the same job can go on from its checkpoints.
         everywhere: whether it strikes all ranks.
         misleads: whether the rank hands other batches to its pipeline until that is noticed.
+        in_background: whether the job saves in the background, and the fault waits for the next save.
     """
 
     says: tuple[str, ...]
@@ -42,6 +45,7 @@ class Fault:
     resumes: bool = True
     everywhere: bool = False
     misleads: bool = False
+    in_background: bool = False
     victims: tuple[str, Sequence[int]] | None = None
     """The only configuration in which it is a fault, and the ranks there; None: any rank of any."""
 
@@ -80,8 +84,18 @@ def fill_disk(training: Training) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
 
 
+def die_in_save(training: Training) -> None:
+    write = saving._write_files
+
+    def begin_to_write(save: Any, own: Sequence[Any]) -> Any:
+        write(save, own[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saving._write_files = begin_to_write
+
+
 def pick(folder: Path, chance: random.Random) -> Path:
-    return chance.choice(sorted(folder.glob("*.pt")))
+    return chance.choice(sorted([*folder.glob("*.safetensors"), *folder.glob("*.pt")]))
 
 
 def truncate(folders: Sequence[Path], chance: random.Random) -> None:
@@ -100,10 +114,8 @@ def flip(file: Path, at: int, chance: random.Random) -> None:
 
 
 def flip_in_tensors(folders: Sequence[Path], chance: random.Random) -> None:
-    file = chance.choice(sorted(folders[0].glob("model_*.pt")))
-    data = file.read_bytes()
-    begin = data.index(b"PK", data.index(b"/data/0"))  # of the second tensor: the first is before it
-    flip(file, begin - 1 - chance.randrange(64), chance)
+    file = chance.choice(sorted(folders[0].glob("model_*.safetensors")))
+    flip(file, file.stat().st_size - 1 - chance.randrange(64), chance)
 
 
 def flip_in_index(folders: Sequence[Path], chance: random.Random) -> None:
@@ -158,4 +170,5 @@ FAULTS = {
     "all checkpoints damaged": Fault(
         (r"can be used", r"`{newest}_partial`: .* has 7 bytes instead of"), in_files=damage_all, resumes=False
     ),
+    "kill rank in a background save": Fault(KILLED, die_in_save, in_background=True),
 }

@@ -86,8 +86,9 @@ def train_step(model: Any, tokens: Tensor) -> Tensor:
 class Training:
     """A run of the job on this rank; it writes `step loss` to `losses-RANK`, the loss to the last bit."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, blocking: bool = True) -> None:
         torch.manual_seed(1)
+        self.blocking = blocking
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.model = smp.DistributedModel(GPT())
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
@@ -111,7 +112,8 @@ class Training:
             with losses.open("a") as file:
                 file.write(f"{step} {loss.item().hex()}\n")
             if (step + 1) % SAVE_EVERY == 0:
-                smp.save_checkpoint(self.checkpoints, f"step_{step + 1}", user_content={"step": step + 1})
+                content = {"step": step + 1}
+                smp.save_checkpoint(self.checkpoints, f"step_{step + 1}", user_content=content, blocking=self.blocking)
 
 
 def wait_to_be_struck(training: Training) -> None:
@@ -138,9 +140,9 @@ def run(folder: str, config: Mapping[str, Any] | None = None) -> None:
 
     smp.init(None if config is None else dict(config))
     file = Path(folder) / "fault.json"
-    training = Training(Path(folder))
     told = json.loads(file.read_text()) if file.exists() else {}
     fault = FAULTS.get(told.get("fault", ""))
+    training = Training(Path(folder), blocking=fault is None or not fault.in_background)
     if fault is None or (smp.rank() != told["victim"] and not fault.everywhere):
         training.run(None, 0)
     else:

@@ -34,6 +34,7 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.checkpoints import save as saving
+from smpkit.torch.checkpoints.safetensors import map_tensors
 from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
@@ -1388,9 +1389,9 @@ def saved_in_the_background() -> None:
         optimizer.step()
 
     def read(folder: Path) -> list[Tensor]:
-        names = sorted(path.name for path in folder.glob("*_0.pt"))
-        assert names
-        return [each for name in names for each in _values(torch.load(folder / name, "cpu", weights_only=True))]
+        found = [map_tensors(path) for path in sorted(folder.glob("*.safetensors"))]
+        assert found
+        return [each for tensors in found for each in tensors.values()]
 
     smp.init({"microbatches": 1})
     with torch.device("cpu"):

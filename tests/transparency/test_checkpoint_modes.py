@@ -105,8 +105,10 @@ def test_training_goes_on_in_the_same_or_another_mode(tmp_path: Path) -> None:
                 # The pipeline's microbatches and one rank's round their sums in another order.
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=f"{saved} -> {now}: {name}")
     names = {each.name for each in (tmp_path / "fp16 sharded states_partial").iterdir()}
-    assert {"fp16_states_0_0_0.pt", "fp16_states_0_0_1.pt", "optimizer_0_0_1.pt", "model_0_0.pt"} <= names
-    assert {"model_0_0_0.pt", "model_0_0_1.pt"} <= {each.name for each in (tmp_path / "sharded_partial").iterdir()}
+    halves = [f"{kind}_0_0_{part}" for kind in ("fp16_states", "optimizer") for part in range(2)]
+    assert {f"{each}.safetensors" for each in (*halves, "model_0_0")} <= names
+    names = {each.name for each in (tmp_path / "sharded_partial").iterdir()}
+    assert {"model_0_0_0.safetensors", "model_0_0_1.safetensors"} <= names
 
 
 def finest(model: Any, optimizer: Any) -> tuple[Weights, float | None]:

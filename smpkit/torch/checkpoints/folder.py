@@ -4,8 +4,10 @@
 
     path/
       {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
-          model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  fp16_states_{pp}_{tp}.pt  user_content.pt
-          pieces.json              what each file holds of the whole model
+          model_{pp}_{tp}.safetensors  optimizer_{pp}_{tp}.safetensors  fp16_states_{pp}_{tp}.safetensors
+          optimizer_{pp}_{tp}.pt   likewise, what is no tensor: settings of parameter groups, the loss scale
+          user_content.pt          the script's own content
+          pieces.json              where each tensor of the whole model is: shape, dtype, chunks in the files
           index.json               degrees, sizes, checksums, partition, and which save it was
       {tag}                        full: the model's state dict in one file
       user_content_{tag}           full: the script's own content
@@ -60,7 +62,9 @@ __all__ = [
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
-_FORMAT: Final = 2
+_FORMAT: Final = 3
+_READABLE: Final = (2, 3)
+"""In format 2, tensors are in files of `torch.save`, too, which carry their own checksums."""
 _CRC: Final = "crc32"
 """The key in the index of the checksum of all the rest of it."""
 _MAX_JSON_BYTES: Final = 1 << 30
@@ -83,7 +87,7 @@ class Index:
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
-        checksums: CRC-32 of the files that carry none themselves.
+        checksums: CRC-32 by file; of a safetensors file, that of its header, which holds those of its tensors.
     """
 
     tag: str
@@ -250,7 +254,7 @@ def read_index(folder: Path) -> Index:
             content
         ):  # whatever the format: the bit that flipped may be in its number
             raise ValueError("its checksum does not fit its content")
-        if content.get("format", _FORMAT) != _FORMAT:
+        if content.get("format") not in _READABLE:
             raise _another_format(folder, content)
         return Index(**content)
     except FileNotFoundError:
@@ -265,13 +269,13 @@ def read_index(folder: Path) -> Index:
 
 
 def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatError:
-    found = content["format"]
-    older = isinstance(found, int) and found < _FORMAT
+    found = content.get("format")
+    older = isinstance(found, int) and found < min(_READABLE)
     age = "an older" if older else "a newer"
     export = "with the version that wrote it, save the model with partial=False, and load that file with partial=False"
     return _AnotherFormatError(
         f"{folder} has format {quoted(found)}, of {age} smpkit ({quoted(content.get('smpkit'))}); "
-        f"this one reads format {_FORMAT}",
+        f"this one reads formats {' and '.join(map(str, _READABLE))}",
         hint=f"{export}; or start anew in another folder" if older else "update smpkit to the version that wrote it",
     )
 

@@ -11,20 +11,31 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
-from smpkit.errors import UsageError
+from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems, position_beside
 from smpkit.torch.checkpoints.full_state import FileSlot, FullState, full_state_of, write_slots
+from smpkit.torch.checkpoints.integrity import find_corruption, share_of
 from smpkit.torch.checkpoints.load import load_model
-from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, add_checksum, header_of
+from smpkit.torch.checkpoints.reader import PieceReader, metadata_of
+from smpkit.torch.checkpoints.safetensors import (
+    add_checksums,
+    dtype_of,
+    header_of,
+    map_tensors,
+    members_of,
+    specs_of,
+)
 from smpkit.torch.checkpoints.state_entries import Model, all_or_raise, model_entries, wrapped_model
+from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
@@ -32,6 +43,7 @@ from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
+INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_FILES: Final = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
 )
@@ -96,7 +108,7 @@ def load_pretrained(
     """
     wrapped, path = wrapped_model(model), Path(folder)
     failure = f"{path} was not loaded"
-    reader = SafetensorsReader(path, _NameMapping(wrapped.module))
+    reader = _FolderReader(path, _NameMapping(wrapped.module))
     if verify_checksums:
         position, count = position_beside(path)
         all_or_raise(failure, lambda: reader.verify(position, count))
@@ -182,7 +194,7 @@ def _split_by_size(full_state: FullState, limit: int) -> Iterator[dict[str, tupl
 def _add_checksums(staged: Path) -> None:
     with files.as_checkpoint_error(f"{staged} cannot be written"):
         for path in sorted(staged.glob("*.safetensors")):
-            add_checksum(path)
+            add_checksums(path)
 
 
 def _write_index(staged: Path, full_state: FullState, slots: Mapping[str, FileSlot]) -> None:
@@ -231,6 +243,59 @@ def _publish(staged: Path, target: Path, file_systems: FileSystems) -> None:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _FolderReader(PieceReader):
+    """Reads the safetensors files of a folder.
+
+    Args:
+        rename: maps the names in the files to those to use; entries that it leaves out are ignored.
+    """
+
+    def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
+        super().__init__(folder)
+        self._rename = rename
+
+    def verify(self, position: int, count: int) -> None:
+        """Compare files with their checksums; this rank is one of `count` that divide them.
+
+        Raises:
+            CheckpointError: one of this rank's is damaged.
+        """
+        members = [member for name in self._files() for member in members_of(self.folder / name)]
+        if corruption := find_corruption(share_of(members, position, count), state.local_size):
+            raise CheckpointError(corruption)
+
+    def _describe(self) -> Metadata:
+        specs = {name: specs_of(self.folder / name) for name in self._files()}
+        found_in = {key: (file, each) for file, tensors in specs.items() for key, each in tensors.items()}
+        spec = {}
+        for key, name in self._rename(list(found_in)).items():
+            file, each = found_in[key]
+            shape = [int(size) for size in each["shape"]]
+            zeros = [0] * len(shape)
+            dtype = str(dtype_of(each)).removeprefix("torch.")
+            spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
+        return metadata_of(spec, dict.fromkeys(specs))  # each header has been compared with its file
+
+    def _files(self) -> list[str]:
+        if (self.folder / INDEX).is_file():
+            try:
+                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
+            if any(not isinstance(name, str) or Path(name).name != name for name in names):
+                raise CheckpointError(f"{self.folder / INDEX} names files outside of its folder")
+            return sorted(names)
+        if (self.folder / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        raise CheckpointError(
+            f"{self.folder} holds no model.safetensors and no {INDEX}",
+            hint="load a folder with pytorch_model.bin with transformers, and save it again",
+        )
+
+    def _open(self, path: Path) -> dict[str, torch.Tensor]:
+        return map_tensors(path)
 
 
 class _NameMapping:

@@ -21,17 +21,19 @@ from typing import IO, Final
 from smpkit.errors import CheckpointError
 
 __all__ = [
+    "PIECE_BYTES",
     "Member",
     "add_checksums",
     "check_archive",
     "crc_of",
+    "crcs_of",
     "find_corruption",
     "members_of",
     "share_of",
     "whole_file",
 ]
 
-_PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 4 << 20
 _MAX_THREADS: Final = 8
 """More do not read faster from any disk or network we know of."""
 # Parts of a zip archive: signatures, CRCs, and the lengths of what follows them.
@@ -163,13 +165,19 @@ def crc_of(member: Member) -> int | None:
     crc, left = member.start, member.size
     with member.path.open("rb", buffering=0) as file:
         file.seek(member.offset)
-        buffer = memoryview(bytearray(min(_PIECE_BYTES, left)))
+        buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
         while left:
             length = file.readinto(buffer[:left])
             if not length:
                 return None
             crc, left = zlib.crc32(buffer[:length], crc), left - length
     return crc
+
+
+def crcs_of(members: Sequence[Member]) -> list[int | None]:
+    """Return the CRC-32 of each member, as `crc_of`, computed in threads."""
+    with _threads(1) as pool:
+        return list(pool.map(crc_of, members))
 
 
 def add_checksums(path: Path) -> None:
@@ -181,8 +189,7 @@ def add_checksums(path: Path) -> None:
         OSError: it cannot be written.
     """
     missing = [member for member in members_of(path) if not member.crc and member.size]
-    with _threads(1) as pool:
-        crcs = dict(zip((member.name for member in missing), pool.map(crc_of, missing), strict=True))
+    crcs = dict(zip((member.name for member in missing), crcs_of(missing), strict=True))
     with path.open("rb+") as file, zipfile.ZipFile(file) as archive:
         file.seek(archive.start_dir)
         for _ in archive.infolist():

@@ -4,9 +4,10 @@ A `PieceReader` knows the chunks in the files of one folder; `read_into` fills t
 whatever chunks they were saved in. A partial checkpoint lists its chunks in `pieces.json`, which is plain JSON::
 
     "model.wte.weight": {"dtype": "float32", "shape": [50257, 768],
-                         "pieces": [[file, key in it, offsets, sizes, offsets in the saved tensor], ...]}
+                         "pieces": [[file, keys in it, offsets, sizes, offsets in the saved tensor], ...]}
 
-Files are mapped, not read, so asking for a slice reads a slice. They hold tensors and plain values only.
+Files are mapped, not read, so asking for a slice reads a slice. They hold tensors and plain values only. In format 2,
+tensors are in files of `torch.save`, in nested dicts; nothing but `CheckpointReader._open` knows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints import objects
+from smpkit.torch.checkpoints import objects, safetensors
 from smpkit.torch.checkpoints.folder import Index, find_damage, read_index, read_json
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, whole_file
 from smpkit.torch.checkpoints.save_load import read_file
@@ -65,7 +66,7 @@ class Piece:
 
     Args:
         file: name of the file.
-        key: where in the file: the keys of nested dicts.
+        key: where in the file: the name of a tensor, or the keys of nested dicts.
         local_start: offsets of the chunk in the tensor of the file.
     """
 
@@ -103,10 +104,6 @@ class PieceReader(StorageReader):
 
     def _check_files(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if a file is on another host only."""
-
-    def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        """Return a chunk of a tensor of an open file."""
-        return view_of(_find(content, key), offsets, sizes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare another read."""
@@ -162,7 +159,7 @@ class PieceReader(StorageReader):
         offsets = [
             local_start + offset for local_start, offset in zip(piece.local_start, item.storage_offsets, strict=True)
         ]
-        source = self._tensor(content, piece.key, offsets, item.lengths)
+        source = view_of(_find(content, piece.key), offsets, item.lengths)
         target = planner.resolve_tensor(item).detach()
         target.copy_(source)
         planner.commit_tensor(item, target)
@@ -259,6 +256,8 @@ class CheckpointReader(PieceReader):
 
     def _open(self, path: Path) -> Any:
         # Mapped: only the slices in use are read.
+        if path.suffix == safetensors.SUFFIX:
+            return safetensors.map_tensors(path)
         return read_file(path, "cpu", weights_only=self._weights_only, mmap=True)
 
 
@@ -270,7 +269,9 @@ def members_in(folder: Path, index: Index, names: Iterable[str]) -> list[Member]
     """
     found: list[Member] = []
     for name in names:
-        if name in index.checksums:
+        if name.endswith(safetensors.SUFFIX):
+            found += safetensors.members_of(folder / name, index.checksums.get(name, 0))
+        elif name in index.checksums:
             found.append(whole_file(folder / name, index.checksums[name]))
         elif name in index.files and name.endswith(".pt"):
             found += members_of(folder / name)
@@ -391,17 +392,12 @@ def _check_covered(name: str, reads: Sequence[ReadItem], chunks: Sequence[Chunk]
         )
 
 
-def describe(entries: Iterable[StateEntry], file: str) -> dict[str, Any]:
-    """Return the content of `pieces.json` for entries that are written to one file."""
-    spec: dict[str, Any] = {}
-    for entry in entries:
-        if entry.shape is None:
-            spec[entry.name] = {"pieces": [[file, entry.key]]}
-        else:
-            pieces = [[file, entry.key, chunk.offsets, chunk.sizes, chunk.local_start] for chunk in entry.chunks]
-            dtype = str(entry.value.dtype).removeprefix("torch.")
-            spec[entry.name] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
-    return spec
+def describe(entry: StateEntry, file: str, key: str) -> dict[str, Any]:
+    """Return what `pieces.json` says of an entry that is written to a file under a key."""
+    if entry.shape is None:
+        return {"pieces": [[file, [key]]]}
+    pieces = [[file, [key], chunk.offsets, chunk.sizes, chunk.local_start] for chunk in entry.chunks]
+    return {"dtype": str(entry.value.dtype).removeprefix("torch."), "shape": entry.shape, "pieces": pieces}
 
 
 def only_in_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:

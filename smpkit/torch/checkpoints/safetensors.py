@@ -1,12 +1,17 @@
-"""The safetensors format: headers to write, and a reader of slices for `torch.distributed.checkpoint`.
+"""The safetensors format: one rank writes a file, or several fill it; readers map it, after checking what it claims.
 
 ::
 
-    length of the header (8 bytes, little end first) | {"wte.weight": {"dtype": "F32", "shape": [8, 4],
-                                                        "data_offsets": [0, 128]}, ...} | the tensors, row-major
+    length of the header (8 bytes, little end first) | {"__metadata__": {"crc32": ..., "format": "pt"},
+                                                        "wte.weight": {"dtype": "F32", "shape": [8, 4],
+                                                                       "data_offsets": [0, 128]}, ...} | the tensors
 
-The format has no checksums. What smpkit writes carries a CRC-32 of the whole file among the header's free texts, where
-other programs leave it alone; it is computed as if it were eight zeros itself.
+The format has no checksums. What smpkit writes carries CRC-32 sums among the header's free texts, where other programs
+leave them alone: eight hexadecimal digits for the header, computed as if they were zeros themselves, and eight for each
+tensor. So the first eight stand for the whole file. Files of earlier versions have one sum of everything.
+
+The tensors are written one after the other from the memory they are in, so that those of a device need the memory of
+one of them on the host. The `safetensors` package takes all of them at once, on the host, and computes no sums.
 """
 
 from __future__ import annotations
@@ -15,21 +20,30 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.integrity import Member, crc_of, find_corruption, share_of
-from smpkit.torch.checkpoints.reader import PieceReader, metadata_of
-from smpkit.torch.core.runtime import state
+from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.integrity import PIECE_BYTES, Member, crcs_of
 
-__all__ = ["INDEX", "SafetensorsReader", "add_checksum", "header_of"]
+__all__ = [
+    "SUFFIX",
+    "add_checksums",
+    "dtype_of",
+    "header_of",
+    "is_storable",
+    "map_tensors",
+    "members_of",
+    "specs_of",
+    "write_tensors",
+]
 
-INDEX: Final = "model.safetensors.index.json"
+SUFFIX: Final = ".safetensors"
 
 _DTYPES: Final = {
     "F64": torch.float64,
@@ -51,155 +65,210 @@ _DTYPES: Final = {
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER: Final = 100_000_000  # the format's own limit
+_METADATA: Final = "__metadata__"
 _CRC: Final = "crc32"
 _NO_CRC: Final = "0" * 8
+_CRC_AT: Final = 8 + len(f'{{"{_METADATA}":{{"{_CRC}":"')
+"""Where the checksums begin in files of ours: their header begins with them."""
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def is_storable(value: object) -> bool:
+    """Return whether a value is a tensor that the format has room for: dense, and of one of its dtypes."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    plain = value.detach()
+    is_dense = type(plain) is torch.Tensor and plain.layout is torch.strided
+    return is_dense and plain.dtype in _NAMES and not plain.is_conj() and not plain.is_neg()
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with these tensors, and the offset of each tensor in the file.
+    """Return the header of a file with these tensors, and the offset of each tensor in the file, in their order there.
 
     Raises:
-        CheckpointError: the format has no name for a dtype.
+        CheckpointError: the format has no name for a dtype, or uses the name of a tensor itself.
     """
-    spec: dict[str, Any] = {"__metadata__": {_CRC: _NO_CRC, "format": "pt"}}  # first, where `add_checksum` finds it
+    spec: dict[str, Any] = {_METADATA: {_CRC: _NO_CRC * (1 + len(tensors)), "format": "pt"}}
     at = 0
     # Wide dtypes first, so that every tensor is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
         shape, dtype = tensors[name]
         if dtype not in _NAMES:
             raise CheckpointError(f"safetensors has no dtype {dtype} (`{name}`)")
+        if name == _METADATA:
+            raise CheckpointError(f"safetensors has no room for a tensor called `{name}`")
         size = math.prod(shape) * dtype.itemsize
         spec[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(spec, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    offsets = {name: start + each["data_offsets"][0] for name, each in spec.items() if name != "__metadata__"}
+    offsets = {name: start + each["data_offsets"][0] for name, each in spec.items() if name != _METADATA}
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def add_checksum(path: Path) -> None:
-    """Write the checksum of a file whose tensors several ranks have written into its header, reading it once.
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Write a file, one tensor after the other; return its size in bytes, and the checksum that stands for all of it.
+
+    `torch.serialization.set_crc32_options(False)` leaves out the checksums of the tensors, as in files of `torch.save`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header, offsets = header_of({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()})
+
+    def write(file: BinaryIO) -> None:
+        nonlocal header
+        file.write(header)
+        header = _with_checksums(header, [_write_tensor(file, tensors[name]) for name in offsets])
+        file.seek(0)
+        file.write(header)
+        file.seek(0, os.SEEK_END)
+
+    size = files.fsync_write(path, write)
+    return size, int(header[_CRC_AT : _CRC_AT + 8], 16)
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
+    """Write a tensor row-major; return its checksum."""
+    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+    crc, with_crc = 0, torch.serialization.get_crc32_options()
+    for start in range(0, len(data), PIECE_BYTES):  # the piece is still in the processor's cache when it is written
+        piece = data[start : start + PIECE_BYTES]
+        crc = zlib.crc32(piece, crc) if with_crc else 0
+        file.write(piece)
+    return crc
+
+
+def add_checksums(path: Path) -> None:
+    """Write the checksums of a file whose tensors several ranks have written into its header, reading it once.
 
     Raises:
         OSError: it cannot be read or written.
     """
-    member = _member_of(path)
-    if member is None:
-        return
-    crc = crc_of(member)
+    header = _read_header(path)
+    crcs = crcs_of(header.members())
     with path.open("rb+") as file:
-        file.seek(file.read(8 + 100).index(_NO_CRC.encode()))
-        file.write(f"{crc:08x}".encode())
+        file.write(_with_checksums(header.raw, [crc or 0 for crc in crcs]))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _member_of(path: Path) -> Member | None:
-    """Return the tensors of a file as one member, whose checksum covers the header, too; None if it has none."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
-    known = json.loads(text).get("__metadata__", {}).get(_CRC)
-    if known is None:
-        return None
-    start = zlib.crc32(length + text.replace(known.encode(), _NO_CRC.encode(), 1))
-    size = path.stat().st_size - 8 - len(text)
-    return Member(path, "tensors", 8 + len(text), size, int(known, 16), start)
+def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
+    """Return a header in which no checksums are filled in yet with those of the tensors, and its own."""
+    end = _CRC_AT + 8
+    digits = "".join(f"{crc:08x}" for crc in crcs).encode()
+    filled = header[:end] + digits + header[end + len(digits) :]
+    return filled[:_CRC_AT] + f"{zlib.crc32(filled):08x}".encode() + filled[end:]
 
 
-class SafetensorsReader(PieceReader):
-    """Reads the safetensors files of a folder.
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The header of a file.
 
     Args:
-        rename: maps the names in the files to those to use; entries that it leaves out are ignored.
+        raw: its bytes, with the length before them.
+        tensors: dtype, shape and offsets by name, in the order of the file.
+        digits: of smpkit's checksums, none in files of other programs.
     """
 
-    def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
-        super().__init__(folder)
-        self._rename = rename
+    path: Path
+    raw: bytes
+    tensors: Mapping[str, Any]
+    digits: str
 
-    def verify(self, position: int, count: int) -> None:
-        """Compare files with their checksums; this rank is one of `count` that divide them.
+    @property
+    def crc(self) -> int:
+        """The checksum that it should carry."""
+        return zlib.crc32(self.raw.replace(self.digits.encode(), f"{_NO_CRC}{self.digits[8:]}".encode(), 1))
 
-        Raises:
-            CheckpointError: one of this rank's is damaged.
-        """
-        members = []
-        for name in self._files():
-            _read_header(self.folder / name)  # names what cannot be a header at all
-            try:
-                members.append(_member_of(self.folder / name))
-            except (OSError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
-        mine = share_of([member for member in members if member is not None], position, count)
-        if corruption := find_corruption(mine, state.local_size):
-            raise CheckpointError(corruption)
-
-    def _describe(self) -> Metadata:
-        headers = {name: _read_header(self.folder / name)[0] for name in self._files()}
-        found_in = dict[str, tuple[str, Any]]()
-        for name, header in headers.items():
-            found_in |= {key: (name, each) for key, each in header.items()}
-        spec = {}
-        for key, name in self._rename(list(found_in)).items():
-            file, each = found_in[key]
-            shape = [int(size) for size in each["shape"]]
-            zeros = [0] * len(shape)
-            dtype = str(_DTYPES[each["dtype"]]).removeprefix("torch.")
-            spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
-        return metadata_of(spec, dict.fromkeys(headers))  # each header has been compared with its file
-
-    def _files(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
-            try:
-                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
-            if any(not isinstance(name, str) or Path(name).name != name for name in names):
-                raise CheckpointError(f"{self.folder / INDEX} names files outside of its folder")
-            return sorted(names)
-        if (self.folder / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        raise CheckpointError(
-            f"{self.folder} holds no model.safetensors and no {INDEX}",
-            hint="load a folder with pytorch_model.bin with transformers, and save it again",
-        )
-
-    def _open(self, path: Path) -> dict[str, torch.Tensor]:
-        header, start = _read_header(path)
-        # Mapped, so that only the slices in use are read.
-        raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        return {name: _tensor(raw, start, each) for name, each in header.items()}
+    def members(self) -> list[Member]:
+        """Return all tensors; those without a checksum have 0."""
+        if len(self.digits) == 8 and self.tensors:  # one of everything, the header first
+            size = self.path.stat().st_size - len(self.raw)
+            return [Member(self.path, "tensors", len(self.raw), size, int(self.digits, 16), self.crc)]
+        found = []
+        for number, (name, each) in enumerate(self.tensors.items(), 1):
+            begin, end = each["data_offsets"]
+            crc = int(self.digits[8 * number : 8 * number + 8] or "0", 16)
+            found.append(Member(self.path, name, len(self.raw) + begin, end - begin, crc))
+        return found
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a file, and where its tensors begin; checks that each tensor is inside the file."""
+def members_of(path: Path, crc: int = 0) -> list[Member]:
+    """Return what has a checksum in a file, whose header is compared with its own at once.
+
+    Args:
+        crc: the checksum that stands for the file, if another one says which it must be.
+
+    Raises:
+        CheckpointError: it is damaged, or another file than that.
+    """
+    header = _read_header(path)
+    try:
+        members = header.members()
+        wanted = crc or (int(header.digits[:8], 16) if len(header.digits) > 8 else 0)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if wanted and header.crc != wanted:
+        raise CheckpointError(f"the header of {path} has the CRC-32 {header.crc:08x} instead of {wanted:08x}")
+    return members
+
+
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, mapped, so that only what is used is read.
+
+    Raises:
+        CheckpointError: it is no whole file of this format.
+    """
+    header = _read_header(path)
+    raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8, device="cpu")
+    return {name: _tensor(raw, len(header.raw), each) for name, each in header.tensors.items()}
+
+
+def specs_of(path: Path) -> Mapping[str, Any]:
+    """Return dtype and shape of the tensors of a file, by name.
+
+    Raises:
+        CheckpointError: it is no whole file of this format.
+    """
+    return _read_header(path).tensors
+
+
+def _read_header(path: Path) -> _Header:
+    """Read the header of a file, and check that each tensor is inside the file."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            raw = file.read(8)
+            length = int.from_bytes(raw, "little")
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+            raw += file.read(length)
+        tensors: dict[str, Any] = json.loads(raw[8:])
+        digits = str(tensors.pop(_METADATA, {}).get(_CRC, ""))
         room = path.stat().st_size - 8 - length
-        for name, each in header.items():
+        for name, each in tensors.items():
             begin, end = each["data_offsets"]
-            if not 0 <= begin <= end <= room or end - begin != _bytes_of(each["shape"], each["dtype"]):
+            if not 0 <= begin <= end <= room or end - begin != math.prod(each["shape"]) * dtype_of(each).itemsize:
                 raise ValueError(f"`{name}` is said to be at bytes {begin} to {end} of {room}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
-    return header, 8 + length
+    return _Header(path, raw, tensors, digits)
 
 
-def _bytes_of(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * _DTYPES[dtype].itemsize
+def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a tensor that a header describes."""
+    return _DTYPES[spec["dtype"]]
 
 
 def _tensor(raw: torch.Tensor, start: int, spec: Mapping[str, Any]) -> torch.Tensor:
     begin, end = spec["data_offsets"]
-    dtype = _DTYPES[spec["dtype"]]
     part = raw[start + begin : start + end]
-    if (start + begin) % dtype.itemsize:
+    if (start + begin) % dtype_of(spec).itemsize:
         part = part.clone()  # files of other writers may be unaligned, and `view` needs alignment
-    return part.view(dtype).view(spec["shape"])
+    return part.view(dtype_of(spec)).view(spec["shape"])

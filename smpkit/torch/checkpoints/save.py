@@ -29,9 +29,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from smpkit.errors import UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints import objects
+from smpkit.torch.checkpoints import objects, safetensors
 from smpkit.torch.checkpoints.background import (
     Gather,
     PendingSave,
@@ -42,6 +44,7 @@ from smpkit.torch.checkpoints.background import (
 )
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
 from smpkit.torch.checkpoints.full_state import write_whole_file
+from smpkit.torch.checkpoints.integrity import crc_of, whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import (
@@ -50,7 +53,6 @@ from smpkit.torch.checkpoints.state_entries import (
     StateEntry,
     all_or_raise,
     model_entries,
-    nested,
     optimizer_entries,
     wrapped_model,
 )
@@ -58,7 +60,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.placement.delayed import run_deferred_loads
-from smpkit.torch.state_dict import PARTIAL_KEY
 
 __all__ = ["USER_CONTENT", "save_checkpoint"]
 
@@ -166,26 +167,29 @@ class _Save:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that this rank writes: what is in it, and where its tensors belong, as in `pieces.json`."""
+    """A file that this rank writes: what is in it, and where that belongs, as in `pieces.json`."""
 
     name: str
     content: Any
-    pieces: Mapping[str, Any] = field(default_factory=dict)
+    pieces: dict[str, Any] = field(default_factory=dict)
     is_from_user: bool = False
+
+
+_Written = Mapping[str, tuple[int, int]]
+"""Sizes and checksums of files by their names."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The files of one rank, for the others."""
+    """What one rank writes, for the others."""
 
     host: str
-    names: Sequence[str]
     pieces: Mapping[str, Any]
 
     @classmethod
     def of(cls, own: Sequence[_File]) -> _Part:
         """Describe this rank's files."""
-        return cls(socket.gethostname(), [each.name for each in own], merge_pieces(each.pieces for each in own))
+        return cls(socket.gethostname(), merge_pieces(each.pieces for each in own))
 
 
 @dataclass(frozen=True)
@@ -250,15 +254,26 @@ def _prepare(save: _Save, job: _Job, snapshot: Snapshot | None) -> list[_File]:
 
 
 def _prepare_part(save: _Save, kind: str, entries: Sequence[StateEntry], snapshot: Snapshot | None) -> Sequence[_File]:
-    """Return the file of the entries that this rank writes on its file system, if it writes one."""
+    """Return the files of the entries that this rank writes on its file system, if it writes any."""
     own = [entry for entry in entries if save.file_systems.writer(entry.holders) == state.rank]
     replicas = frozenset(rank for rank in range(state.size) if _pp_tp(rank) == _pp_tp(state.rank))
     # There is a file for each pipeline and tensor-parallel rank, even an empty one.
     if not own and save.file_systems.writer(replicas) != state.rank:
         return []
-    name = f"{kind}_{_rank_info(kind)}.pt"
-    content = {**nested(own, None if snapshot is None else snapshot.copy), PARTIAL_KEY: True}
-    return [_File(name, content, describe(own, name))]
+    name = f"{kind}_{_rank_info(kind)}"
+    tensors, others = _File(f"{name}{safetensors.SUFFIX}", {}, {}), _File(f"{name}.pt", {}, {})
+    names_of_memory: dict[object, str] = {}
+    for entry in own:
+        value = entry.value if snapshot is None else snapshot.copy(entry.value)
+        if safetensors.is_storable(value):
+            # A tied weight has one copy, under the first of its names.
+            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+            file, key = tensors, names_of_memory.setdefault(memory, entry.name_in_file)
+        else:
+            file, key = others, entry.name
+        file.content[key] = value
+        file.pieces[entry.name] = describe(entry, file.name, key)
+    return [tensors, others] if others.content else [tensors]
 
 
 def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | None, snapshot: Snapshot) -> None:
@@ -271,9 +286,9 @@ def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | 
 def _complete(save: _Save, contents: _Contents, failure: str, kept: int | None, gather: Gather) -> None:
     """Write this rank's files, and make the checkpoint visible when all ranks have."""
     try:
-        sizes = gather(all_or_raise(failure, lambda: _write_files(save, contents.own), gather))
+        written = gather(all_or_raise(failure, lambda: _write_files(save, contents.own), gather))
         # Publish only after all ranks have written: a rename makes the checkpoint visible.
-        all_or_raise(failure, lambda: _publish(save, contents, sizes), gather)
+        all_or_raise(failure, lambda: _publish(save, contents, written), gather)
     except BaseException:
         shutil.rmtree(save.staged, ignore_errors=True)
         raise
@@ -282,12 +297,9 @@ def _complete(save: _Save, contents: _Contents, failure: str, kept: int | None, 
     all_or_raise(unmarked, lambda: _mark_newest(save, kept), gather)
 
 
-def _write_files(save: _Save, own: Sequence[_File]) -> dict[str, int]:
-    """Write this rank's files; return their sizes."""
-    return {
-        each.name: (_write_user_content if each.is_from_user else _write)(save.staged / each.name, each.content)
-        for each in own
-    }
+def _write_files(save: _Save, own: Sequence[_File]) -> _Written:
+    """Write this rank's files; return the size and the checksum of each."""
+    return {each.name: _write(save.staged / each.name, each) for each in own}
 
 
 def _partition_of(model: Model) -> str | None:
@@ -307,69 +319,56 @@ def _pp_tp(rank: int) -> tuple[int, int]:
     return coordinates.pp, coordinates.tp
 
 
-def _write(path: Path, obj: Any) -> int:
+def _write(path: Path, file: _File) -> tuple[int, int]:
     with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        return files.fsync_write(path, lambda file: objects.dump(obj, file))
+        if path.suffix == safetensors.SUFFIX:
+            return safetensors.write_tensors(path, file.content)
+        size = files.fsync_write(path, lambda written: objects.dump(file.content, written))
+        crc = crc_of(whole_file(path, 0)) if torch.serialization.get_crc32_options() else 0
+    if file.is_from_user:
+        read_file(path, "cpu")  # warns now of objects that would not be loaded
+    return size, crc or 0
 
 
-def _write_user_content(path: Path, content: Any) -> int:
-    """Write the user content, and check now that resuming will be able to read it."""
-    size = _write(path, content)
-    read_file(path, "cpu")  # warns of objects that would not be loaded
-    return size
-
-
-def _publish(save: _Save, contents: _Contents, sizes: Sequence[Mapping[str, int]]) -> None:
+def _publish(save: _Save, contents: _Contents, written: Sequence[_Written]) -> None:
     """Make the checkpoint visible on this rank's file system.
 
     Args:
-        sizes: of the files of each rank.
+        written: by each rank.
     """
     # The folder is gone if another leader on this file system, which saw our marker late, has published it.
     if not save.file_systems.is_leader or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
-            _finish_folder(save, contents, sizes)
+            _finish_folder(save, contents, written)
             files.publish_folder(save.staged, save.path / save.name)
         else:
             _publish_full(save)
 
 
-def _finish_folder(save: _Save, contents: _Contents, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
+def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written]) -> None:
     """Write `pieces.json` and the index of a partial checkpoint, including files on other file systems."""
     parts = contents.parts
     here = [part for rank, part in enumerate(parts) if rank in save.file_systems.here]
-    sizes = {name: size for rank in save.file_systems.here for name, size in sizes_of_ranks[rank].items()}
+    # Of files with the same name one on this file system counts, then the lowest rank's.
+    ranks = sorted(range(len(parts)), key=lambda rank: (rank in save.file_systems.here, -rank))
+    known = {name: each for rank in ranks for name, each in written[rank].items()}
+    sizes = {name: known[name][0] for rank in save.file_systems.here for name in written[rank]}
+    checksums = {name: crc for name, (_, crc) in known.items()}
     elsewhere: dict[str, str] = {}
     there = []
     for rank, part in enumerate(parts):
-        new = {name for name in part.names if name not in sizes and name not in elsewhere}
+        new = {name for name in written[rank] if name not in sizes and name not in elsewhere}
         elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
         there.append(only_in_files(part.pieces, new))
     # Chunks in files of this file system first: of the same chunk the first one counts.
     pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
-    checksums = {PIECES: zlib.crc32(pieces)}  # the other files carry their own
-    files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, contents))
-    if elsewhere:
-        warn_user(
-            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
-            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
-            " all hosts share",
-        )
-
-
-def _index(
-    save: _Save,
-    sizes: Mapping[str, int],
-    elsewhere: Mapping[str, str],
-    checksums: Mapping[str, int],
-    contents: _Contents,
-) -> files.Index:
+    checksums[PIECES] = zlib.crc32(pieces)
     # A count, not a time: clocks of restarted hosts can go back.
     orders = [index.order for _, index in files.complete_partials(save.path)]
-    return files.Index(
+    index = files.Index(
         tag=save.tag,
         save_id=save.save_id,
         order=max(orders, default=0) + 1,
@@ -385,6 +384,13 @@ def _index(
         partition=contents.partition,
         checksums=checksums,
     )
+    files.write_index(save.staged, index)
+    if elsewhere:
+        warn_user(
+            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
+            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
+            " all hosts share",
+        )
 
 
 def _publish_full(save: _Save) -> None:

@@ -44,7 +44,6 @@ __all__ = [
     "chunks_of",
     "copy_chunks",
     "model_entries",
-    "nested",
     "opaque_state_name",
     "optimizer_entries",
     "optimizer_parameters",
@@ -61,7 +60,6 @@ MODEL: Final = "model."
 STATES: Final = "optim.state."
 GROUPS: Final = "optim.param_groups"
 SCALER: Final = "optim.loss_scaler"
-_MASTERS: Final = "masters"
 
 
 class Model(Protocol):
@@ -110,7 +108,6 @@ class StateEntry:
     Args:
         name: in the checkpoint, in the style of torch's distributed checkpoints: `model.wte.weight`.
         value: a tensor, or another value that `torch.save` can write.
-        key: where it is in its file: the keys of nested dicts.
         shape: of the whole tensor; None for other values.
         chunks: the parts of the whole tensor that `value` is.
         holders: the ranks that hold the same.
@@ -118,7 +115,6 @@ class StateEntry:
 
     name: str
     value: Any
-    key: tuple[str | int, ...]
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]
     holders: frozenset[int]
@@ -126,7 +122,12 @@ class StateEntry:
     @property
     def is_of_half_precision(self) -> bool:
         """Whether it is a master weight or the loss scale."""
-        return not self.name.startswith(MODEL) and self.key[:1] in ((_MASTERS,), (SCALER_KEY,))
+        return self.name == SCALER or (self.name.startswith(STATES) and self.name.endswith(f".{MASTER_KEY}"))
+
+    @property
+    def name_in_file(self) -> str:
+        """The name of a tensor in its file: the model's own, or the state's."""
+        return self.name.removeprefix(MODEL if self.name.startswith(MODEL) else STATES)
 
 
 def model_entries(model: Model) -> list[StateEntry]:
@@ -137,7 +138,7 @@ def model_entries(model: Model) -> list[StateEntry]:
             continue
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             continue  # without memory yet, so without a value
-        found.append(_entry(f"{MODEL}{name}", value, (name,), value, model.placement.of(value).holders))
+        found.append(_entry(f"{MODEL}{name}", value, value, model.placement.of(value).holders))
     return found
 
 
@@ -152,12 +153,12 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
     del saved[PARTIAL_KEY]
     if not _has_torch_layout(saved):
         holders = frozenset(state.group(CommGroup.RDP_GROUP))
-        return [StateEntry(opaque_state_name(), saved, (), None, (), holders)]
+        return [StateEntry(opaque_state_name(), saved, None, (), holders)]
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     everywhere = frozenset(range(state.size))
-    found = [StateEntry(GROUPS, saved["param_groups"], ("param_groups",), None, (), everywhere)]
+    found = [StateEntry(GROUPS, saved["param_groups"], None, (), everywhere)]
     if SCALER_KEY in saved:
-        found.append(StateEntry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
+        found.append(StateEntry(SCALER, saved[SCALER_KEY], None, (), everywhere))
     for index, states in saved["state"].items():
         parameter, name = parameters[index], names[index]
         if not model.owns(parameter):
@@ -165,8 +166,7 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
         holders = model.placement.of(parameter).state_holders
         for key, value in states.items():
             full = f"{STATES}{_state_name(name, key, value, parameter)}"
-            place = (_MASTERS, index) if key == MASTER_KEY else ("state", index, key)
-            found.append(_entry(full, value, place, parameter, holders))
+            found.append(_entry(full, value, parameter, holders))
     return found
 
 
@@ -195,14 +195,14 @@ def _has_torch_layout(saved: Mapping[str, Any]) -> bool:
     return isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list)
 
 
-def _entry(name: str, value: Any, key: tuple[str | int, ...], like: Any, holders: frozenset[int]) -> StateEntry:
+def _entry(name: str, value: Any, like: Any, holders: frozenset[int]) -> StateEntry:
     """Return an entry for a value, divided like the tensor `like` if it has its shape."""
     if not isinstance(value, torch.Tensor):
-        return StateEntry(name, value, key, None, (), holders)
+        return StateEntry(name, value, None, (), holders)
     local = local_tensor_of(value)
     if _is_sharded_like(value, like):
-        return StateEntry(name, local, key, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
-    return StateEntry(name, local, key, tuple(local.shape), tuple(chunks_of(local.shape, None)), holders)
+        return StateEntry(name, local, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
+    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape, None)), holders)
 
 
 def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
@@ -232,32 +232,6 @@ def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
     """Return the name of a state that only a rank at these positions (which part of how many) can load."""
     return name + "".join(f"@{index}of{size}" for index, size in positions)
-
-
-def nested(entries: Iterable[StateEntry], copy: Callable[[Any], Any] | None = None) -> dict[Any, Any]:
-    """Return entries as nested dicts, as they are written to a file.
-
-    Args:
-        copy: copies the values; None: they are written before they change.
-    """
-    value_of = copy or _compact
-    root: dict[Any, Any] = {}
-    for entry in entries:
-        if not entry.key:
-            return dict(value_of(entry.value))
-        innermost = root
-        for part in entry.key[:-1]:
-            innermost = innermost.setdefault(part, {})
-        innermost[entry.key[-1]] = value_of(entry.value)
-    return root
-
-
-def _compact(value: Any) -> Any:
-    """Return a tensor whose storage is not larger than itself, for `torch.save` writes whole storages."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    plain = value.detach()
-    return plain if plain.untyped_storage().nbytes() <= plain.nbytes else plain.clone()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -238,9 +239,21 @@ def _at_exit() -> None:
     if error is not None:
         # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
         traceback.print_exception(error)
+        _exit_with_failure()
+
+
+def _exit_with_failure() -> None:
+    """Make this process end with code 1, once everything else that runs at exit has run."""
+    # Python's own handlers cannot change the code, and `os._exit` here would skip those that were registered before
+    # ours. So the C library calls `_exit(1)` when Python has ended, with what it passes to a handler, 1, as the code.
+    try:
+        libc = ctypes.CDLL(None)
+        register, leave = libc.__cxa_atexit, libc._exit
+    except (OSError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    register(ctypes.cast(leave, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
 # --- the groups -------------------------------------------------------------------------------------------------------

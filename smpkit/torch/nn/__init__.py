@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from smpkit.torch.nn import huggingface
 from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, FlashAttentionLayer
+from smpkit.torch.tensor_parallel.layers.config import LayerOptions, TransformerConfig
 from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding, VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead
@@ -28,7 +29,9 @@ __all__ = [
     "DistributedTransformerOutputLayer",
     "FlashAttentionLayer",
     "FusedLayerNorm",
+    "LayerOptions",
     "RowParallelLinear",
+    "TransformerConfig",
     "VocabularyParallelEmbedding",
     "cross_entropy",
     "gather_logits",

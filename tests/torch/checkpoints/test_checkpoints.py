@@ -23,6 +23,10 @@ from tests.forked import Script
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
+FILES = [
+    *("index.json", "model_0_0.safetensors", "optimizer_0_0.pt", "optimizer_0_0.safetensors"),
+    *("pieces.json", "user_content.pt"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +81,7 @@ def test_a_resumed_job_goes_on_as_if_it_had_not_stopped(before: int, after: int,
     for found, content in run_ranks(resume_and_continue, after, str(tmp_path)):
         assert found == expected
         assert content == {"step": 1}
-    names = ["index.json", "model_0_0.pt", "optimizer_0_0.pt", "pieces.json", "user_content.pt"]
+    names = FILES
     assert files(tmp_path) == ["newest"] + [f"one_partial/{name}" for name in names]
     assert (tmp_path / "newest").read_text().strip() == "one_partial"
 
@@ -89,7 +93,7 @@ def test_the_index_says_what_the_checkpoint_is(tmp_path: Path) -> None:
     assert index["degrees"] == {"pipeline": 1, "tensor": 1, "virtual pipeline": 1}
     for name, size in index["files"].items():
         assert (tmp_path / "one_partial" / name).stat().st_size == size
-    assert len(index["files"]) == 4
+    assert sorted(index["files"]) == [name for name in FILES if name != "index.json"]
 
 
 def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
@@ -240,9 +244,9 @@ def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str,
     if damage == "no folder":
         folder.rename(tmp_path / "elsewhere")
     elif damage == "cut file":
-        os.truncate(folder / "optimizer_0_0.pt", 10)
+        os.truncate(folder / "optimizer_0_0.safetensors", 10)
     else:
-        (folder / ("index.json" if damage == "no index" else "model_0_0.pt")).unlink()
+        (folder / ("index.json" if damage == "no index" else "model_0_0.safetensors")).unlink()
     with pytest.warns(UserWarning, match=r"`step_2_partial` in .* is used instead .*; `step_3_partial`: "):
         assert latest_checkpoint(tmp_path) == "step_2_partial"
     with pytest.warns(UserWarning, match="step_2_partial"):
@@ -337,7 +341,7 @@ def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, lis
         setattr(checkpoint_files, name, fail)
     if phase == "write" and smp.rank() == failing:
         # Rank 1 writes nothing of its own here: let it fail as one that has a part to write.
-        saving._prepare = lambda *arguments: [saving._File("x", 1)]
+        saving._prepare = lambda *arguments: [saving._File("x.pt", 1)]
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(path, "bad", user_content={"step": 2})
     smp.barrier()
@@ -352,7 +356,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_harms_nothing(
         assert message.startswith("checkpoint `bad` was not saved; rank " + str(failing))
         assert message.endswith("No space left on device")
         assert all(name == "newest" or name.startswith("good_partial/") for name in left)
-        assert len(left) == 6
+        assert len(left) == 1 + len(FILES)
 
 
 def test_a_save_that_cannot_be_marked_as_newest_says_that_it_is_there(tmp_path: Path) -> None:
@@ -386,7 +390,7 @@ def a_folder_per_host(path: str) -> tuple[list[str], Any, list[float]]:
 
 def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
     results = run_ranks(a_folder_per_host, 4, str(tmp_path), hosts=2)
-    names = ["index.json", "model_0_0.pt", "optimizer_0_0.pt", "pieces.json", "user_content.pt"]
+    names = FILES
     for left, content, _ in results:
         assert left == ["newest"] + [f"two_partial/{name}" for name in names]
         assert content == {"step": 2}
@@ -409,7 +413,7 @@ def a_folder_for_all_hosts(path: str) -> list[int]:
 
 def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
     counts = [len(written) for written in run_ranks(a_folder_for_all_hosts, 4, str(tmp_path), hosts=2)]
-    assert counts == [5, 0, 0, 0]  # model, optimizer, pieces, index, newest
+    assert counts == [6, 0, 0, 0]  # model, optimizer and its settings, pieces, index, newest
 
 
 KILLED = """

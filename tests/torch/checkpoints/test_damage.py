@@ -21,11 +21,14 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
-from smpkit.torch.checkpoints import integrity
+from smpkit.torch.checkpoints import integrity, safetensors
 from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
 
-FILES = ["model_0_0.pt", "optimizer_0_0.pt", "user_content.pt", "pieces.json", "index.json"]
+FILES = [
+    *("model_0_0.safetensors", "optimizer_0_0.safetensors", "optimizer_0_0.pt"),
+    *("user_content.pt", "pieces.json", "index.json"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +89,8 @@ def flip_inside(path: Path) -> None:
         data = path.read_bytes()
         flip(path, next(at for at in range(len(data) * 2 // 3, len(data)) if chr(data[at]).isdigit()))
         return
-    with zipfile.ZipFile(path) as archive:
-        tensors = [info for info in archive.infolist() if "/data/" in info.filename]
-        largest = max(tensors, key=lambda info: info.file_size)
-    member = next(each for each in integrity.members_of(path) if each.name == largest.filename)
+    read = safetensors.members_of if path.suffix == ".safetensors" else integrity.members_of
+    member = max((each for each in read(path) if not each.name.endswith("data.pkl")), key=lambda each: each.size)
     flip(path, member.offset + member.size // 2)
 
 
@@ -98,14 +99,6 @@ def edit_index(folder: Path, **changes: Any) -> None:
     index = json.loads((folder / "index.json").read_text())
     index.pop("crc32", None)
     (folder / "index.json").write_text(json.dumps({**index, **changes}))
-
-
-def without_checksums(folder: Path) -> None:
-    """Make an index as versions wrote it that had no checksums."""
-    edit_index(folder)
-    index = json.loads((folder / "index.json").read_text())
-    del index["checksums"]
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 def state_of_model() -> list[torch.Tensor]:
@@ -120,7 +113,7 @@ def state_of_model() -> list[torch.Tensor]:
 
 def test_a_folder_of_damaged_checkpoints_is_not_an_empty_one(saved: Path) -> None:
     for tag in ("one", "two"):
-        os.truncate(saved / f"{tag}_partial" / "model_0_0.pt", 10)
+        os.truncate(saved / f"{tag}_partial" / "model_0_0.safetensors", 10)
     for call in (latest_checkpoint, resume_from_checkpoint):
         with pytest.raises(CheckpointError) as caught:
             call(saved)
@@ -140,7 +133,7 @@ def test_what_newest_names_is_missed(newest: str, partial: bool, tmp_path: Path)
 def test_names_of_damaged_files_do_not_control_the_terminal(saved: Path) -> None:
     hostile = "\x1b]0;title\a\x9b2J\u202e"
     shutil.copytree(saved / "two_partial", saved / f"{hostile}_partial")
-    os.truncate(saved / "two_partial" / "model_0_0.pt", 7)
+    os.truncate(saved / "two_partial" / "model_0_0.safetensors", 7)
     for tag in ("two", hostile):
         edit_index(saved / f"{tag}_partial", files={f"{hostile}.pt": 1})
     with pytest.warns(UserWarning, match=r"`two_partial`: .*\\x1b\]0;title.*\.pt is missing") as warned:
@@ -161,7 +154,7 @@ def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: P
         latest_checkpoint(tmp_path, partial=not partial)
 
 
-@pytest.mark.parametrize("found", [1, 3])
+@pytest.mark.parametrize("found", [1, 4])
 def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> None:
     edit_index(saved / "two_partial", format=found)
     calls = (lambda: latest_checkpoint(saved), lambda: resume_from_checkpoint(saved))
@@ -169,7 +162,7 @@ def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> N
         with pytest.raises(CheckpointError) as caught:
             call()
         age, hint = ("an older", "save the model with partial=False") if found == 1 else ("a newer", "update smpkit")
-        assert f"two_partial has format {found}, of {age} smpkit (`0.1.0`); this one reads format 2" in str(
+        assert f"two_partial has format {found}, of {age} smpkit (`0.1.0`); this one reads formats 2 and 3" in str(
             caught.value
         )
         assert caught.value.hint is not None
@@ -199,14 +192,14 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, save
 
 
 def test_a_file_of_zeros_of_the_right_size_is_damage(saved: Path) -> None:
-    path = saved / "two_partial" / "model_0_0.pt"
+    path = saved / "two_partial" / "model_0_0.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.warns(UserWarning, match=r"`two_partial`: rank 0: .*model_0_0\.pt"):
+    with pytest.warns(UserWarning, match=r"`two_partial`: rank 0: .*model_0_0\.safetensors"):
         assert resume_from_checkpoint(saved)["step"] == 1
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(saved: Path) -> None:
-    flip_inside(saved / "two_partial" / "optimizer_0_0.pt")
+    flip_inside(saved / "two_partial" / "optimizer_0_0.safetensors")
     with pytest.raises(CheckpointError, match=r"`two_partial` in .* was not loaded; rank 0: .* has the CRC-32"):
         resume_from_checkpoint(saved, "two")
     assert resume_from_checkpoint(saved, "two", load_optimizer=False)["step"] == 2  # does not read that file
@@ -215,17 +208,9 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(saved: Path) -> None:
 def test_checksums_can_be_left_out(saved: Path) -> None:
     resume_from_checkpoint(saved)
     intact = state_of_model()
-    flip_inside(saved / "two_partial" / "model_0_0.pt")
+    flip_inside(saved / "two_partial" / "model_0_0.safetensors")
     assert resume_from_checkpoint(saved, verify_checksums=False)["step"] == 2
     assert not all(map(torch.equal, intact, state_of_model()))
-
-
-def test_a_checkpoint_of_before_checksums_is_read_and_its_files_are_still_compared(saved: Path) -> None:
-    without_checksums(saved / "two_partial")
-    assert resume_from_checkpoint(saved)["step"] == 2
-    flip_inside(saved / "two_partial" / "model_0_0.pt")
-    with pytest.warns(UserWarning, match="`two_partial`: rank 0: .* has the CRC-32"):
-        assert resume_from_checkpoint(saved)["step"] == 1
 
 
 def test_no_flipped_bit_changes_what_is_loaded(saved: Path) -> None:
@@ -262,7 +247,7 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
     from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    flip_inside(saved / "two_partial" / "model_0_0.pt")
+    flip_inside(saved / "two_partial" / "model_0_0.safetensors")
     plain = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
     for verify in (True, False):
         reader = smp.CheckpointReader(saved / "two_partial", verify_checksums=verify)
@@ -285,8 +270,8 @@ def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
         train(model, optimizer)
         save_checkpoint(own, tag, user_content={"step": step})
     if smp.rank() == 3:
-        flip_inside(own / "three_partial" / "model_0_0.pt")
-        os.truncate(own / "two_partial" / "optimizer_0_0.pt", 7)
+        flip_inside(own / "three_partial" / "model_0_0.safetensors")
+        os.truncate(own / "two_partial" / "optimizer_0_0.safetensors", 7)
     smp.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -307,7 +292,7 @@ def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: 
 
 def test_an_index_names_no_file_outside_its_folder(saved: Path) -> None:
     outside = saved / "outside.pt"
-    shutil.copy(saved / "two_partial" / "model_0_0.pt", outside)
+    shutil.copy(saved / "two_partial" / "optimizer_0_0.pt", outside)
     index = json.loads((saved / "two_partial" / "index.json").read_text())
     for field in ("files", "elsewhere", "checksums"):
         for name in ("../outside.pt", str(outside), "..", "a/b"):
@@ -317,7 +302,7 @@ def test_an_index_names_no_file_outside_its_folder(saved: Path) -> None:
         edit_index(saved / "two_partial", **{field: index[field]})
 
 
-@pytest.mark.parametrize("name", ["newest", "index.json", "pieces.json", "model_0_0.pt"])
+@pytest.mark.parametrize("name", ["newest", "index.json", "pieces.json", "model_0_0.safetensors", "optimizer_0_0.pt"])
 def test_a_pipe_is_no_file(name: str, saved: Path) -> None:
     path = saved / name if name == "newest" else saved / "two_partial" / name
     path.unlink()

@@ -13,8 +13,8 @@ from smpkit.torch.checkpoints.folder import Index
 def make(path: Path, tag: str, order: int = 1, size: int = 3) -> Path:
     folder = path / f"{tag}_partial"
     folder.mkdir(parents=True)
-    (folder / "model_0_0.pt").write_bytes(b"abc")
-    index = Index(tag, files.new_save_id(), order, {"pipeline": 1, "tensor": 1}, "0", {"model_0_0.pt": size})
+    (folder / "model_0_0.safetensors").write_bytes(b"abc")
+    index = Index(tag, files.new_save_id(), order, {"pipeline": 1, "tensor": 1}, "0", {"model_0_0.safetensors": size})
     files.write_index(folder, index)
     return folder
 
@@ -35,7 +35,7 @@ def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Pa
     make(tmp_path, "z", order=2)
     make(tmp_path, "b", order=3)
     make(tmp_path, "cut", order=4, size=99)
-    (make(tmp_path, "gone", order=5) / "model_0_0.pt").unlink()
+    (make(tmp_path, "gone", order=5) / "model_0_0.safetensors").unlink()
     (make(tmp_path, "no_index", order=6) / files.INDEX).unlink()
     (make(tmp_path, "bad_index", order=7) / files.INDEX).write_text("{")
     assert [name for name, _ in files.complete_partials(tmp_path)] == ["b_partial", "z_partial", "a_partial"]
@@ -43,7 +43,10 @@ def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Pa
 
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
-    assert files.find_damage(folder, files.read_index(folder)) == f"{folder / 'model_0_0.pt'} has 3 bytes instead of 99"
+    assert (
+        files.find_damage(folder, files.read_index(folder))
+        == f"{folder / 'model_0_0.safetensors'} has 3 bytes instead of 99"
+    )
 
 
 def test_an_index_of_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict
     messages["one host"] = str(caught.value)
     smp.shutdown()
     begin(2)
-    for name in ("model", "optimizer"):
-        shutil.copy(own / "one_partial" / f"{name}_{host}_0.pt", other / "one_partial")
+    for file in (own / "one_partial").glob(f"*_{host}_0.*"):
+        shutil.copy(file, other / "one_partial")
     smp.barrier()
     smp.shutdown()
     weights += [resumed(other), resumed(own, 1)]
@@ -101,9 +101,9 @@ def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
     results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
     for host, (kept, messages, weights) in enumerate(results):
-        files = [f"model_{host}_0.pt", f"optimizer_{host}_0.pt"]
+        files = [f"model_{host}_0.safetensors", f"optimizer_{host}_0.pt", f"optimizer_{host}_0.safetensors"]
         assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
-        assert f"lacks `model_{1 - host}_0.pt` (saved by rank {1 - host} on " in messages["degree 1"]
+        assert f"lacks `model_{1 - host}_0.safetensors` (saved by rank {1 - host} on " in messages["degree 1"]
         assert "copy these files here" in messages["degree 1"]
         assert "there is no complete checkpoint in" in messages["one host"]
         assert "on rank 0, though there is one on the others" in messages["one host"]

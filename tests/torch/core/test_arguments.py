@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "empty table": (lambda: smp.nn.DistributedEmbedding(0, 2), "num_embeddings of DistributedEmbedding .* least 1"),
     "no layers": (lambda: smp.nn.DistributedTransformer(0, 2, 2, 4, 8), "num_layers of .* least 1, got 0"),
     "no heads": (lambda: smp.nn.DistributedTransformerLayer(0, 2, 4, 8), "num_attention_heads of .* least 1, got 0"),
-    "no vocabulary": (lambda: smp.nn.DistributedTransformerLMHead(1, 2, 2, 4, 8, -1), "num_embeddings .*, got -1"),
+    "no vocabulary": (lambda: smp.nn.DistributedTransformerLMHead(1, 2, 2, 4, 8, -1), "vocab_size .* least 1, got -1"),
     "attention dropout": (lambda: smp.nn.DistributedTransformerLayer(2, 2, 4, 8, 2.0), "from 0 to 1, got 2.0"),
     "hidden dropout": (lambda: smp.nn.DistributedTransformerLayer(2, 2, 4, 8, 0.0, wrong), "from 0 to 1, got 'x'"),
     "nan dropout": (lambda: smp.nn.DistributedTransformerLayer(2, 2, 4, 8, float("nan")), "from 0 to 1, got nan"),

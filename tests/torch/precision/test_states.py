@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.torch.precision.cast import join_fp16_states, split_fp16_states
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.test_background_states import held_back
 
 SCALE = {"init_scale": 2.0**12, "scale_window": 2}
 
@@ -68,10 +70,12 @@ def train_straight() -> tuple[list[float], float, dict[str, torch.Tensor]]:
     return losses, *job.end()
 
 
-def save(folder: str, degree: int) -> None:
+def save(folder: str, degree: int, blocking: bool) -> None:
     job = Job(degree)
     job.train(range(3))
-    smp.save_checkpoint(folder, "three")
+    with contextlib.nullcontext() if blocking else held_back():
+        smp.save_checkpoint(folder, "three", blocking=blocking)
+        job.train(range(3, 5))
     smp.shutdown()
 
 
@@ -82,13 +86,15 @@ def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torc
     return losses, *job.end()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
-def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(tmp_path: Path, before: int, after: int) -> None:
+@pytest.mark.parametrize(("before", "after", "blocking"), [(1, 1, True), (2, 1, True), (1, 2, True), (2, 2, False)])
+def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
+    tmp_path: Path, before: int, after: int, blocking: bool
+) -> None:
     ((losses, scale, masters),) = run_ranks(train_straight, 1)
-    run_ranks(save, before, str(tmp_path), before)
+    run_ranks(save, before, str(tmp_path), before, blocking)
     ranks = run_ranks(resume, after, str(tmp_path), after)
     names = {path.name for path in (tmp_path / "three_partial").iterdir()}
-    assert {f"fp16_states_{rank}_0.pt" for rank in range(before)} <= names
+    assert {f"fp16_states_{rank}_0.safetensors" for rank in range(before)} <= names
     found: dict[str, torch.Tensor] = {}
     for ours, our_scale, our_masters in ranks:
         assert ours == losses[3:]

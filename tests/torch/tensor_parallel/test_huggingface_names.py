@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import smpkit.torch as smp
+from smpkit.errors import UsageError
 from tests.transparency.test_tensor_parallel_huggingface import BUILDERS
 
 Translate = Callable[..., dict[str, Any]]
 
 hf = smp.nn.huggingface
-HEADS = {"num_attention_heads": 4}
+HEADS: dict[str, Any] = {"num_attention_heads": 4}
 FAMILIES: dict[str, tuple[Translate, Translate, dict[str, Any]]] = {
     "GPT2": (hf.gpt2.translate_hf_state_dict_to_smdistributed_gpt2, hf.gpt2.translate_state_dict_to_hf_gpt2, {}),
     "GPTJ": (hf.gptj.translate_hf_state_dict_to_smdistributed_gptj, hf.gptj.translate_state_dict_to_hf_gptj, {}),
@@ -94,3 +95,8 @@ def test_the_older_name_of_a_head() -> None:
     ours = hf.gptneox.translate_hf_state_dict_to_smdistributed_gptneox(dict(state), **HEADS)
     assert torch.equal(ours["lm_head.weight"], head)
     assert "embed_out.weight" in hf.gptneox.translate_state_dict_to_hf_gptneox(ours, max_seq_len=4, **HEADS)
+
+
+def test_heads_that_lie_together_need_their_number() -> None:
+    with pytest.raises(UsageError, match="give the model's `num_attention_heads`"):
+        hf.gptneox.translate_hf_state_dict_to_smdistributed_gptneox(state_of("GPTNeoX"))

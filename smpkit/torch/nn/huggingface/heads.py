@@ -1,39 +1,24 @@
-"""The modules of `smp.nn` that replace Hugging Face models: their arguments, outputs and registration."""
+"""The modules of `smp.nn` that replace Hugging Face models: their outputs, and how their calls are read."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.nn.huggingface.calls import CallReader, CallRules, check_given_once, refuse_recorded_outputs
+from smpkit.torch.nn.huggingface.calls import CallRules, check_given_once, refuse_recorded_outputs
 from smpkit.torch.nn.huggingface.generation import generate
-from smpkit.torch.nn.huggingface.names import WeightMapping, translation
+from smpkit.torch.tensor_parallel.layers.config import with_options
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead, Inputs
-from smpkit.torch.tensor_parallel.layers.options import IGNORED_OPTIONS, LayerOptions, activation_of
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
 from smpkit.torch.tensor_parallel.layouts import Layout
 from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
-from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 
-__all__ = ["ENCODER_CALLS", "LM_HEAD_CALLS", "HuggingFaceEncoder", "HuggingFaceLMHead", "register_model"]
-
-
-def _with_options(kind: type) -> inspect.Signature:
-    """Return the signature of a class with its `**options` spelled out: `with_overrides` goes by argument names."""
-    known = inspect.signature(kind).parameters.values()
-    named = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [field.name for field in dataclasses.fields(LayerOptions)] + sorted(IGNORED_OPTIONS)
-    excluded = {each.name for each in named} | {"layer_idx", "window_size"}  # which a stack sets for each layer
-    optional = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
-    return inspect.Signature([*named, *(each for each in optional if each.name not in excluded)])
+__all__ = ["ENCODER_CALLS", "LM_HEAD_CALLS", "HuggingFaceEncoder", "HuggingFaceLMHead"]
 
 
 class HuggingFaceLMHead(DistributedTransformerLMHead):
@@ -42,7 +27,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
     With labels, logits are gathered when they are first read, which all ranks of the tensor-parallel group do together.
     """
 
-    __signature__ = _with_options(DistributedTransformerLMHead)
+    __signature__ = with_options(DistributedTransformerLMHead)
 
     needs_cross_states = False
 
@@ -123,7 +108,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 class HuggingFaceEncoder(DistributedTransformer):
     """A stack of layers that returns what Hugging Face's encoders return."""
 
-    __signature__ = _with_options(DistributedTransformer)
+    __signature__ = with_options(DistributedTransformer)
 
     def forward(self, inputs: LayerInputs, *, return_dict: bool | None = None) -> Any:
         """Return a `BaseModelOutputWithPastAndCrossAttentions`, or with `return_dict=False` a tuple."""
@@ -151,57 +136,6 @@ class HuggingFaceEncoder(DistributedTransformer):
         if mask.dim() == 2:
             return mask[:, None, None, :].bool().expand(-1, -1, length, -1)
         return mask[:, None].bool() if mask.dim() == 3 else mask
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-
-def register_model(
-    original: str,
-    distributed: type[nn.Module],
-    init_hook: Callable[[Any], dict[str, Any]],
-    calls: CallRules,
-    names: Callable[[nn.Module], Sequence[WeightMapping]],
-    refusal: Callable[[Any], str | None] | None = None,
-) -> None:
-    """Let a class of Hugging Face's, all of which are made from a `config`, be replaced.
-
-    Args:
-        original: its qualified name.
-        init_hook: the distributed class's arguments, from the config.
-        calls: how its calls are read.
-        names: of the tensors of a distributed module.
-        refusal: why a model of this config cannot be replaced; None if it can.
-    """
-
-    def refused(module: nn.Module) -> str | None:
-        config: Any = module.config
-        try:
-            activation_of(getattr(config, "activation_function", None) or config.hidden_act)
-        except UsageError as error:
-            return error.message
-        return None if refusal is None else refusal(config)
-
-    register(
-        ReplacementRule(
-            original,
-            distributed,
-            init_hook=lambda config: ((), init_hook(config)),
-            forward_hook=CallReader(original, calls),
-            arguments=lambda module: ((module.config,), {}),
-            to_distributed=translation(names, to_hf=False),
-            from_distributed=translation(names, to_hf=True),
-            finish=_copy_config,
-            refusal=refused,
-        )
-    )
-
-
-def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
-    """Copy what scripts read from a model to the distributed module."""
-    for name in ("config", "generation_config"):
-        if hasattr(original, name):
-            object.__setattr__(distributed, name, getattr(original, name))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

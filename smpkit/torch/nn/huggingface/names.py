@@ -1,8 +1,8 @@
 """How the state dicts of Hugging Face models and of the modules that replace them correspond.
 
-A list of `WeightMapping` describes one family: which tensors of ours and of theirs are the same, transposed, or packed
-into one. `translation` applies it lazily, weight by weight, when a model is replaced; `rename` applies it to a whole
-state dict, for the functions that scripts call.
+`Names` describe one family: which tensors of ours are the same as theirs, transposed, or packed. `translation` applies
+them lazily, weight by weight, when a model is replaced; `rename` applies them to a whole state dict, for the functions
+that scripts call.
 """
 
 from __future__ import annotations
@@ -10,105 +10,93 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
 
-__all__ = [
-    "WeightMapping",
-    "heads",
-    "packed",
-    "rename",
-    "rename_inside",
-    "same",
-    "translation",
-    "transposed",
-    "with_causal_masks",
-]
+__all__ = ["Layers", "Names", "by_head", "names_of_tensors", "rename", "translation", "transposed", "with_causal_masks"]
 
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
-class WeightMapping:
-    """One tensor of ours, and the tensors of theirs that it is made of; `*` stands for the number of the layer."""
+class _Theirs:
+    """What a tensor of ours is made of: tensors of theirs, concatenated along the output features if they are several.
 
-    ours: str
-    theirs: tuple[str, ...]
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-
-
-# --- kinds of layers --------------------------------------------------------------------------------------------------
-
-
-def same(ours: str, theirs: str) -> list[WeightMapping]:
-    """Map a layer whose weight and bias are the same tensors in both."""
-    return [WeightMapping(f"{ours}.{part}", (f"{theirs}.{part}",), _first, _as_list) for part in ("weight", "bias")]
-
-
-def transposed(ours: str, theirs: str) -> list[WeightMapping]:
-    """Map a linear layer whose weight is (in, out) there: GPT-2's `Conv1D`."""
-    weight = WeightMapping(
-        f"{ours}.weight", (f"{theirs}.weight",), lambda each: each[0].t(), lambda each: [each.t().contiguous()]
-    )
-    return [weight, WeightMapping(f"{ours}.bias", (f"{theirs}.bias",), _first, _as_list)]
-
-
-def packed(ours: str, theirs: Sequence[str]) -> list[WeightMapping]:
-    """Map linear layers of theirs to one of ours, whose weights are concatenated along the output features."""
-    count = len(theirs)
-    return [
-        WeightMapping(
-            f"{ours}.{part}", tuple(f"{each}.{part}" for each in theirs), _concat, lambda each: _chunks(each, count)
-        )
-        for part in ("weight", "bias")
-    ]
-
-
-def heads(ours: str, theirs: str, num_heads: int) -> list[WeightMapping]:
-    """Map a projection whose rows are query, key and value of each head in turn there.
-
-    Ours has all queries, then all keys, then all values: (heads, 3, head size, ...) <-> (3, heads, head size, ...).
+    Args:
+        names: of their tensors, or of their layers with a weight and a bias.
+        transposed: weights are (in, out) there: GPT-2's `Conv1D`.
+        by_head: rows are query, key and value of each head in turn there; ours has all queries, then all keys, then all
+            values: (heads, 3, head size, ...) <-> (3, heads, head size, ...).
+        num_heads: of the model.
     """
 
-    def heads_to_kinds(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = tensors[0]
-        return whole.view(num_heads, 3, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)
+    names: tuple[str, ...]
+    transposed: bool = False
+    by_head: bool = False
+    num_heads: int | None = None
 
-    def kinds_to_heads(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [tensor.view(3, num_heads, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)]
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return our tensor."""
+        if self.by_head:
+            return self._swap(tensors[0], 0)
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+        return whole.t() if self.transposed and whole.dim() == 2 else whole
 
-    return [
-        WeightMapping(f"{ours}.{part}", (f"{theirs}.{part}",), heads_to_kinds, kinds_to_heads)
-        for part in ("weight", "bias")
-    ]
+    def cut(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return their tensors."""
+        if self.by_head:
+            return [self._swap(tensor, 1)]
+        if self.transposed and tensor.dim() == 2:
+            return [tensor.t().contiguous()]
+        count = len(self.names)
+        return [tensor] if count == 1 else [each.clone() for each in tensor.chunk(count)]
+
+    def _swap(self, whole: torch.Tensor, heads_dim: int) -> torch.Tensor:
+        if self.num_heads is None:
+            raise UsageError("these weights lie head by head", hint="give the model's `num_attention_heads`")
+        sizes = (self.num_heads, 3) if heads_dim == 0 else (3, self.num_heads)
+        return whole.view(*sizes, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)
 
 
-def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
+Layers = Mapping[str, "str | tuple[str, ...] | _Theirs"]
+"""By the names of our layers: the one of theirs that is the same, or those that are packed into ours, in this order."""
+
+Names = Mapping[str, _Theirs]
+"""By the names of our tensors: what they are made of. `*` stands for the number of the layer."""
 
 
-def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(tensors))
+def transposed(name: str) -> _Theirs:
+    """Map a linear layer whose weight is (in, out) there."""
+    return _Theirs((name,), transposed=True)
 
 
-def _as_list(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return [tensor]
+def by_head(name: str) -> _Theirs:
+    """Map a projection whose rows are query, key and value of each head in turn there."""
+    return _Theirs((name,), by_head=True)
 
 
-def _chunks(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
-    return [each.clone() for each in tensor.chunk(count)]
+def names_of_tensors(ours: str, theirs: str, layers: Layers, num_heads: int | None) -> Names:
+    """Return the names of the weights and biases of layers, each after a prefix."""
+    found = {}
+    for name, given in layers.items():
+        plain = (given,) if isinstance(given, str) else given
+        made_of = plain if isinstance(plain, _Theirs) else _Theirs(plain)
+        for part in ("weight", "bias"):
+            full = tuple(f"{theirs}{each}.{part}" for each in made_of.names)
+            found[f"{ours}{name}.{part}"] = replace(made_of, names=full, num_heads=num_heads)
+    return found
 
 
 # --- translations -----------------------------------------------------------------------------------------------------
 
 
-def translation(names: Callable[[nn.Module], Sequence[WeightMapping]], *, to_hf: bool) -> Translation:
+def translation(names: Callable[[nn.Module], Names], *, to_hf: bool) -> Translation:
     """Return how state dicts are translated when a module is replaced, or back.
 
     Args:
@@ -116,64 +104,46 @@ def translation(names: Callable[[nn.Module], Sequence[WeightMapping]], *, to_hf:
     """
 
     def translate(state: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, TensorOrFactory]]:
-        for name in _expand_layers(names(module), state):
-            if to_hf and name.ours in state:
-                for index, theirs in enumerate(name.theirs):
-                    yield theirs, functools.partial(_split_weight, state, name, index)
-            elif not to_hf and all(each in state for each in name.theirs):
-                yield name.ours, functools.partial(_joined_weight, state, name)
+        for ours, made_of in _expand_layers(names(module), state):
+            if to_hf and ours in state:
+                for index, theirs in enumerate(made_of.names):
+                    yield theirs, functools.partial(_split_weight, state, ours, made_of, index)
+            elif not to_hf and all(each in state for each in made_of.names):
+                yield ours, functools.partial(_joined_weight, state, made_of)
 
     return translate
 
 
-def _split_weight(state: Mapping[str, torch.Tensor], name: WeightMapping, index: int) -> torch.Tensor:
-    return name.cut(state[name.ours])[index]
+def _split_weight(state: Mapping[str, torch.Tensor], ours: str, made_of: _Theirs, index: int) -> torch.Tensor:
+    return made_of.cut(state[ours])[index]
 
 
-def _joined_weight(state: Mapping[str, torch.Tensor], name: WeightMapping) -> torch.Tensor:
-    return name.join([state[each] for each in name.theirs])
+def _joined_weight(state: Mapping[str, torch.Tensor], made_of: _Theirs) -> torch.Tensor:
+    return made_of.join([state[each] for each in made_of.names])
 
 
 def rename(
-    state: dict[str, Any],
-    names: Sequence[WeightMapping],
-    *,
-    to_hf: bool,
-    dropped: Collection[str] = (),
-    tied: bool = False,
+    state: dict[str, Any], names: Names, *, to_hf: bool, inside: str = "", dropped: Collection[str] = ()
 ) -> dict[str, Any]:
     """Translate a whole state dict, removing each tensor from `state` when it is done, to save memory.
 
     Tensors with unknown names keep them.
 
     Args:
+        inside: translate what lies in modules of this name, at any depth; empty: everything.
         dropped: suffixes of names to leave out: masks that older versions of `transformers` keep as buffers.
-        tied: the head is the word embedding, if the state dict has no head.
     """
     result: dict[str, Any] = {}
-    for name in _expand_layers(names, state):
-        if to_hf and name.ours in state:
-            result.update(zip(name.theirs, name.cut(state.pop(name.ours)), strict=True))
-        elif not to_hf and all(each in state for each in name.theirs):
-            result[name.ours] = name.join([state.pop(each) for each in name.theirs])
-    if tied and "word_embedding.weight" in result:
-        result.setdefault("lm_head.weight", result["word_embedding.weight"])
-    rest = {key: value for key, value in state.items() if not key.endswith(tuple(dropped))}
-    state.clear()
-    return {**result, **rest}
-
-
-def rename_inside(state: dict[str, Any], names: Sequence[WeightMapping], inside: str, *, to_hf: bool) -> dict[str, Any]:
-    """Translate the parts of a state dict that lie in modules named `inside`, at any depth."""
-    result: dict[str, Any] = {}
-    prefixes: set[str] = set()
-    for key in state:
-        found = re.search(rf"(^|\.){inside}\.", key)
-        if found:
-            prefixes.add(key[: found.end()])
-    for prefix in sorted(prefixes):
+    found = (re.search(rf"(^|\.){inside}\." if inside else "", key) for key in state)
+    for prefix in sorted({match.string[: match.end()] for match in found if match}):
         part = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-        result.update({prefix + key: value for key, value in rename(part, names, to_hf=to_hf).items()})
+        for ours, made_of in _expand_layers(names, part):
+            if to_hf and ours in part:
+                tensors = zip(made_of.names, made_of.cut(part.pop(ours)), strict=True)
+                result.update({prefix + theirs: tensor for theirs, tensor in tensors})
+            elif not to_hf and all(each in part for each in made_of.names):
+                result[prefix + ours] = made_of.join([part.pop(each) for each in made_of.names])
+        result.update({prefix + key: value for key, value in part.items() if not key.endswith(tuple(dropped))})
     result.update(state)
     state.clear()
     return result
@@ -200,16 +170,13 @@ def with_causal_masks(
     return state
 
 
-def _expand_layers(names: Sequence[WeightMapping], state: Mapping[str, Any]) -> Iterator[WeightMapping]:
-    """Yield the mappings, those with `*` once for each layer of `state`."""
-    count = _num_layers(state)
-    for name in names:
-        if "*" not in name.ours:
-            yield name
-            continue
-        for layer in map(str, range(count)):
-            theirs = tuple(each.replace("*", layer) for each in name.theirs)
-            yield WeightMapping(name.ours.replace("*", layer), theirs, name.join, name.cut)
+def _expand_layers(names: Names, state: Mapping[str, Any]) -> Iterator[tuple[str, _Theirs]]:
+    """Yield the names, those with `*` once for each layer of `state`."""
+    numbers = range(_num_layers(state))
+    for ours, made_of in names.items():
+        for layer in map(str, numbers if "*" in ours else [0]):
+            theirs = tuple(each.replace("*", layer) for each in made_of.names)
+            yield ours.replace("*", layer), replace(made_of, names=theirs)
 
 
 def _num_layers(state: Mapping[str, Any]) -> int:

@@ -1,12 +1,8 @@
-"""RoBERTa: the encoder in all its models becomes `smp.nn.DistributedTransformer`, as BERT's does."""
+"""What SMP v1 called the translation of RoBERTa's state dicts: Family.to_distributed, Family.to_hugging_face."""
 
 from __future__ import annotations
 
-from smpkit.torch.nn.huggingface.bert import (
-    register_encoder,
-    translate_hf_state_dict_to_smdistributed_bert,
-    translate_state_dict_to_hf_bert,
-)
+from smpkit.torch.nn.huggingface.families import ROBERTA
 
 __all__ = [
     "translate_hf_state_dict_to_smdistributed_roberta",
@@ -14,9 +10,6 @@ __all__ = [
     "translate_state_dict_to_smdistributed",
 ]
 
-translate_hf_state_dict_to_smdistributed_roberta = translate_hf_state_dict_to_smdistributed_bert
-translate_state_dict_to_hf_roberta = translate_state_dict_to_hf_bert
-translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert
-"""The name in scripts of the time."""
-
-register_encoder("transformers.models.roberta.modeling_roberta.RobertaEncoder")
+translate_hf_state_dict_to_smdistributed_roberta = ROBERTA.to_distributed
+translate_state_dict_to_smdistributed = ROBERTA.to_distributed
+translate_state_dict_to_hf_roberta = ROBERTA.to_hugging_face

@@ -23,25 +23,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smpkit.errors import ConfigError, Problem, UsageError
-from smpkit.torch.core.arguments import check_probability, check_sizes
+from smpkit.errors import UsageError
+from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout, tp_rng
 from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smpkit.torch.tensor_parallel.layers.norms import ParallelLayerNorm
-from smpkit.torch.tensor_parallel.layers.options import LayerOptions
+from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = [
-    "DistributedAttentionLayer",
-    "FlashAttentionLayer",
-    "additive_mask",
-    "check_norms",
-    "gather_mask",
-    "optional_layernorm",
-]
+__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask"]
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -50,92 +43,61 @@ class DistributedAttentionLayer(DistributedModule):
     `layernorm(x + dropout(dense(attention(pre_layernorm(x)))))`, with the norms that are asked for.
 
     Args:
-        num_attention_heads: all of them; each rank computes an equal share.
-        attention_head_size: of one head.
-        hidden_size: of input and output.
-        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on the output.
-        layernorm_epsilon: of the layer norms.
-        initializer_range, use_normal_initialization: draw weights from N(0, initializer_range), or as torch does.
+        config: a TransformerConfig, or its fields in SMP v1's order or by name.
         cross_attention: queries come from the input, keys and values from `cross_states`.
-        causal_mask_size: the longest sequence, each position of which sees itself and earlier ones; None: it sees all.
-        pre_layernorm, post_layernorm: normalise the input of the block; the sum of its input and output.
         boundary: what comes in and goes out.
         in_stack: masks are those of all samples already.
-        bare: a layer around this one normalises, adds residuals, and calls `partial_output`.
-        options: see LayerOptions.
 
     Raises:
         ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
     """
 
+    @takes_arguments(
+        "num_attention_heads attention_head_size hidden_size attention_dropout_prob hidden_dropout_prob"
+        " layernorm_epsilon initializer_range use_normal_initialization cross_attention causal_mask_size"
+        " pre_layernorm post_layernorm"
+    )
     def __init__(
         self,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        cross_attention: bool = False,
-        causal_mask_size: int | None = None,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
+        config: TransformerConfig,
         *,
+        cross_attention: bool = False,
         boundary: Layout | None = None,
         in_stack: bool = False,
-        bare: bool = False,
-        **options: Any,
     ) -> None:
         super().__init__(boundary=boundary)
-        check_sizes(
-            type(self).__name__,
-            num_attention_heads=num_attention_heads,
-            attention_head_size=attention_head_size,
-            hidden_size=hidden_size,
-        )
-        check_divisible("num_attention_heads", num_attention_heads)
-        check_norms(pre_layernorm, post_layernorm, bare=bare)
-        self.options = LayerOptions.of(options, "DistributedAttentionLayer")
-        self.num_attention_heads = num_attention_heads
-        self.attention_head_size = attention_head_size
+        check_divisible("num_attention_heads", config.num_attention_heads)
+        self.config = config
         self.cross_attention = cross_attention
-        self.causal_mask_size = causal_mask_size
         self.in_stack = in_stack
-        self.bare = bare
-        self._make_linears(hidden_size, initializer_range if use_normal_initialization else None)
+        self._make_linears(config)
         self.attention = FlashAttentionLayer(
-            attention_dropout_prob,
-            attention_head_size,
-            self.options.scale_attention_scores,
-            self.options.scale_attn_by_layer_idx,
-            self.options.layer_idx,
+            config.attention_dropout_prob,
+            config.attention_head_size,
+            config.scale_attention_scores,
+            config.scale_attn_by_layer_idx,
+            config.layer_idx,
         )
-        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
-        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
-        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = optional_layernorm(config.pre_layernorm, config, self.boundary)
+        self.layernorm = optional_layernorm(config.post_layernorm, config, self.boundary)
 
-    def _make_linears(self, hidden_size: int, initializer_range: float | None) -> None:
-        width = self.num_attention_heads * self.attention_head_size
-        bias = self.options.query_key_value_bias
-        made: dict[str, Any] = {"initializer_range": initializer_range}
+    def _make_linears(self, config: TransformerConfig) -> None:
+        hidden, width = config.hidden_size, config.num_attention_heads * config.attention_head_size
+        bias = config.query_key_value_bias
+        made: dict[str, Any] = {"initializer_range": config.weight_deviation}
         if self.cross_attention:
-            self.query = ColumnParallelLinear(hidden_size, width, bias, boundary=self.boundary, **made)
+            # Other states are of another length, which need not divide: they stay whole where sequences are divided.
+            of_states = Layout.REPLICATE if self.boundary is Layout.SHARD_SEQUENCE else self.boundary
+            self.query = ColumnParallelLinear(hidden, width, bias, boundary=self.boundary, **made)
             self.key_value = ColumnParallelLinear(
-                hidden_size, 2 * width, bias, parts=(width,) * 2, boundary=self._boundary_of_states, **made
+                hidden, 2 * width, bias, parts=(width,) * 2, boundary=of_states, **made
             )
         else:
             self.query_key_value = ColumnParallelLinear(
-                hidden_size, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **made
+                hidden, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **made
             )
-        dense_bias = self.options.attention_dense_bias
-        self.dense = RowParallelLinear(width, hidden_size, dense_bias, boundary=self.boundary, **made)
-
-    @property
-    def _boundary_of_states(self) -> Layout:
-        """Other states are of another length, which need not divide: they stay whole where sequences are divided."""
-        return Layout.REPLICATE if self.boundary is Layout.SHARD_SEQUENCE else self.boundary
+        self.dense = RowParallelLinear(width, hidden, config.attention_dense_bias, boundary=self.boundary, **made)
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
         """Return hidden states like those that come in.
@@ -154,16 +116,13 @@ class DistributedAttentionLayer(DistributedModule):
         output: torch.Tensor = leave_region(self.partial_output(normal, states, mask, positions), self.boundary)
         if self.dense.bias is not None:
             output = output + self.dense.bias
-        output = self.dropout(output)
-        if self.bare:
-            return output
-        output = self.options.add(hidden, output)
+        output = self.config.add(hidden, self.dropout(output))
         return output if self.layernorm is None else self.layernorm(output)
 
     def _inputs(
         self, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        rotates = bool(self.options.rotary_dim) and not self.cross_attention
+        rotates = bool(self.config.rotary_dim) and not self.cross_attention
         if self.cross_attention:
             expected: tuple[int, ...] = (3,)
         else:
@@ -199,20 +158,19 @@ class DistributedAttentionLayer(DistributedModule):
             UsageError: the sequence is longer than `causal_mask_size`.
         """
         query, key, value = self._heads(hidden, states, entered=entered)
-        length = query.shape[2]
-        if self.causal_mask_size is not None and length > self.causal_mask_size:
+        dtype, length, config = query.dtype, query.shape[2], self.config
+        if config.causal_mask_size is not None and length > config.causal_mask_size:
             raise UsageError(
-                f"a sequence of {length} is longer than causal_mask_size {self.causal_mask_size}",
+                f"a sequence of {length} is longer than causal_mask_size {config.causal_mask_size}",
                 hint="make the layer with a larger causal_mask_size, or truncate",
             )
-        dtype, options = query.dtype, self.options
-        if options.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
+        if config.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
             if positions is not None and not self.in_stack:
                 positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
-            rotation = (options.rotary_dim, options.rotary_base, positions)
-            query = apply_rotary(query, *rotation, interleaved=options.rotary_interleaved)
-            key = apply_rotary(key, *rotation, interleaved=options.rotary_interleaved)
-        if options.attention_in_fp32 and dtype.itemsize < 4:
+            rotation = (config.rotary_dim, config.rotary_base, positions)
+            query = apply_rotary(query, *rotation, interleaved=config.rotary_interleaved)
+            key = apply_rotary(key, *rotation, interleaved=config.rotary_interleaved)
+        if config.attention_in_fp32 and dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         bias, causal = self._bias(query, key, mask)
         attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
@@ -227,34 +185,34 @@ class DistributedAttentionLayer(DistributedModule):
             packed = linear.project(hidden) if entered else linear(hidden)
             # [B, L, 3 * N * D] -> three of [B, N, L, D]: each of the packed weights is divided by itself, so the
             # features of this rank are its heads' queries, then their keys, then their values.
-            query, key, value = packed.unflatten(-1, (3, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+            query, key, value = packed.unflatten(-1, (3, -1, self.config.attention_head_size)).permute(2, 0, 3, 1, 4)
             return query, key, value
-        query = self.query(hidden).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        query = self.query(hidden).unflatten(-1, (-1, self.config.attention_head_size)).transpose(1, 2)
         packed = self.key_value(states)  # [B, K, 2 * N * D]
-        key, value = packed.unflatten(-1, (2, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+        key, value = packed.unflatten(-1, (2, -1, self.config.attention_head_size)).permute(2, 0, 3, 1, 4)
         return query, key, value
 
     def _bias(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, bool]:
         """Return the tensor to add to the scores, and whether to apply a causal mask as well."""
-        options, causal = self.options, self.causal_mask_size is not None
+        config, causal = self.config, self.config.causal_mask_size is not None
         if mask is not None:
             mask = additive_mask(mask, query.dtype)
             if not self.in_stack:
                 num_samples = query.shape[0] // (state.tp_size if self.boundary is Layout.SHARD_BATCH else 1)
                 mask = gather_mask(mask, num_samples, self.boundary)
-            if state.tp_size > 1 and mask.dim() == 4 and mask.shape[1] == self.num_attention_heads > 1:
+            if state.tp_size > 1 and mask.dim() == 4 and mask.shape[1] == config.num_attention_heads > 1:
                 mask = mask.tensor_split(state.tp_size, dim=1)[state.tp_rank]
-            if options.masks_are_whole and mask.shape[-2] == query.shape[2]:
+            if config.masks_are_whole and mask.shape[-2] == query.shape[2]:
                 causal = False
-        if not options.use_alibi and options.window_size is None:
+        if not config.use_alibi and config.window_size is None:
             return mask, causal
         distance = relative_positions(query.shape[2], key.shape[2], query.device)
-        window = options.window_size
+        window = config.window_size
         bias = visibility_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
-        if options.use_alibi:
-            slopes = alibi_slopes(self.num_attention_heads, options.alibi_bias_max, query.device)
+        if config.use_alibi:
+            slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, query.device)
             # Slopes are those of the head's number in the whole layer: each rank takes those of its own heads.
             own_slopes = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
             bias = bias + own_slopes.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
@@ -276,18 +234,6 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> None:
-    """Raise ConfigError if a block is to have no layer norm at all."""
-    if not (pre_layernorm or post_layernorm or bare):
-        problem = Problem(("pre_layernorm",), "pre_layernorm and post_layernorm are both False", "set one of them")
-        raise ConfigError([problem], subject="distributed module")
-
-
-def optional_layernorm(wanted: bool, hidden_size: int, epsilon: float, boundary: Layout) -> ParallelLayerNorm | None:
-    """Return a layer norm if it is wanted."""
-    return ParallelLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None
 
 
 class FlashAttentionLayer(nn.Module):

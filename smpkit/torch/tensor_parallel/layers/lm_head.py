@@ -11,7 +11,6 @@ Shapes, of this rank's samples outside of the stack of layers and of what its la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +19,12 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import additive_mask, gather_mask, optional_layernorm
+from smpkit.torch.tensor_parallel.layers.attention import additive_mask, gather_mask
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding, gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
+from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
@@ -55,96 +56,49 @@ class DistributedTransformerLMHead(DistributedModule):
     embeddings are, as in BERT; with both, DistributedTransformer does both.
 
     Args:
-        num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size, vocab_size: sizes.
-        num_positions: rows of the position embedding; 0 for none.
-        attention_dropout_prob, hidden_dropout_prob: dropout on attention weights; on embeddings and in layers.
-        activation, layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size,
-            add_cross_attention, pre_layernorm, post_layernorm: as in DistributedTransformerLayer.
-        num_token_types: rows of a third embedding; 0 for none.
-        add_lm_head: return logits, or a loss, rather than hidden states.
-        tie_lm_head: the head's weight is the word embedding's.
-        lm_head_bias: whether the head has a bias.
-        whole_logits: return all classes of this rank's samples; False: this rank's classes of all samples.
-        embedding_dropout_prob: dropout on the embeddings; None for hidden_dropout_prob.
-        window_sizes, options: as in DistributedTransformer.
+        config: a TransformerConfig, or its fields in SMP v1's order or by name.
     """
 
-    def __init__(
-        self,
-        num_layers: int = 12,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        vocab_size: int = 30522,
-        num_positions: int = 1024,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        num_token_types: int = 0,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        add_lm_head: bool = True,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        *,
-        tie_lm_head: bool = True,
-        lm_head_bias: bool = False,
-        whole_logits: bool = True,
-        embedding_dropout_prob: float | None = None,
-        window_sizes: Sequence[int | None] | None = None,
-        **options: Any,
-    ) -> None:
+    @takes_arguments(
+        "num_layers num_attention_heads attention_head_size hidden_size intermediate_size vocab_size num_positions"
+        " attention_dropout_prob hidden_dropout_prob activation layernorm_epsilon num_token_types causal_mask_size"
+        " add_cross_attention add_lm_head initializer_range use_normal_initialization pre_layernorm post_layernorm",
+        "tie_lm_head lm_head_bias whole_logits embedding_dropout_prob window_sizes",
+    )
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.inner = stack_layout()
-        self.vocab_size = vocab_size
-        self.is_causal = causal_mask_size is not None
-        self.add_cross_attention = add_cross_attention
-        self.whole_logits = whole_logits
+        self.vocab_size = config.vocab_size
+        self.is_causal = config.causal_mask_size is not None
+        self.add_cross_attention = config.add_cross_attention
+        self.whole_logits = config.whole_logits
         self.word_embedding = VocabularyParallelEmbedding(
-            vocab_size, hidden_size, initializer_range=initializer_range, boundary=self.inner
+            config.vocab_size, config.hidden_size, initializer_range=config.initializer_range, boundary=self.inner
         )
-        small = (hidden_size, initializer_range, self.inner)
-        self.position_embedding = ReplicatedEmbedding(num_positions, *small) if num_positions else None
-        self.token_type_embedding = ReplicatedEmbedding(num_token_types, *small) if num_token_types else None
-        norm = (hidden_size, layernorm_epsilon, self.inner)
-        self.embedding_layernorm = optional_layernorm(post_layernorm and not pre_layernorm, *norm)
-        dropped = hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
-        self.dropout = ParallelDropout(dropped, self.inner)
-        self.transformer = DistributedTransformer(
-            num_layers,
-            num_attention_heads,
-            attention_head_size,
-            hidden_size,
-            intermediate_size,
-            attention_dropout_prob,
-            hidden_dropout_prob,
-            activation,
-            layernorm_epsilon,
-            initializer_range,
-            use_normal_initialization,
-            causal_mask_size,
-            add_cross_attention,
-            pre_layernorm,
-            post_layernorm,
-            window_sizes=window_sizes,
+        self.position_embedding = self._small_embedding(config.num_positions, config)
+        self.token_type_embedding = self._small_embedding(config.num_token_types, config)
+        after_only = config.post_layernorm and not config.pre_layernorm
+        self.embedding_layernorm = optional_layernorm(after_only, config, self.inner)
+        self.dropout = ParallelDropout(config.embedding_dropout, self.inner)
+        self.transformer = DistributedTransformer(config, boundary=self.inner, inner=self.inner)
+        before_only = config.pre_layernorm and not config.post_layernorm
+        self.layernorm = optional_layernorm(before_only, config, self.inner)
+        self.lm_head = self._make_head(config) if config.add_lm_head else None
+
+    def _small_embedding(self, rows: int, config: TransformerConfig) -> ReplicatedEmbedding | None:
+        return ReplicatedEmbedding(rows, config.hidden_size, config.initializer_range, self.inner) if rows else None
+
+    def _make_head(self, config: TransformerConfig) -> ColumnParallelLinear:
+        head = ColumnParallelLinear(
+            config.hidden_size,
+            config.vocab_size,
+            config.lm_head_bias,
             boundary=self.inner,
-            inner=self.inner,
-            **options,
+            initializer_range=config.initializer_range,
         )
-        self.layernorm = optional_layernorm(pre_layernorm and not post_layernorm, *norm)
-        self.lm_head = (
-            ColumnParallelLinear(
-                hidden_size, vocab_size, lm_head_bias, boundary=self.inner, initializer_range=initializer_range
-            )
-            if add_lm_head
-            else None
-        )
-        if self.lm_head is not None and tie_lm_head:
-            self.lm_head.weight = self.word_embedding.weight
+        if config.tie_lm_head:
+            head.weight = self.word_embedding.weight
+        return head
 
     needs_cross_states: ClassVar[bool] = True
     """Whether cross attention cannot be left out of a call."""

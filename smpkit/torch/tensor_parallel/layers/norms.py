@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated
 from smpkit.torch.tensor_parallel.module import KeepsShardMarks
 
-__all__ = ["FusedLayerNorm", "ParallelLayerNorm"]
+__all__ = ["FusedLayerNorm", "ParallelLayerNorm", "optional_layernorm"]
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -51,3 +52,8 @@ class ParallelLayerNorm(KeepsShardMarks, FusedLayerNorm):
         self.boundary = boundary
         for parameter in self.parameters(recurse=False):
             mark_replicated(parameter, boundary)
+
+
+def optional_layernorm(wanted: bool, config: TransformerConfig, boundary: Layout) -> ParallelLayerNorm | None:
+    """Return a layer norm if it is wanted."""
+    return ParallelLayerNorm(config.hidden_size, config.layernorm_epsilon, boundary=boundary) if wanted else None

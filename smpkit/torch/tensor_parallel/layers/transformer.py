@@ -13,27 +13,20 @@ position ids are those of attention.py. A layer takes and returns one tuple, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.arguments import check_sizes
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import (
-    DistributedAttentionLayer,
-    additive_mask,
-    check_norms,
-    gather_mask,
-    optional_layernorm,
-)
+from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, additive_mask, gather_mask
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, activation_of, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smpkit.torch.tensor_parallel.layers.options import LayerOptions, activation_of
+from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layouts import (
     Layout,
     check_divisible,
@@ -54,6 +47,13 @@ __all__ = [
 
 LayerInputs = tuple[torch.Tensor | None, ...]
 
+_LAYER: Final = (
+    "num_attention_heads attention_head_size hidden_size intermediate_size attention_dropout_prob hidden_dropout_prob"
+    " activation layernorm_epsilon initializer_range use_normal_initialization causal_mask_size add_cross_attention"
+    " pre_layernorm post_layernorm"
+)
+"""SMP v1's arguments of a layer."""
+
 
 class DistributedTransformerOutputLayer(DistributedModule):
     """The two linear layers of a transformer layer, with dropout, residual and layer norm (SMP v1's class).
@@ -61,59 +61,36 @@ class DistributedTransformerOutputLayer(DistributedModule):
     `layernorm(x + dropout(dense2(activation(dense1(pre_layernorm(x))))))`, with the norms that are asked for.
 
     Args:
-        hidden_size: of input and output.
-        intermediate_size: between the two; divided over the ranks.
-        hidden_dropout_prob: dropout on the output.
-        activation: `gelu` or `relu`, or another of Hugging Face's names (`gelu_new`, `silu`, ...).
-        layernorm_epsilon, initializer_range, use_normal_initialization, pre_layernorm, post_layernorm, boundary, bare,
-            options: as in DistributedAttentionLayer.
-        fp32_residual_addition: add the residual in float32.
+        config: a TransformerConfig, or its fields in SMP v1's order or by name.
+        boundary: what comes in and goes out.
 
     Raises:
         ConfigError: the ranks do not divide intermediate_size, or neither layer norm is asked for.
     """
 
-    def __init__(
-        self,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        fp32_residual_addition: bool = False,
-        *,
-        boundary: Layout | None = None,
-        bare: bool = False,
-        **options: Any,
-    ) -> None:
+    @takes_arguments(
+        "hidden_size intermediate_size hidden_dropout_prob activation layernorm_epsilon initializer_range"
+        " use_normal_initialization pre_layernorm post_layernorm fp32_residual_addition"
+    )
+    def __init__(self, config: TransformerConfig, *, boundary: Layout | None = None) -> None:
         super().__init__(boundary=boundary)
-        check_divisible("intermediate_size", intermediate_size)
-        check_norms(pre_layernorm, post_layernorm, bare=bare)
-        options["fp32_residual_addition"] = fp32_residual_addition
-        self.options = LayerOptions.of(options, "DistributedTransformerOutputLayer")
-        self.bare = bare
-        self.activation = activation_of(activation)
-        made: dict[str, Any] = {
-            "boundary": self.boundary,
-            "initializer_range": initializer_range if use_normal_initialization else None,
-        }
-        self.dense1 = ColumnParallelLinear(hidden_size, intermediate_size, self.options.mlp_bias, **made)
-        self.dense2 = RowParallelLinear(intermediate_size, hidden_size, self.options.mlp_bias, **made)
-        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
-        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
-        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        check_divisible("intermediate_size", config.intermediate_size)
+        self.config = config
+        self.activation = activation_of(config.activation)
+        hidden, between = config.hidden_size, config.intermediate_size
+        made: dict[str, Any] = {"boundary": self.boundary, "initializer_range": config.weight_deviation}
+        self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **made)
+        self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **made)
+        self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary)
+        shares_norm = config.parallel_residual and not config.parallel_layernorm
+        self.pre_layernorm = optional_layernorm(config.pre_layernorm and not shares_norm, config, self.boundary)
+        self.layernorm = optional_layernorm(config.post_layernorm, config, self.boundary)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states like those that come in: (batch, length, hidden_size)."""
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         output: torch.Tensor = self.dropout(self.dense2(self.activation(self.dense1(normal))))
-        if self.bare:
-            return output
-        output = self.options.add(hidden, output)
+        output = self.config.add(hidden, output)
         return output if self.layernorm is None else self.layernorm(output)
 
     def partial_output(self, entered: torch.Tensor) -> torch.Tensor:
@@ -125,80 +102,23 @@ class DistributedTransformerLayer(DistributedModule):
     """Attention, perhaps cross attention, and the output layer (the class of that name in SMP v1).
 
     Args:
-        num_attention_heads, attention_head_size, hidden_size, intermediate_size: sizes of the whole layer.
-        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on what each block returns.
-        activation: of the output layer.
-        layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size, pre_layernorm,
-            post_layernorm, boundary, in_stack: as in DistributedAttentionLayer.
-        add_cross_attention: attend to other states between attention and output layer.
-        options: see LayerOptions; among them `use_alibi`, `alibi_bias_max`, `rotary_dim`, `parallel_residual`.
+        config: a TransformerConfig, or its fields in SMP v1's order or by name.
+        boundary, in_stack: as in DistributedAttentionLayer.
     """
 
-    def __init__(
-        self,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        *,
-        boundary: Layout | None = None,
-        in_stack: bool = False,
-        **options: Any,
-    ) -> None:
+    @takes_arguments(_LAYER)
+    def __init__(self, config: TransformerConfig, *, boundary: Layout | None = None, in_stack: bool = False) -> None:
         super().__init__(boundary=boundary)
-        self.options = LayerOptions.of(options, "DistributedTransformerLayer")
-        parallel = self.options.parallel_residual
-        if parallel and (not pre_layernorm or post_layernorm or add_cross_attention):
-            raise UsageError(
-                "parallel_residual=True needs pre_layernorm=True, post_layernorm=False and no cross attention"
-            )
-        common: dict[str, Any] = {
-            "hidden_dropout_prob": hidden_dropout_prob,
-            "layernorm_epsilon": layernorm_epsilon,
-            "initializer_range": initializer_range,
-            "use_normal_initialization": use_normal_initialization,
-            "post_layernorm": post_layernorm,
-            "boundary": self.boundary,
-            **options,
-        }
-        heads = (num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob)
-        self.attention = DistributedAttentionLayer(
-            *heads,
-            causal_mask_size=causal_mask_size,
-            pre_layernorm=pre_layernorm,
-            in_stack=in_stack,
-            **common,
-        )
+        self.config = config
+        where: dict[str, Any] = {"boundary": self.boundary, "in_stack": in_stack}
+        self.attention = DistributedAttentionLayer(config, **where)
         self.cross_attention = (
-            DistributedAttentionLayer(
-                *heads,
-                cross_attention=True,
-                pre_layernorm=pre_layernorm,
-                in_stack=in_stack,
-                **_without_positions(common),
-            )
-            if add_cross_attention
+            DistributedAttentionLayer(config.of_cross_attention(), cross_attention=True, **where)
+            if config.add_cross_attention
             else None
         )
-        self.output = DistributedTransformerOutputLayer(
-            hidden_size,
-            intermediate_size,
-            activation=activation,
-            pre_layernorm=pre_layernorm and (self.options.parallel_layernorm or not parallel),
-            bare=parallel,
-            **common,
-        )
-        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary) if parallel else None
+        self.output = DistributedTransformerOutputLayer(config, boundary=self.boundary)
+        self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary) if config.parallel_residual else None
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states.
@@ -208,9 +128,9 @@ class DistributedTransformerLayer(DistributedModule):
                 attention_mask, cross_mask)`, or with rotation `(hidden_states, attention_mask, position_ids)`; see
                 DistributedAttentionLayer.
         """
-        cross, rotates = self.cross_attention is not None, bool(self.options.rotary_dim)
+        cross, rotates = self.cross_attention is not None, bool(self.config.rotary_dim)
         hidden, states, mask, cross_mask, positions = unpack_inputs(inputs, cross=cross, rotates=rotates)
-        if self.options.parallel_residual:
+        if self.config.parallel_residual:
             return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
         hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
         if self.cross_attention is not None and states is not None:
@@ -235,13 +155,7 @@ class DistributedTransformerLayer(DistributedModule):
         for linear in (attention.dense, output.dense2):
             result = result if linear.bias is None else result + linear.bias
         assert self.dropout is not None
-        return self.options.add(hidden, self.dropout(result))
-
-
-def _without_positions(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop what depends on positions: those of other states have nothing to do with those of the hidden states."""
-    positional = {"use_alibi", "alibi_bias_max", "rotary_dim", "rotary_interleaved", "rotary_base", "window_size"}
-    return {name: value for name, value in common.items() if name not in positional}
+        return self.config.add(hidden, self.dropout(result))
 
 
 class DistributedTransformer(DistributedModule):
@@ -251,70 +165,26 @@ class DistributedTransformer(DistributedModule):
     values are what `optimize` asks for; see smpkit.torch.tensor_parallel.layouts.
 
     Args:
-        num_layers: how many.
-        window_sizes: of each layer's attention (see LayerOptions); None in it for layers that see everything.
+        config: a TransformerConfig, or its fields in SMP v1's order or by name.
         boundary: what comes in and goes out.
         inner: what the layers take and return; None for what the configuration says.
-        others: the arguments of DistributedTransformerLayer.
     """
 
+    @takes_arguments(f"num_layers {_LAYER}", "window_sizes")
     def __init__(
-        self,
-        num_layers: int = 12,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        *,
-        window_sizes: Sequence[int | None] | None = None,
-        boundary: Layout | None = None,
-        inner: Layout | None = None,
-        **options: Any,
+        self, config: TransformerConfig, *, boundary: Layout | None = None, inner: Layout | None = None
     ) -> None:
         super().__init__(boundary=boundary)
-        check_sizes(type(self).__name__, num_layers=num_layers)
-        if window_sizes is not None and len(window_sizes) != num_layers:
-            raise UsageError(f"window_sizes has {len(window_sizes)} entries for {num_layers} layers")
         self.inner = stack_layout() if inner is None else inner
-        self.add_cross_attention = add_cross_attention
-        self.rotates = bool(options.get("rotary_dim"))
-        both = pre_layernorm and post_layernorm
-        self.input_layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
+        self.add_cross_attention = config.add_cross_attention
+        self.rotates = bool(config.rotary_dim)
+        both = config.pre_layernorm and config.post_layernorm
+        self.input_layernorm = optional_layernorm(both, config, self.inner)
         self.seq_layers = nn.Sequential()
-        for index in range(num_layers):
-            window = {} if window_sizes is None else {"window_size": window_sizes[index]}
-            self.seq_layers.append(
-                DistributedTransformerLayer(
-                    num_attention_heads,
-                    attention_head_size,
-                    hidden_size,
-                    intermediate_size,
-                    attention_dropout_prob,
-                    hidden_dropout_prob,
-                    activation,
-                    layernorm_epsilon,
-                    initializer_range,
-                    use_normal_initialization,
-                    causal_mask_size,
-                    add_cross_attention,
-                    pre_layernorm,
-                    post_layernorm,
-                    boundary=self.inner,
-                    in_stack=True,
-                    **{**options, "layer_idx": index, **window},
-                )
-            )
-        self.layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
+        for index in range(config.num_layers):
+            layer = DistributedTransformerLayer(config.of_layer(index), boundary=self.inner, in_stack=True)
+            self.seq_layers.append(layer)
+        self.layernorm = optional_layernorm(both, config, self.inner)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""

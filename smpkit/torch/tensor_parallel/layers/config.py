@@ -1,0 +1,289 @@
+"""`TransformerConfig`: all that a transformer of `smp.nn` is made of, and how its modules take it.
+
+A module takes a config, and hands it to the modules inside. `takes_arguments` lets it be called with SMP v1's arguments
+as well, which become one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.torch.core.arguments import check_probability, check_sizes
+
+__all__ = ["LayerOptions", "TransformerConfig", "activation_of", "takes_arguments", "with_options"]
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Variants of a transformer layer beyond the arguments that SMP v1 documents: the `**options` of its modules.
+
+    Args:
+        use_alibi: add ALiBi's penalties of distance to the scores; their slopes halve `alibi_bias_max` times.
+        rotary_dim: the number of features of queries and keys, from the first, that positions rotate; 0 for none.
+        rotary_interleaved: pairs to rotate are neighbours (GPT-J), not half a head apart (GPT-NeoX).
+        rotary_base: of the rotation's wave lengths.
+        window_size: how many positions each sees, itself and those before it (GPT-Neo's local attention); None for all.
+        scale_attention_scores: divide scores by the root of the head size.
+        scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
+        layer_idx: position of the layer, from 0; a stack counts by itself.
+        masks_are_whole: a mask that has a row for each position says all that it sees: none is causal beside it.
+        attention_in_fp32: compute attention in float32 at least.
+        query_key_value_bias, attention_dense_bias, mlp_bias: whether these linear layers have one.
+        parallel_residual: `x + attention(norm(x)) + mlp(norm(x))`, with one exchange for both; needs pre_layernorm.
+        parallel_layernorm: with that, the MLP has a norm of its own (GPT-NeoX), or shares the other (GPT-J).
+        fp32_residual_addition: add residuals in float32.
+    """
+
+    use_alibi: bool = False
+    alibi_bias_max: float = 8
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    rotary_base: float = 10000.0
+    window_size: int | None = None
+    scale_attention_scores: bool = True
+    scale_attn_by_layer_idx: bool = False
+    layer_idx: int | None = None
+    masks_are_whole: bool = False
+    attention_in_fp32: bool = False
+    query_key_value_bias: bool = True
+    attention_dense_bias: bool = True
+    mlp_bias: bool = True
+    parallel_residual: bool = False
+    parallel_layernorm: bool = False
+    fp32_residual_addition: bool = False
+
+
+@dataclass(frozen=True)
+class TransformerConfig(LayerOptions):
+    """What a transformer of `smp.nn` is made of, with the fields of LayerOptions. Each module reads what concerns it.
+
+    Args:
+        num_layers: of a stack.
+        num_attention_heads: all of them; each rank computes an equal share.
+        attention_head_size: of one head.
+        hidden_size: of the input and output of every layer.
+        intermediate_size: between the two linear layers of the MLP; divided over the ranks.
+        vocab_size, num_positions, num_token_types: rows of the embeddings; 0 for none of the last two.
+        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on what each block returns.
+        embedding_dropout_prob: dropout on the embeddings; None for hidden_dropout_prob.
+        activation: of the MLP: `gelu` or `relu`, or another of Hugging Face's names (`gelu_new`, `silu`, ...).
+        layernorm_epsilon: of the layer norms.
+        initializer_range, use_normal_initialization: draw weights from N(0, initializer_range), or as torch does.
+        causal_mask_size: the longest sequence, each position of which sees itself and earlier ones; None: it sees all.
+        add_cross_attention: attend to other states between attention and MLP.
+        pre_layernorm, post_layernorm: normalise the input of a block; the sum of its input and output.
+        add_lm_head: return logits, or a loss, rather than hidden states.
+        tie_lm_head: the head's weight is the word embedding's.
+        lm_head_bias: whether the head has a bias.
+        whole_logits: return all classes of this rank's samples; False: this rank's classes of all samples.
+        window_sizes: the `window_size` of each layer.
+
+    Raises:
+        ConfigError: neither layer norm is asked for.
+        UsageError: a value cannot be meant, or values contradict each other.
+    """
+
+    num_layers: int = 12
+    num_attention_heads: int = 32
+    attention_head_size: int = 32
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    vocab_size: int = 30522
+    num_positions: int = 1024
+    num_token_types: int = 0
+    attention_dropout_prob: float = 0.1
+    hidden_dropout_prob: float = 0.1
+    embedding_dropout_prob: float | None = None
+    activation: str = "gelu"
+    layernorm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    use_normal_initialization: bool = False
+    causal_mask_size: int | None = None
+    add_cross_attention: bool = False
+    pre_layernorm: bool = False
+    post_layernorm: bool = True
+    add_lm_head: bool = True
+    tie_lm_head: bool = True
+    lm_head_bias: bool = False
+    whole_logits: bool = True
+    window_sizes: Sequence[int | None] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "num_attention_heads", "attention_head_size", "hidden_size", "vocab_size")
+        check_sizes("a transformer", **{name: getattr(self, name) for name in sizes})
+        counts = ("intermediate_size", "num_positions", "num_token_types", "rotary_dim")
+        check_sizes("a transformer", 0, **{name: getattr(self, name) for name in counts})
+        for name in ("attention_dropout_prob", "hidden_dropout_prob"):
+            check_probability("a transformer", name, getattr(self, name))
+        check_probability("a transformer", "embedding_dropout_prob", self.embedding_dropout)
+        activation_of(self.activation)
+        if not (self.pre_layernorm or self.post_layernorm):
+            problem = Problem(("pre_layernorm",), "pre_layernorm and post_layernorm are both False", "set one of them")
+            raise ConfigError([problem], subject="distributed module")
+        if self.rotary_dim % 2:
+            raise UsageError(f"rotary_dim is {self.rotary_dim}, but features are rotated in pairs")
+        if self.window_sizes is not None and len(self.window_sizes) != self.num_layers:
+            raise UsageError(f"window_sizes has {len(self.window_sizes)} entries for {self.num_layers} layers")
+        if self.parallel_residual and (not self.pre_layernorm or self.post_layernorm or self.add_cross_attention):
+            raise UsageError(
+                "parallel_residual=True needs pre_layernorm=True, post_layernorm=False and no cross attention"
+            )
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout on the embeddings."""
+        return self.hidden_dropout_prob if self.embedding_dropout_prob is None else self.embedding_dropout_prob
+
+    @property
+    def weight_deviation(self) -> float | None:
+        """What linear layers in blocks are drawn with; None for torch's way."""
+        return self.initializer_range if self.use_normal_initialization else None
+
+    def of_layer(self, index: int) -> TransformerConfig:
+        """Return the config of one layer of a stack."""
+        window = self.window_size if self.window_sizes is None else self.window_sizes[index]
+        return replace(self, layer_idx=index, window_size=window)
+
+    def of_cross_attention(self) -> TransformerConfig:
+        """Drop what depends on positions: those of other states have nothing to do with those of the hidden states."""
+        return replace(self, causal_mask_size=None, use_alibi=False, rotary_dim=0, window_size=None)
+
+    def add(self, residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the sum, in the residual's dtype."""
+        if self.fp32_residual_addition:
+            return (residual.float() + output.float()).to(residual.dtype)
+        return residual + output
+
+
+# --- constructors -----------------------------------------------------------------------------------------------------
+
+_OPTIONS: Final = tuple(each.name for each in dataclasses.fields(LayerOptions))
+_IGNORED: Final = (
+    "distribute_embedding",
+    "flash_attention",
+    "fused_bias_gelu",
+    "fused_dropout",
+    "fused_softmax",
+    "query_key_layer_scaling",
+    "zero_init",
+)
+"""Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect."""
+
+_Init = Callable[..., None]
+
+
+def takes_arguments(in_order: str, by_name: str = "") -> Callable[[_Init], _Init]:
+    """Let a constructor that takes a TransformerConfig be called with arguments that make one, too.
+
+    Args:
+        in_order: the arguments that SMP v1 documents, fields of the config or the constructor's own.
+        by_name: further fields. The fields of LayerOptions are its `**options`.
+
+    Raises (the constructor):
+        UsageError: an argument is unknown.
+    """
+
+    def decorate(init: _Init) -> _Init:
+        own = inspect.signature(init).parameters
+        signature = _signature_of(own, in_order.split(), by_name.split())
+
+        @functools.wraps(init)
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            if args and isinstance(args[0], TransformerConfig):
+                init(self, *args, **kwargs)
+                return
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            _check_options(type(self).__name__, options := given.pop("options", {}), signature.parameters)
+            passed = {name: given.pop(name) for name in own.keys() & given.keys()}
+            known = {name: value for name, value in options.items() if name not in _IGNORED}
+            init(**passed, config=TransformerConfig(**given, **known))
+
+        vars(construct)["__signature__"] = signature
+        return construct
+
+    return decorate
+
+
+def _signature_of(
+    own: Mapping[str, inspect.Parameter], in_order: Sequence[str], by_name: Sequence[str]
+) -> inspect.Signature:
+    """Return the signature of a constructor; `own` are the parameters of the one that takes a config."""
+    fields = {each.name: each for each in dataclasses.fields(TransformerConfig)}
+
+    def parameter(name: str, kind: Any) -> inspect.Parameter:
+        if name in own:
+            return own[name].replace(kind=kind)
+        return inspect.Parameter(name, kind, default=fields[name].default, annotation=fields[name].type)
+
+    others = [name for name in own if name not in ("self", "config", *in_order)]
+    return inspect.Signature(
+        [
+            own["self"],
+            *(parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in in_order),
+            *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*by_name, *others)),
+            inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD, annotation="Any"),
+        ],
+        return_annotation="None",
+    )
+
+
+def _check_options(owner: str, options: Iterable[str], named: Iterable[str]) -> None:
+    """Raise UsageError if an option is unknown; `named` are the other arguments."""
+    for name in options:
+        if name not in (*_OPTIONS, *_IGNORED):
+            near = difflib.get_close_matches(name, (*named, *_OPTIONS, *_IGNORED), 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"the options are {', '.join(sorted(_OPTIONS))}"
+            raise UsageError(f"{owner} has no argument `{name}`", hint=hint)
+
+
+def with_options(kind: type) -> inspect.Signature:
+    """Return the signature of a class with its `**options` spelled out: `with_overrides` goes by argument names."""
+    named = [each for each in inspect.signature(kind).parameters.values() if each.name != "options"]
+    # A stack sets these two for each layer.
+    excluded = {*(each.name for each in named), "layer_idx", "window_size"}
+    options = [name for name in (*_OPTIONS, *_IGNORED) if name not in excluded]
+    return inspect.Signature(
+        [*named, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options)]
+    )
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def _gelu_by_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_by_tanh,
+    "gelu_fast": _gelu_by_tanh,
+    "gelu_pytorch_tanh": _gelu_by_tanh,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an activation by its name: SMP v1's `gelu` and `relu`, and Hugging Face's names of others.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if name not in _ACTIVATIONS:
+        raise UsageError(f"the activation `{name}` is unknown", hint=f"use one of {', '.join(sorted(_ACTIVATIONS))}")
+    return _ACTIVATIONS[name]

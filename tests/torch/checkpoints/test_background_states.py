@@ -1,0 +1,252 @@
+"""Saves in the background of what changes in unusual ways: offloaded weights, loss scales; and a job told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.torch.checkpoints import save as saving
+from tests.forked import Script
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let saves write nothing before the end."""
+    event, write = threading.Event(), saving._write_files
+
+    def held(*args: Any) -> Any:
+        assert event.wait(60), "nobody let the save go on"
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_write_files", held)
+        try:
+            yield
+        finally:
+            event.set()
+
+
+def save_while(folder: Path, content: Any, train: Any) -> None:
+    """Save blockingly as `now`, and in the background as `later` while training goes on."""
+    smp.save_checkpoint(folder, "now", user_content=content)
+    with held_back():
+        pending = smp.save_checkpoint(folder, "later", user_content=content, blocking=False)
+        train()
+        train()
+    assert pending is not None
+    pending.wait(60)
+
+
+def assert_the_same(folder: Path) -> None:
+    now, later = (folder / f"{tag}_partial" for tag in ("now", "later"))
+    for path in now.iterdir():
+        if path.name != "index.json":
+            assert path.read_bytes() == (later / path.name).read_bytes(), path.name
+
+
+@smp.step
+def step(model: Any, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def batch(rank: int = 0) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+
+
+# --- offloaded weights ------------------------------------------------------------------------------------------------
+
+
+def save_an_offload_model(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    smp.init({"ddp": True})
+    network = OffloadModel(layers(), CPU, num_slices=2, checkpoint_activation=True)
+    model = smp.DistributedModel(network)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+
+    def train() -> None:
+        optimizer.zero_grad()
+        step(model, batch(smp.rank()))
+        optimizer.step()
+
+    train()
+    saved = [parameter.detach().clone() for parameter in network.parameters()]
+    save_while(folder, None, train)
+    smp.resume_from_checkpoint(folder, "later")
+    found = [parameter.detach().clone() for parameter in network.parameters()]
+    train()
+    after = [parameter.detach().clone() for parameter in network.parameters()]
+    smp.resume_from_checkpoint(folder, "now")
+    train()
+    assert all(map(torch.equal, after, network.parameters()))
+    return saved, found
+
+
+def test_replicas_of_an_offload_model(tmp_path: Path) -> None:
+    for saved, found in run_ranks(save_an_offload_model, 2, tmp_path):
+        assert all(map(torch.equal, saved, found))
+    assert_the_same(tmp_path)
+
+
+def save_an_offload_optimizer(folder: Path, dtype: torch.dtype) -> None:
+    """Its states and masters are parts of flat buffers, which its passes over slices change in place."""
+    smp.init({})
+    smp.DistributedModel(nn.Linear(1, 1))
+
+    def make() -> tuple[OffloadModel, OffloadOptimizer]:
+        network = OffloadModel(layers().to(dtype), CPU, num_slices=2)
+        return network, OffloadOptimizer(network, torch.optim.AdamW, lr=0.1)
+
+    def train(network: OffloadModel, optimizer: OffloadOptimizer) -> None:
+        network(batch().to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    network, optimizer = make()
+    train(network, optimizer)
+    content = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
+    save_while(folder, content, lambda: train(network, optimizer))
+    again, resumed = make()
+    now, found = (smp.resume_from_checkpoint(folder, tag) for tag in ("now", "later"))
+    torch.testing.assert_close(found, now, rtol=0, atol=0)
+    again.load_state_dict(found["model"])
+    resumed.load_state_dict(found["optimizer"])
+    for _ in range(2):
+        train(again, resumed)
+    assert all(map(torch.equal, again.parameters(), network.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_offload_optimizer_in_the_users_content(dtype: torch.dtype, tmp_path: Path) -> None:
+    run_ranks(save_an_offload_optimizer, 1, tmp_path, dtype)
+
+
+# --- loss scales ------------------------------------------------------------------------------------------------------
+
+
+class Spoilt(nn.Module):
+    """A layer whose gradient overflows when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.spoil = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.spoil:
+            x.register_hook(lambda gradient: gradient * float("inf"))
+        return x
+
+
+def save_a_grad_scaler(folder: Path) -> tuple[float, float, float, bool]:
+    smp.init({"ddp": True})
+    torch.manual_seed(0)
+    module = Spoilt()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    @smp.step
+    def scaled(model: Any, inputs: Tensor) -> None:
+        model.backward(scaler.scale(model(inputs).square().mean()))
+
+    def train() -> None:
+        optimizer.zero_grad()
+        scaled(model, batch())
+        scaler.step(optimizer)
+        scaler.update()
+
+    train()
+    saved = scaler.get_scale()
+    module.spoil = True
+    save_while(folder, {"scaler": scaler, "state": scaler.state_dict()}, train)
+    spoilt = scaler.get_scale()
+    content = smp.resume_from_checkpoint(folder, "later")
+    scaler.load_state_dict(content["state"])
+    module.spoil = False
+    train()  # the second step without an overflow: the scale grows
+    same = content["scaler"].get_scale() == saved and content["scaler"].state_dict() == content["state"]
+    return saved, spoilt, scaler.get_scale(), same
+
+
+def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
+    assert run_ranks(save_a_grad_scaler, 2, tmp_path) == [(64.0, 16.0, 128.0, True)] * 2
+
+
+# --- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time, torch
+import smpkit.torch as smp
+from smpkit.torch.checkpoints import save as saving
+{handler}
+smp.init({{}})
+model = smp.DistributedModel(torch.nn.Linear(64, 64))
+smp.save_checkpoint({folder!r}, "good", user_content="good")
+write = saving._write_files
+def slowly(save, own):
+    done = write(save, own[:1])
+    os.write(1, b"writing\\n")
+    time.sleep(1.5)
+    return done | write(save, own[1:])
+saving._write_files = slowly
+smp.save_checkpoint({folder!r}, "last", user_content="last", blocking=False)
+while not {until}:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "until", "newest"),
+    [
+        ("", "False", "good"),
+        ("", "smp.stop_requested()", "last"),
+        ("smp.on_stop(lambda: None)", "False", "last"),
+    ],
+    ids=["no handler", "stop_requested", "on_stop"],
+)
+def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path) -> None:
+    """The save ends, or leaves the one before whole and `newest` as it was."""
+    path, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    path.write_text(SCRIPT.format(handler=handler, until=until, folder=str(folder)))
+    script = Script(path, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)})
+    try:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "writing\n"
+        script.send_signal(signal.SIGTERM)
+        _, said = script.communicate(timeout=60)
+    finally:
+        script.kill()
+    assert script.returncode == (0 if newest == "last" else -signal.SIGTERM), said
+    assert (folder / "newest").read_text() == f"{newest}_partial\n"
+    expected = ["good_partial", "last_partial"] if newest == "last" else ["good_partial"]
+    assert sorted(each.name for each in folder.glob("*_partial")) == expected
+    smp.init({})
+    smp.DistributedModel(nn.Linear(64, 64))
+    try:
+        assert smp.resume_from_checkpoint(folder) == newest
+        smp.save_checkpoint(folder, "next")
+    finally:
+        smp.shutdown()
+    assert not list(folder.glob(".*"))  # what the killed save left is gone
