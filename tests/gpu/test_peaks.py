@@ -31,7 +31,7 @@ from tests.gpu.workspaces import workspace_bytes
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(4096), 12
 _BOUNDARY = 2 * _WIDTH * _TOKENS
-_STEPS = scaled(50, to=2)
+_STEPS = scaled(50)
 
 Note = Callable[[str, Any], None]
 
@@ -159,7 +159,9 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 8, "ddp": True, **options})
     torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]))
+    model = smp.DistributedModel(
+        nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(8)])
+    )
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     @smp.step
@@ -169,7 +171,7 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
         return loss
 
     reserved, peaks = [], []
-    x = torch.randn(1024, 1024, device=gpu())
+    x = torch.randn(_WIDTH, _WIDTH, device=gpu())
     for _ in range(_STEPS):
         reset_peak()
         optimizer.zero_grad()

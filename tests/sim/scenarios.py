@@ -39,6 +39,7 @@ from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
 from smpkit.torch.offload_model import counted_link, kernels
+from tests.sim.calibration import measures_what_the_device_does
 from tests.torch import small_steps
 
 __all__ = ["SCENARIOS", "Scenario", "run_scenario"]
@@ -868,7 +869,9 @@ def fitted(share: float) -> None:
     assert_same(found, expected)
     assert peak <= limit, f"a peak of {peak} within {limit}"
     assert fitted is not None
-    assert fitted.report().fits
+    report = fitted.report()
+    assert report.fits
+    assert report.least_seconds > 0, "it has not waited for the step that it measured"
     fitted.remove()
 
 
@@ -1413,6 +1416,7 @@ def saved_in_the_background() -> None:
 
 
 _add("saved in the background", saved_in_the_background, is_quick=True)
+_add("calibration", measures_what_the_device_does, is_quick=True)
 
 
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
@@ -1423,9 +1427,12 @@ def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     assert_same(run(), expected)
 
 
+_FIND_MOST = ("pipeline", "interleaved", "tensor", "data, sharded state")
+"""Of tests/sim_mutants.yaml."""
 for _kind, _of_kind in small_steps.KINDS.items():
     if _of_kind.ranks > 1:
-        _add(f"ranks, {_kind}", partial(same_as_in_order, partial(trained, _of_kind)), ranks=_of_kind.ranks)
+        _run = partial(same_as_in_order, partial(trained, _of_kind))
+        _add(f"ranks, {_kind}", _run, ranks=_of_kind.ranks, is_quick=_kind in _FIND_MOST)
 for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
     _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)

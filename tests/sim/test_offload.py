@@ -39,9 +39,13 @@ def test_offloading_changes_no_bit_and_has_no_race(name: str) -> None:
 OF_RANKS = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 and scenario.is_quick]
 
 
-@pytest.mark.parametrize("name", OF_RANKS)
-def test_ranks_give_what_they_give_when_nothing_is_late(name: str) -> None:
-    run_on_sim(run_under, name, [ORDERS[0]], size=SCENARIOS[name].ranks, order=None)
+def run_all(names: list[str], order: tuple[str, int]) -> None:
+    for name in names:
+        run_under(name, [order])
+
+
+def test_ranks_give_what_they_give_when_nothing_is_late() -> None:
+    run_on_sim(run_all, OF_RANKS, ORDERS[0], size=2, order=None, timeout=170)
 
 
 @pytest.mark.full

@@ -33,7 +33,6 @@ QUICK = {
         f"{_BACKGROUND}[bf16]",
     ],
     "random:1": [
-        f"{_TRANSPARENCY}/test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch",
         f"{_TRANSPARENCY}/test_pipeline_routing.py",
     ],
     "copies:0": [
@@ -42,9 +41,9 @@ QUICK = {
         "tests/torch/data_parallel/test_reducer.py",
     ],
 }
-"""For the default suite: pipelines over 2 devices, sharded states and a tied weight, TP 2 x PP 2 of all schedules;
-messages one by one, through channels and the hosts, steps that leave their record or are given up; reductions; weights
-that are trained on while a thread waits for their copies and writes them."""
+"""For the default suite: pipelines over 2 and 4 devices, sharded states and a tied weight; messages one by one, through
+channels and the hosts, steps that leave their record or are given up; reductions; weights that are trained on while a
+thread waits for their copies and writes them. Kinds of parallelism beside these: `tests.sim.scenarios`."""
 _HAS_NO_PLACE_HERE = (
     *("full", "made_before_it_arrives"),  # as on a CPU
     *("gpus_only", "models_train_over_channels", "delays_change_nothing"),  # of models that are trained above
@@ -67,7 +66,10 @@ FULL = {
     "random:2": [f"{_TRANSPARENCY}/{each}.py" for each in ("test_pipeline_routing", "test_pipeline_schedules")],
     "copies:0": [f"{_TRANSPARENCY}/test_pipeline_failures.py", _BACKGROUND],
     "compute:0": [f"{_TRANSPARENCY}/test_sharded_state.py"],
-    "random:1": [_BACKGROUND],
+    "random:1": [
+        _BACKGROUND,
+        f"{_TRANSPARENCY}/test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch",
+    ],
 }
 """With `full`. What is left out makes tensors on the CPU inside a model, which plain PyTorch refuses, too."""
 ONLY_ON_THE_CPU = "not models_of_every_shape and not autocast"

@@ -393,7 +393,9 @@ class _StepRunner:
             microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
         self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
         if coroutine.done:
-            self._keep_output(index, coroutine.output)
+            # It holds the step, which holds it: what it has made would stay until Python looks for cycles.
+            microbatch.before_wait = None
+            self._keep_output(index, self.coroutines.pop(index).output)
 
     def _keep_output(self, index: int, output: Any) -> None:
         """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
@@ -509,6 +511,8 @@ class MicrobatchCoroutine:
         self._resumed.release()
         # Without a timeout: waits of the body for other ranks have deadlines, and its own code may take any time.
         self._yielded.acquire()
+        if self.done:
+            self._thread.join()  # until then it holds what the body has made
         if self._error is not None:
             raise self._error
 

@@ -6,12 +6,14 @@ import gc
 import threading
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.pipeline.stage_context import StageContext
 from tests.ranks import run_ranks
+from tests.torch.small_steps import KINDS, batch, begin
 from tests.transparency.checkpointed_models import Variant, train
 
 
@@ -79,3 +81,28 @@ def test_steps_leave_no_tensors_behind() -> None:
     for modes in run_ranks(tensors_in_all_modes, 2):
         for mode, (early, late) in zip(MODES, modes, strict=True):
             assert late <= early + 4, mode  # one that each of the eight steps left would be eight
+
+
+def tensors_in_cycles(names: list[str]) -> dict[str, int]:
+    """Return how many tensors of some steps of each kind wait for Python to look for cycles."""
+    found = {}
+    for name in names:
+        with begin(KINDS[name]) as trained:
+            for number in range(6):
+                if number == 3:  # those before it record, measure and plan
+                    gc.collect()
+                    gc.disable()
+                trained.step(batch(number))
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            gc.set_debug(0)
+            found[name] = sum(isinstance(each, torch.Tensor) for each in gc.garbage)
+            gc.garbage.clear()
+            gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory_never_waits_for_pythons_search_for_cycles(size: int) -> None:
+    names = [name for name, kind in KINDS.items() if kind.ranks == size]
+    assert run_ranks(tensors_in_cycles, size, names) == [dict.fromkeys(names, 0)] * size

@@ -24,6 +24,9 @@ namespace sim {
 using WorkRef = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<Tensor>;
 using Milliseconds = std::chrono::milliseconds;
+// What an operation uses, held until its caller's stream waits for it, or until the host knows that it is over; as
+// NCCL's backend does. Who frees it then without a wait of its own stream has a race.
+using Kept = std::shared_ptr<std::vector<c10::Storage>>;
 
 struct Part {  // one operation; several are carried together in a batch
   Tensors inputs, outputs;  // of the device, seen by the CPU
@@ -35,7 +38,6 @@ struct Part {  // one operation; several are carried together in a batch
 struct Job {
   std::string what;
   std::vector<Part> parts;
-  std::vector<c10::Storage> memory;  // held until it is carried
   MessageRef message = std::make_shared<Message>();
   DeviceIndex device = 0;
   Milliseconds timeout{0};
@@ -126,8 +128,8 @@ inline void carry_all(CommunicatorsRef all, Channel* channel) {
 }
 
 struct SimWork final : c10d::Work {
-  SimWork(int rank, c10d::OpType type, PointRef end, MessageRef message, Tensors keep, Tensors results, bool blocks)
-      : c10d::Work(rank, type), end_(std::move(end)), message_(std::move(message)), keep_(std::move(keep)),
+  SimWork(int rank, c10d::OpType type, PointRef end, MessageRef message, Kept memory, Tensors results, bool blocks)
+      : c10d::Work(rank, type), end_(std::move(end)), message_(std::move(message)), memory_(std::move(memory)),
         results_(std::move(results)), blocks_(blocks) {}
   bool isCompleted() override {
     auto& w = world();
@@ -146,12 +148,11 @@ struct SimWork final : c10d::Work {
   }
   void synchronize() override {
     auto& w = world();
-    {
-      Lock lock(w.monitor);
-      const auto device = w.lanes[end_->lane].device;
-      give(w, lane_of(current_stream(device)), {.wait = end_});
-    }
-    keep_.clear();
+    std::vector<c10::Storage> free;
+    Lock lock(w.monitor);
+    const auto device = w.lanes[end_->lane].device;
+    give(w, lane_of(current_stream(device)), {.wait = end_});
+    memory_->swap(free);
   }
   bool wait(Milliseconds timeout) override {
     synchronize();
@@ -169,7 +170,8 @@ struct SimWork final : c10d::Work {
  private:
   PointRef end_;
   MessageRef message_;
-  Tensors keep_, results_;
+  Kept memory_;
+  Tensors results_;
   bool blocks_;
 };
 
@@ -445,7 +447,8 @@ class SimBackend final : public c10d::Backend {
     job->device = step.device;
     job->timeout = step.timeout.count() > 0 ? step.timeout : timeout_;
     job->parts = std::move(step.parts);
-    for (auto& each : step.keep) job->memory.push_back(each.storage());
+    auto memory = std::make_shared<std::vector<c10::Storage>>();
+    for (auto& each : step.keep) memory->push_back(each.storage());
     const auto at_line = where();
     auto& w = world();
     PointRef end;
@@ -472,12 +475,12 @@ class SimBackend final : public c10d::Backend {
                              }
                            },
                            .what = name, .where = at_line, .uses = step.uses, .wait = before, .marks = true, .message = job->message,
-                           .seconds = w.speeds.latency + bytes_of(step.uses) / w.speeds.peer});
+                           .seconds = w.speeds.latency + bytes_of(step.uses) / w.speeds.peer, .keep = memory});
       channel.jobs.push_back(job);
       if (!std::exchange(channel.has_thread, true)) std::thread(carry_all, all_, &channel).detach();
       w.monitor.changed();
     }
-    auto work = c10::make_intrusive<SimWork>(getRank(), type, end, job->message, std::move(step.keep), step.results, step.blocks);
+    auto work = c10::make_intrusive<SimWork>(getRank(), type, end, job->message, std::move(memory), step.results, step.blocks);
     const Device device(kSim, step.device);
     work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector{device});
     c10::StreamGuard on(Stream(Stream::UNSAFE, device, lane));

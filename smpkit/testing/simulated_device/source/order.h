@@ -124,6 +124,7 @@ struct Item {
   PointRef wait, mark;
   MessageRef message;
   std::string what, where;
+  std::shared_ptr<void> keep;  // let go of when it is seen: memory must not hang on when a message comes
   bool executed = false;
 };
 
@@ -363,6 +364,7 @@ inline bool step(World& w, size_t lane, bool passes_messages = false) {
     run(w, item);
   }
   if (item.mark) item.mark->seen = true;
+  const auto keep = std::move(item.keep);  // freeing queues work, so only when the item is gone
   items.pop_front();
   return true;
 }
@@ -511,6 +513,7 @@ struct Launch {
   MessageRef message = nullptr;
   double seconds = 0;
   int engine = -1;
+  std::shared_ptr<void> keep = nullptr;
 };
 
 // The first time from `ready` on at which a copy engine is free for so long.
@@ -541,7 +544,7 @@ inline PointRef give(World& w, size_t lane, Launch launch) {
   PointRef mark;
   if (launch.marks) mark = std::make_shared<Point>(Point{lane, mine.clock, mine.at});
   mine.items.push_back({std::move(launch.run), std::move(launch.wait), mark, std::move(launch.message),
-                        std::move(launch.what), std::move(launch.where)});
+                        std::move(launch.what), std::move(launch.where), std::move(launch.keep)});
   progress(w, lane);
   return mark;
 }
