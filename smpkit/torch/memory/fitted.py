@@ -286,6 +286,8 @@ class Fitted:
         self._chosen: tuple[ChainLimits, ChainChoice] | None = None
         self._measured: tuple[int | None, float | None] = (None, None)
         self.probe: Probe | None = None
+        self.last_output: Any = None
+        """Of the latest layer of the forward that runs."""
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -366,7 +368,9 @@ class Fitted:
             self._graphs.clear()
             self._engine.abandon_step()
             raise
-        self._graphs.add(output)
+        finally:
+            last, self.last_output = self.last_output, None
+        self._graphs.add(output, last)
         return output
 
     def _begin_step(self) -> None:
@@ -577,7 +581,8 @@ class _Layer:
             original = self._fitted.probe.around(self.name, original)
         if self.choice is not Choice.KEEP:
             original = self._checkpoints[self.choice](original)
-        return original(*args, **kwargs)
+        output = self._fitted.last_output = original(*args, **kwargs)
+        return output
 
 
 class _Updates:

@@ -28,11 +28,16 @@ class LiveGraphs:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, output: Any) -> None:
-        """Take note of a forward by what it returned."""
+    def add(self, output: Any, last: Any) -> None:
+        """Take note of a forward.
+
+        Args:
+            output: what it returned.
+            last: what its last layer returned: a model may put its loss into an object that nobody can look into.
+        """
         index = self._count
         self._count += 1
-        found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        found = _with_graph(output) or _with_graph(last)
         if not found:
             return
         self._live.add(index)
@@ -50,6 +55,10 @@ class LiveGraphs:
     def clear(self) -> None:
         """Forget forwards that an exception ended."""
         self._live.clear()
+
+
+def _with_graph(output: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
 
 
 class _End:

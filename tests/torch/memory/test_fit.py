@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,20 @@ def test_an_optimizer_of_another_model_is_no_update() -> None:
         optimizer.step()
     with pytest.raises(UsageError, match="nothing has been chosen yet"):
         fitted.report()
+
+
+def test_a_model_may_return_what_nobody_can_look_into() -> None:
+    class Opaque(Model):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(loss=super().forward(x).sum())
+
+    model = Opaque()
+    fitted = smpkit.fit(model, device_gib=1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        model(torch.ones(BATCH, WIDTH)).loss.backward()
+        optimizer.step()
+    assert fitted.report().layers
 
 
 def test_without_updates_that_torch_tells_of_it_begins_all_the_same() -> None:
