@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from smpkit.config.load import load_job
+from smpkit.drop_in import DROP_IN_PATH
 from smpkit_container.arguments import script_arguments
 from tests.ranks import run_ranks
 
@@ -34,9 +37,8 @@ def launched(job: Path, small: Mapping[str, Any], *more: str) -> str:
 def on_forked_ranks(job: Path, small: Mapping[str, Any]) -> str:
     """Run the job's script, with the job's parameters, on as many forked ranks; return what rank 0 said."""
     config = load_job(job).config
-    parameters = config.distribution.model_parallel
-    assert parameters is not None
-    given = json.dumps(parameters.model_dump(mode="json", exclude_unset=True))
+    written = yaml.safe_load(job.read_text(encoding="utf-8"))
+    given = json.dumps(written["distribution"]["smdistributed"]["modelparallel"]["parameters"])
     arguments = script_arguments({**config.hyperparameters, **small}, ())
     ranks = config.num_processes(config.distribution.processes_per_host or 1)
     return str(run_ranks(_as_script, ranks, str(job.with_name(config.entry_point)), arguments, given)[0])
@@ -51,6 +53,7 @@ def _as_script(path: str, arguments: Sequence[str], parameters: str | None) -> s
     if parameters is not None:
         os.environ["SM_HP_MP_PARAMETERS"] = parameters
         os.environ["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'
+        sys.path.append(str(DROP_IN_PATH))  # for scripts that ask for it, as the launcher does
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     with contextlib.redirect_stdout(io.StringIO()) as said:
