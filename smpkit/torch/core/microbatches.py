@@ -205,7 +205,7 @@ def _split(value: Any, cut: _SplitSpec) -> _GetPieces:
 
 
 def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPieces:
-    whole = value if value.device == cut.device else devices.to_device(value, cut.device)
+    whole = devices.to_device(value, cut.device)
     if value.dim() == 0:
         return lambda start, stop: [whole] * (stop - start)  # a scalar has no batch axis: every microbatch gets it
     if not -value.dim() <= cut.axis < value.dim():
