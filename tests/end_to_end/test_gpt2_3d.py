@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
 import re
-import runpy
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from smpkit.config.load import load_job
-from smpkit_container.arguments import script_arguments
-from tests.ranks import run_ranks
+from tests.end_to_end.example_job import EXAMPLES, launched, on_forked_ranks
 
-JOB = Path(__file__).parents[2] / "examples" / "gpt2_3d" / "job.yaml"
+JOB = EXAMPLES / "gpt2_3d" / "job.yaml"
 SMALL = {"steps": 6, "layers": 2, "width": 32, "context": 32, "learning-rate": 0.01}
 
 
@@ -29,38 +21,11 @@ def num_weights(width: int, layers: int, context: int) -> int:
     return (256 + context) * width + layers * block + 2 * width
 
 
-def launched() -> str:
-    """Run the job with `smpkit run`; return what rank 0 said."""
-    small = [part for key, value in SMALL.items() for part in ("--set", f"hyperparameters.{key}={value}")]
-    command = [sys.executable, "-m", "smpkit", "run", str(JOB), *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.replace("[rank 0] ", "")
-
-
-def forked() -> str:
-    """Run the job's script, with the job's parameters, on ranks that have torch and transformers already."""
-    job = load_job(JOB).config
-    parameters = job.distribution.model_parallel
-    assert parameters is not None
-    given = json.dumps(parameters.model_dump(mode="json", exclude_unset=True))
-    arguments = script_arguments({**job.hyperparameters, **SMALL}, ())
-    return str(run_ranks(_as_script, job.num_processes(job.distribution.processes_per_host or 1), arguments, given)[0])
-
-
-def _as_script(arguments: Sequence[str], parameters: str) -> str:
-    os.environ["SM_HP_MP_PARAMETERS"] = parameters
-    os.environ["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'
-    sys.argv = [str(JOB.with_name("train.py")), *arguments]
-    sys.path.insert(0, str(JOB.parent))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    return said.getvalue()
-
-
-@pytest.mark.parametrize("run", [forked, pytest.param(launched, marks=pytest.mark.full)])
-def test_the_example_learns_on_eight_ranks_that_hold_their_parts(run: Callable[[], str]) -> None:
-    output = run()
+@pytest.mark.parametrize("run", [on_forked_ranks, pytest.param(launched, marks=pytest.mark.full)])
+def test_the_example_learns_on_eight_ranks_that_hold_their_parts(
+    run: Callable[[Path, Mapping[str, Any]], str],
+) -> None:
+    output = run(JOB, SMALL)
     first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+) in 6 steps", output).groups())  # type: ignore[union-attr]
     assert abs(first - 5.55) < 0.3  # ln 256: it knows nothing
     assert last < first - 0.3

@@ -145,6 +145,16 @@ def test_a_folder_of_the_bare_model_fits_one_with_a_head_and_the_other_way_round
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
+def test_a_link_to_a_folder_stays_and_its_folder_is_written(tmp_path: Path) -> None:
+    """As a job's `SM_MODEL_DIR` is, where the job file names an `output`."""
+    (tmp_path / "output").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "output")
+    make("gpt2", (1, 1), seed=0)
+    smp.save_pretrained(tmp_path / "linked")
+    assert (tmp_path / "linked").is_symlink()
+    assert (tmp_path / "output" / "model.safetensors").is_file()
+
+
 def test_a_folder_is_replaced_whole_and_other_files_in_it_stay(tmp_path: Path) -> None:
     plain_model()
     smp.save_pretrained(tmp_path / "out", max_shard_size=20)

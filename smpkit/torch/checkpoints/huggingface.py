@@ -67,7 +67,8 @@ def save_pretrained(
         CheckpointError: on all ranks, if one cannot write its part; it names the rank.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
-    model, target, limit = wrapped_model(model), Path(folder).absolute(), _bytes_of(max_shard_size)
+    # A rename would replace a link (a job's SM_MODEL_DIR, say) instead of the folder that it leads to.
+    model, target, limit = wrapped_model(model), Path(folder).resolve(), _bytes_of(max_shard_size)
     failure = f"the model was not saved to {target}"
     save_id: str = allgather(files.new_save_id())[0]
     file_systems = find_file_systems(target.parent, save_id, failure)

@@ -1,0 +1,119 @@
+"""Fine-tune a causal language model of Hugging Face from a local folder: `smpkit run examples/finetune/job.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+from data import Blocks, split
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import smpkit.torch as smp
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=os.environ.get("SM_CHANNEL_MODEL", "runs/model"))
+    parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"), help="folder of Python files")
+    parser.add_argument("--files", type=int, default=20, help="of the folder, at most")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per replica and step")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--save-every", type=int, default=60)
+    parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "runs/checkpoints"))
+    parser.add_argument("--output", type=Path, default=os.environ.get("SM_MODEL_DIR", "runs/output"))
+    return parser.parse_known_args()[0]  # a launcher may add arguments of its own
+
+
+@smp.step
+def train_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
+    loss = model(input_ids=tokens, labels=tokens).loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def test_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def share(blocks: Blocks, *, shuffle: bool) -> DistributedSampler[torch.Tensor]:
+    """Return which samples are this replica's; the ranks of one pipeline load the same."""
+    return DistributedSampler(blocks, smp.dp_size(), smp.dp_rank(), shuffle=shuffle, drop_last=True)
+
+
+def evaluate(model: smp.DistributedModel, loader: DataLoader[torch.Tensor]) -> float:
+    model.eval()
+    with torch.no_grad():
+        losses = [test_step(model, tokens).reduce_mean().item() for tokens in loader]
+    model.train()
+    return float(torch.tensor(smp.allgather(losses, smp.DP_GROUP)).mean())
+
+
+def say(text: str) -> None:
+    if smp.rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    smp.init()
+    smp.stop_requested()  # from here on SIGTERM (a spot reclaim, say) ends the loop below, not the process
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    seen, held_out = split(arguments.text, arguments.files)
+    blocks, test_blocks = (Blocks(files, tokenizer, arguments.context) for files in (seen, held_out))
+    sampler = share(blocks, shuffle=True)
+    train = DataLoader(blocks, arguments.batch, sampler=sampler, drop_last=True)
+    test = DataLoader(test_blocks, arguments.batch, sampler=share(test_blocks, shuffle=False), drop_last=True)
+
+    llama = AutoModelForCausalLM.from_pretrained(arguments.model, use_cache=False)
+    model = smp.DistributedModel(llama)
+    smp.set_activation_checkpointing(llama.model.layers, strategy="each")
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, arguments.steps)
+
+    step = 0
+    if smp.latest_checkpoint(arguments.checkpoints):
+        content = smp.resume_from_checkpoint(arguments.checkpoints)
+        step = content["step"]
+        scheduler.load_state_dict(content["scheduler"])
+
+    def save() -> None:
+        content = {"step": step, "scheduler": scheduler.state_dict()}
+        smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content, num_kept_partial_checkpoints=2)
+
+    say(f"step {step}  held-out loss {evaluate(model, test):.3f}")
+    while step < arguments.steps and not smp.stop_requested():
+        epoch, done = divmod(step, len(train))
+        sampler.set_epoch(epoch)
+        for tokens in itertools.islice(train, done, None):
+            optimizer.zero_grad()
+            loss = train_step(model, tokens).reduce_mean()
+            smp.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if step % 20 == 0:
+                say(f"step {step}  loss {loss.item():.3f}")
+            ends = step == arguments.steps or smp.stop_requested()
+            if ends or step % arguments.save_every == 0:
+                save()
+            if ends:
+                break
+
+    say(f"step {step}  held-out loss {evaluate(model, test):.3f}")
+    say(str(smp.offload_report()))
+    smp.save_pretrained(arguments.output)  # all ranks; the weights are bfloat16, as they were trained
+    if smp.rank() == 0:
+        tokenizer.save_pretrained(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

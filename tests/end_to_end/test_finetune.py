@@ -1,0 +1,57 @@
+"""The fine-tuning example: it learns, resumes where it was, and exports what transformers alone reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.example_job import EXAMPLES, launched, on_forked_ranks, run_file
+
+EXAMPLE = EXAMPLES / "finetune"
+HELD_OUT = re.compile(r"step (\d+)  held-out loss ([\d.]+)")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> dict[str, Any]:
+    """Return hyperparameters for a folder of texts that is small, and folders of this test's."""
+    (tmp_path / "text").mkdir()
+    for name in ("train.py", "data.py"):
+        text = (EXAMPLE / name).read_text(encoding="utf-8")
+        (tmp_path / "text" / name).write_text(text * 3, encoding="utf-8")
+    assert "1,049,728 random weights" in run_file(EXAMPLE / "make_model.py", str(tmp_path / "model"))
+    folders = {name: str(tmp_path / name) for name in ("model", "text", "checkpoints", "output")}
+    return {**folders, "batch": 4, "save-every": 4, "context": 64}
+
+
+def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str, Any]) -> None:
+    told = HELD_OUT.findall(on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 5}))
+    (first, before), (last, after) = [(int(step), float(loss)) for step, loss in told]
+    assert (first, last) == (0, 5)
+    assert before == pytest.approx(6.93, abs=0.15)  # ln 1024: it knows nothing
+    assert after < before - 0.25
+
+    output = on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 6})
+    (first, resumed), (last, after) = [(int(step), float(loss)) for step, loss in HELD_OUT.findall(output)]
+    assert (first, last) == (5, 6)
+    assert resumed == float(told[1][1])
+    out, on_device = re.search(r"([\d.]+) \wiB out.* at most ([\d.]+) KiB on the device", output).groups()  # type: ignore[union-attr]
+    assert float(out) > 0
+    assert float(on_device) > 0
+
+    said = run_file(EXAMPLE / "use.py", small["output"], "--text", small["text"], "--context", "64")
+    loss = re.search(r"held-out loss ([\d.]+), weights in torch.bfloat16\ndef __init__\(self,", said)
+    assert loss is not None, said
+    assert float(loss[1]) == pytest.approx(after, abs=0.02)
+
+
+@pytest.mark.full
+def test_the_job_as_it_is_run(small: dict[str, Any], tmp_path: Path) -> None:
+    places = [part for name in ("output", "checkpoints") for part in ("--set", f"{name}={tmp_path / f'job-{name}'}")]
+    sizes = {name: small[name] for name in ("text", "batch", "context", "save-every")}
+    channel = ("--set", f"inputs.model={small['model']}")
+    launched(EXAMPLE / "job.yaml", {**sizes, "steps": 2}, *channel, *places)
+    assert (tmp_path / "job-output" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "job-output" / "model" / "tokenizer.json").is_file()
