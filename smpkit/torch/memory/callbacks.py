@@ -15,7 +15,9 @@ def trainer_callback(**options: Any) -> Any:
 
     ::
 
-        fits = smpkit.torch.memory.trainer_callback(device_gib=24)
+        from smpkit.torch.memory import trainer_callback
+
+        fits = trainer_callback(device_gib=24)
         Trainer(model, args, train_dataset=data, callbacks=[fits]).train()
 
     Its attribute `fitted` has the report. `TrainingArguments(gradient_checkpointing=...)` must be off.
