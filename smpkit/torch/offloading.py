@@ -1,4 +1,4 @@
-"""`offload_activations: true`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
+"""`offload_activations`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core import devices
 from smpkit.torch.core import offload_hooks as active
 from smpkit.torch.core.microbatches import StepProgress
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
@@ -20,9 +22,16 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.report import OffloadReport, StepReport
 from smpkit.torch.offload.saved_storage import Group
+from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
-__all__ = ["Offloading", "offload_report"]
+__all__ = ["Offloading", "offload_report", "offloads"]
+
+
+def offloads() -> bool:
+    """Return whether this process offloads activations: with `auto` only from a device that is not the host."""
+    wanted = state.cfg.offload_activations
+    return devices.has_streams(state.device) if wanted == "auto" else wanted
 
 
 class Offloading(StepParticipant):
@@ -71,13 +80,20 @@ class Offloading(StepParticipant):
         """Forget a step that an exception ended."""
         self._engine.abandon_step()
 
+    @property
+    def engine(self) -> ActivationEngine:
+        """What offloads."""
+        return self._engine
+
     def report(self) -> OffloadReport:
         """Return what was moved, held and waited for so far."""
         return self._engine.stats.report()
 
     def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
-        found = torch.tensor([self._engine.num_checkpointed_calls], device="cpu")
+        # Layers that are chosen for may all be kept.
+        marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
+        found = torch.tensor([self._engine.num_checkpointed_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):

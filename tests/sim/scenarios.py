@@ -845,6 +845,65 @@ _add("step, an exception in backward", partial(smp_offloaded, fails="backward"),
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
 
 
+def smp_choose(config: Mapping[str, Any], strategy: str) -> tuple[list[Tensor], int, dict[str, str]]:
+    """Train for seven steps; return losses and gradients of all, the peak of a late one, and what layers do then."""
+    gc.collect()
+    smp.init(dict(config))
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        module = Stack(0.3)
+        x = torch.randn(8, 32, WIDTH)
+    smp.set_activation_checkpointing(module.layers, strategy=strategy)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), foreach=False))
+    found = []
+    for number in range(7):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        loss = smp_step(model, x.clone())
+        found.append(loss.reduce_mean().detach().cpu())
+        found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
+        optimizer.step()
+    torch.accelerator.synchronize()
+    peak, choices = torch.accelerator.max_memory_allocated(), model.activation_choices()
+    peak = max(smp.allgather(peak))
+    smp.shutdown()
+    return found, peak, choices
+
+
+def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str, **config: Any) -> None:
+    """Compare a training whose layers are chosen for with one that recomputes all of them.
+
+    Args:
+        share: of the memory between what the smallest choice takes and what all layers kept would take.
+        words: each of them must be the choice for a layer.
+    """
+    plain = {"microbatches": 2} | config
+    expected, least, _ = smp_choose(plain, "each")
+    _, most, _ = smp_choose({**plain, "memory_budget_gib": 1}, "auto")
+    budget = int(least + share * (most - least))
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        ours = plain | {"offload_activations": offloads, "memory_budget_gib": budget / 2**30}
+        found, peak, choices = smp_choose(ours, strategy)
+    assert_same(found, expected)
+    assert peak <= budget, f"a peak of {peak} within {budget}"
+    assert set(words.split()) <= set(choices.values()), choices
+
+
+_add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
+_add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
+_add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep offload"), is_quick=True)
+_add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, "recompute"))
+_add(
+    "auto, a pipeline",
+    partial(smp_chosen, "auto", "auto", 0.5, "", pipeline_parallel_degree=2, microbatches=4),
+    ranks=2,
+    is_quick=True,
+)
+
+
 def fitted(share: float) -> None:
     """Train a model that `smpkit.fit` keeps within a part of the memory that it would take, and look at its peaks."""
     model, tokens = make(is_checkpointed=False, dropout=0.3)

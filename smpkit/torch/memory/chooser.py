@@ -32,17 +32,18 @@ from torch import Tensor, nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainLayer, Choice
+from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
+from smpkit.torch.memory.graphs import LiveGraphs
 from smpkit.torch.memory.measure import Calls, Probe, input_bytes
 from smpkit.torch.memory.updates import Updates, num_bytes_of
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
-from smpkit.torch.recompute.chosen import ChosenCheckpoint
+from smpkit.torch.recompute.layer import ChosenCheckpoint
 
 __all__ = ["Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
 
@@ -54,8 +55,9 @@ _LOOSE: Final = 0.05
 
 LayerNumbers = Mapping[str, tuple[float, float, float]]
 """Of each layer for one microbatch: seconds of its forward, bytes that it saves, bytes of its inputs."""
-Agree = Callable[[LayerNumbers, Sequence[float]], tuple[LayerNumbers, Sequence[float]]]
-"""Returns the largest of each number among all ranks that must choose alike."""
+Agree = Callable[[LayerNumbers | None, Sequence[float]], tuple[LayerNumbers, Sequence[float]]]
+"""Takes numbers of layers (None: nothing of layers is asked) and others; returns the largest of each among all ranks
+that must choose alike."""
 
 
 class Phase(Enum):
@@ -89,6 +91,8 @@ class Site:
     """As for `Updates`."""
     microbatches: int = 1
     """In a step."""
+    planned_live: float = 0.0
+    """How many microbatches the schedule may hold at a time; 0: as many as there are seen to be."""
     overlaps: bool = False
     """As in `StepFacts`."""
 
@@ -116,12 +120,16 @@ class Chooser:
 
     Args:
         layers: by name, what runs their calls.
-        live: returns how many microbatches are held at a time.
         agree: see `Agree`.
+        live: returns how many microbatches have been held at a time; None: count them by the first layer.
     """
 
     def __init__(
-        self, layers: Mapping[str, ChosenCheckpoint], site: Site, live: Callable[[], float], agree: Agree
+        self,
+        layers: Mapping[str, ChosenCheckpoint],
+        site: Site,
+        agree: Agree,
+        live: Callable[[], float] | None = None,
     ) -> None:
         self.layers, self._site, self._live, self._agree = layers, site, live, agree
         self._names = {layer: name for name, layer in layers.items()}
@@ -129,6 +137,7 @@ class Chooser:
             layer.choice, layer.watch = site.least, self
         self._updates = Updates(site.parameters, site.device, any_optimizer=site.any_optimizer)
         self.phase = Phase.STARTING
+        self._graphs = LiveGraphs()
         self._num_steps = self._num_compared = 0
         self._static = 0
         self._began: Any = None
@@ -172,6 +181,7 @@ class Chooser:
             raise UsageError(f"these choices are for other layers: {', '.join(other[:3])}", hint="fit the same model")
         for name, choice in choices.items():
             self.layers[name].choice = choice
+        self._facts, self.chosen = None, None
         self._end()
 
     def remove(self) -> None:
@@ -200,6 +210,7 @@ class Chooser:
             self._first_bytes = 0
         if self.phase in {Phase.MEASURED, Phase.COMPARED}:
             self._static = self._static_bytes()
+            self._graphs = LiveGraphs()
             self._began = self._site.link.stamp()
             devices.reset_peak(self._site.device)
             self._updates.peak_bytes = 0
@@ -244,9 +255,20 @@ class Chooser:
             self._note_size(input_bytes(args, kwargs))
         return original if self.probe is None else self.probe.around(name, original)
 
-    def end_call(self, output: Any) -> None:
-        """Remember what the latest layer has returned."""
-        self.last_output = output
+    def end_call(self, layer: ChosenCheckpoint, output: Any) -> None:
+        """Remember what the latest layer has returned; count graphs in a step that is measured."""
+        if self._live is not None:
+            self.last_output = output
+        elif self.phase in {Phase.MEASURED, Phase.COMPARED} and self._names[layer] == self._first:
+            self._graphs.add(output, None)
+
+    def _seen_live(self) -> float:
+        """Return how many microbatches were held at a time."""
+        if self._live is not None:
+            return self._live()
+        # A layer that is called twice in a microbatch has two graphs for each.
+        calls = max(1.0, self._graphs.num_forwards / self._site.microbatches)
+        return max(1.0, self._graphs.most / calls)
 
     def _note_size(self, num_bytes: int) -> None:
         self._first_bytes = max(self._first_bytes, num_bytes)
@@ -277,7 +299,7 @@ class Chooser:
         kinds = [(type(self.layers[name].module), *each) for name, each in sizes.items()]
         forwards = _medians(kinds, [probe.seconds(name) / rounds for name in sizes])
         measured = {name: (forward, *each) for forward, (name, each) in zip(forwards, sizes.items(), strict=True)}
-        live = self._live()
+        live = self._seen_live()
         # The window of loads and one recomputation are part of the measured peak, too. They count again with the
         # choice: where the peak is in the head, and not in a layer, it holds beside them what the layers keep.
         kept = 0.0 if site.least is Choice.OFFLOAD else live * sum(each[1] for each in sizes.values())
@@ -302,7 +324,7 @@ class Chooser:
             dynamic_bytes=dynamic,
             step_seconds=seconds,
             microbatches=rounds,
-            live=live,
+            live=max(live, site.planned_live),
             limit_bytes=-limit,
             host_bytes=-host_bytes,
             link=LinkSpeed(1 / out if out else math.inf, 1 / back if back else math.inf),
@@ -325,11 +347,12 @@ class Chooser:
         told = -1 if self._peak is None or not is_alike else self._peak
         if not devices.is_asynchronous(self._site.device):
             return False
-        _, (worst, differs) = self._agree({}, (told, float(told < 0)))
+        _, (worst, differs, live) = self._agree(None, (told, float(told < 0), self._seen_live()))
         if differs:
             return False  # of another batch
         limit, limits, pick = self._site.limit_bytes, self.chosen.limits, self.chosen.pick
-        dynamic = max(0.0, worst - self._facts.static_bytes - pick.cost.device_bytes)
+        held = cost_of(self._facts.layers, pick.choices, replace(limits, live=live)).device_bytes
+        dynamic = max(0.0, worst - self._facts.static_bytes - held)
         by_mistake = self._facts.dynamic_bytes - dynamic
         if 0 <= by_mistake < _LOOSE * limit:
             return False

@@ -27,18 +27,17 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.graphs import LiveGraphs
+from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import make_engine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.prefetch import Lead, check_lead
 from smpkit.torch.offload.public import device_of, layers_of
 from smpkit.torch.offload.report import OffloadReport
-from smpkit.torch.recompute.chosen import ChosenCheckpoint
+from smpkit.torch.recompute.layer import ChosenCheckpoint
 
 __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
 
 _GIB: Final = 2**30
-_USABLE: Final = 0.95
-"""Of the device: its driver, its libraries and the allocator's fragments have the rest."""
 
 
 def fit(
@@ -181,8 +180,9 @@ class Fitted:
         check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
         found = _layers(model, layers)
         device = device_of(model) if link is None else link.device
-        limit = _limit(device, device_gib)
-        host_bytes = None if host_gib is None else int(_positive("host_gib", host_gib) * _GIB)
+        limit = device_limit("device_gib", device, _positive("device_gib", device_gib))
+        for_host = _positive("host_gib", host_gib)
+        host_bytes = None if for_host is None else int(for_host * _GIB)
         self._model, self._device, self._group = model, device, group
         self._engine = make_engine(
             device,
@@ -208,7 +208,7 @@ class Fitted:
         checkpoints = {
             name: ChosenCheckpoint(layer, offload=self._engine.offload_inputs) for name, layer in found.items()
         }
-        self._chooser = Chooser(checkpoints, site, lambda: max(1, self._graphs.most), self._worst)
+        self._chooser = Chooser(checkpoints, site, self._worst, lambda: max(1, self._graphs.most))
         self._limit = limit
         for checkpoint in checkpoints.values():
             ModuleCall.on(checkpoint.module).checkpointing = checkpoint
@@ -304,8 +304,9 @@ class Fitted:
             self._engine.exclude((*self._model.parameters(), *self._model.buffers()))
         self._chooser.begin_step(anew=anew)
 
-    def _worst(self, layers: LayerNumbers, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
+    def _worst(self, given: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
         """Return the largest of all ranks that must choose alike."""
+        layers = given or {}
         if self._group is None:
             return layers, rest
         flat = [*chain.from_iterable(layers.values()), *rest]
@@ -356,20 +357,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled
 
 
-def _limit(device: torch.device, device_gib: float | None) -> int:
-    """Return how many bytes the device may hold."""
-    total = devices.total_bytes(device)
-    if device_gib is None:
-        if total is None:
-            raise UsageError(f"{device} does not tell how much memory it has", hint="give `device_gib`")
-        return int(_USABLE * total)
-    limit = int(_positive("device_gib", device_gib) * _GIB)
-    if total is not None and limit > total:
-        raise UsageError(f"device_gib is {device_gib:g}, and {device} has {gib(total)}", hint="give at most that")
-    return limit
-
-
-def _positive(name: str, value: object) -> float:
+def _positive(name: str, value: object) -> float | None:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UsageError(f"{name} is {value!r}; it must be a number of GiB above 0", hint="for example 24")
     return float(value)

@@ -1,4 +1,4 @@
-"""A layer of which somebody chooses, call by call, whether it is kept, or has its input offloaded, or is recomputed.
+"""The calls of one layer: checkpointed, or as somebody chooses from call to call.
 
 ::
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -25,12 +26,56 @@ from smpkit.plan.tune.chain import Choice
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.offload_hooks import offload_inputs
 from smpkit.torch.core.runtime import state
-from smpkit.torch.recompute.api import ModuleCheckpoint
-from smpkit.torch.recompute.region import Offload
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
+from smpkit.torch.core.warn import warn_user
+from smpkit.torch.pipeline.units import pp_rank_of
+from smpkit.torch.recompute.region import Offload, name_of, run_checkpointed
 
-__all__ = ["CallWatch", "ChosenCheckpoint"]
+__all__ = ["CallWatch", "ChosenCheckpoint", "ModuleCheckpoint", "warn_once"]
 
 _NOTHING: Final = contextlib.nullcontext()
+_ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
+"""Types of arguments that are neither stage tensors nor caches."""
+_warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""Modules whose user has been warned that they are not checkpointed."""
+
+
+class ModuleCheckpoint:
+    """Checkpoints each call of `module`.
+
+    Args:
+        offload: what offloads its inputs.
+    """
+
+    def __init__(self, module: nn.Module, preserve_rng_state: bool, offload: Offload = offload_inputs) -> None:
+        self.module, self.preserve_rng_state = module, preserve_rng_state
+        self._offload = offload
+
+    def __call__(self, original: OriginalCall) -> OriginalCall:
+        return functools.partial(self._run, original)
+
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if not _ORDINARY.issuperset(map(type, (*args, *kwargs.values()))):
+            if pp_rank_of((args, kwargs)) is not None:
+                warn_once(self.module, "holds no parameters and no module that does, so it lies on no pipeline rank")
+                return original(*args, **kwargs)
+            if any(map(_is_filled, [*args, *kwargs.values()])):
+                warn_once(self.module, "is handed a cache that is filled, and filling it once more would change it")
+                return original(*args, **kwargs)
+            # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append
+            # again.
+            args = tuple([None if _is_cache(each) else each for each in args])
+            kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
+        return run_checkpointed(
+            original,
+            [self.module],
+            args,
+            kwargs,
+            preserve_rng_state=self.preserve_rng_state,
+            offload=self._offload,
+        )
 
 
 class CallWatch(Protocol):
@@ -41,7 +86,7 @@ class CallWatch(Protocol):
     ) -> OriginalCall:
         """Take note that a call begins, before its choice is read; return what runs it."""
 
-    def end_call(self, output: Any) -> None:
+    def end_call(self, layer: ChosenCheckpoint, output: Any) -> None:
         """Take note of what a call has returned."""
 
 
@@ -62,7 +107,7 @@ class ChosenCheckpoint(ModuleCheckpoint):
         offload: Offload = offload_inputs,
     ) -> None:
         super().__init__(module, preserve_rng_state, offload)
-        self.module, self.may_keep = module, may_keep
+        self.may_keep = may_keep
         self.choice = Choice.OFFLOAD
         """Without an engine that offloads, the same as to recompute."""
         self.watch: CallWatch | None = None
@@ -84,8 +129,23 @@ class ChosenCheckpoint(ModuleCheckpoint):
             output = self._recomputed._run(watched, *args, **kwargs)
         else:
             output = watched(*args, **kwargs)
-        self.watch.end_call(output)
+        self.watch.end_call(self, output)
         return output
+
+
+def warn_once(module: nn.Module, why: str) -> None:
+    """Warn, once for each module, that it is not checkpointed."""
+    if module not in _warned:
+        warn_user(f"`{name_of(module)}` is not checkpointed: it {why}")
+    _warned.add(module)
+
+
+def _is_cache(argument: object) -> bool:
+    return hasattr(argument, "get_seq_length")
+
+
+def _is_filled(argument: Any) -> bool:
+    return _is_cache(argument) and bool(argument.get_seq_length())
 
 
 def _offload_nothing(_name: str) -> AbstractContextManager[object]:
