@@ -27,6 +27,7 @@ __all__ = [
     "Layer",
     "Prediction",
     "RuledOut",
+    "allowed_choices",
     "half_of",
     "in_precision",
     "layers_of",
@@ -228,7 +229,7 @@ class _Predicting:
                 plan = decide(
                     self._config,
                     self._job.ranks,
-                    with_choices(self._model, self._layers, choices),
+                    with_choices(self._model, self._layers, choices, mixed=self._config.offload_activations == "auto"),
                     self._speed,
                     self._job.optimizer,
                 )
@@ -268,7 +269,7 @@ class _Predicting:
         """Choose for the layers of each stage, as `plan` has cut the model."""
         assert plan.assignment is not None
         choices, gaps = dict(present), [0.0]
-        remedy = Choice.OFFLOAD if self._config.offload_activations else Choice.RECOMPUTE
+        allowed = allowed_choices(self._config, on_host=self._machine.on_host)
         for stage, memory in enumerate(plan.memory):
             units = [each for each in plan.assignment.names(stage) if each in self._layers]
             kept = plan.assignment.loads[stage].activation_bytes
@@ -280,7 +281,7 @@ class _Predicting:
                 usable_bytes(self._machine) - fixed - others * live,
                 self._host_limit / self._machine.ranks_per_host,
                 self._machine.link,
-                allowed=frozenset({Choice.KEEP, remedy}),
+                allowed=allowed,
             )
             layers = [self._chain_layer(each) for each in units]
             found = choose(layers, limits)
@@ -424,8 +425,26 @@ def layers_of(model: ModelFacts) -> dict[str, Layer]:
     return found
 
 
-def with_choices(model: ModelFacts, layers: Mapping[str, Layer], choices: Mapping[str, Choice]) -> ModelFacts:
-    """Return the model in which layers are recomputed, unless they are kept."""
+def allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
+    """Return what the runtime chooses among for layers of strategy "auto".
+
+    Args:
+        on_host: ranks compute on the host, where `offload_activations: auto` offloads nothing.
+    """
+    if config.offload_activations is True:
+        return frozenset({Choice.KEEP, Choice.OFFLOAD})
+    both = frozenset({Choice.KEEP, Choice.RECOMPUTE})
+    return both | {Choice.OFFLOAD} if config.offload_activations == "auto" and not on_host else both
+
+
+def with_choices(
+    model: ModelFacts, layers: Mapping[str, Layer], choices: Mapping[str, Choice], *, mixed: bool = False
+) -> ModelFacts:
+    """Return the model in which layers are recomputed, unless they are kept.
+
+    Args:
+        mixed: some inputs are offloaded and others are not; else `offload_activations` says it for all of them.
+    """
     units = []
     for unit in model.units:
         layer = layers.get(unit.cost.name)
@@ -433,10 +452,11 @@ def with_choices(model: ModelFacts, layers: Mapping[str, Layer], choices: Mappin
             units.append(unit)
             continue
         recomputed = choices[unit.cost.name] is not Choice.KEEP
+        stays = mixed and choices[unit.cost.name] is Choice.RECOMPUTE
         cost = replace(
             unit.cost,
             activation_bytes=layer.input_bytes if recomputed else layer.saved_bytes,
-            boundary_bytes=layer.input_bytes if recomputed else 0,
+            boundary_bytes=layer.input_bytes if recomputed and not stays else 0,
             recomputed_bytes=layer.saved_bytes if recomputed else 0,
             recomputed_flops=layer.flops if recomputed else 0.0,
         )

@@ -135,7 +135,7 @@ class AutomaticActivations(StepParticipant):
         here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
         # Every rank has a chooser, also one without layers: all take part in the all-reduce.
         self._chooser = Chooser(here, self._site(), self._largest)
-        state.reset_hooks.append(self._chooser.remove)
+        state.reset_hooks.append(self._chooser.updates.handle.remove)  # the handle: it keeps no model alive
         if self._saved:
             self._take_saved(self._chooser)
 

@@ -135,7 +135,7 @@ class Chooser:
         self._names = {layer: name for name, layer in layers.items()}
         for layer in layers.values():
             layer.choice, layer.watch = site.least, self
-        self._updates = Updates(site.parameters, site.device, any_optimizer=site.any_optimizer)
+        self.updates = Updates(site.parameters, site.device, any_optimizer=site.any_optimizer)
         self.phase = Phase.STARTING
         self._graphs = LiveGraphs()
         self._num_steps = self._num_compared = 0
@@ -188,7 +188,7 @@ class Chooser:
         """Look at nothing any more."""
         for layer in self.layers.values():
             layer.watch = None
-        self._updates.remove()
+        self.updates.remove()
 
     # --- the life of a step ------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Chooser:
             self._graphs = LiveGraphs()
             self._began = self._site.link.stamp()
             devices.reset_peak(self._site.device)
-            self._updates.peak_bytes = 0
+            self.updates.peak_bytes = 0
 
     def end_step(self) -> None:
         """End what is measured: what follows is no part of the step."""
@@ -222,12 +222,12 @@ class Chooser:
         self._ended = self._site.link.stamp()
         devices.wait_for_stream(self._site.device)
         peak = devices.peak_bytes(self._site.device)
-        self._peak = None if peak is None else max(peak, self._updates.peak_bytes)
+        self._peak = None if peak is None else max(peak, self.updates.peak_bytes)
 
     def _next_phase(self) -> Phase:
         """Return what the step that begins is for."""
         if self.phase is Phase.STARTING:
-            is_over = self._updates.num_updates or self._num_steps > _LAST_START
+            is_over = self.updates.num_updates or self._num_steps > _LAST_START
             return Phase.MEASURED if is_over else Phase.STARTING
         if self.phase is Phase.MEASURED:
             self._decide()
@@ -237,12 +237,14 @@ class Chooser:
         before = self.choices
         if self._compare() and self.choices != before and self._num_compared < _MOST_COMPARED:
             return Phase.CHOSEN
+        if devices.is_asynchronous(self._site.device):  # only the peak as chosen says what fits
+            self._warn_if_too_large()
         self._end()
         return Phase.DONE
 
     def _end(self) -> None:
         self.phase, self.probe = Phase.DONE, None
-        self._updates.remove()
+        self.updates.remove()
 
     def begin_call(
         self, layer: ChosenCheckpoint, original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -277,6 +279,7 @@ class Chooser:
         self._largest_bytes = num_bytes
         if self._facts is not None:
             self._choose()
+            self._warn_if_too_large()
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
@@ -288,7 +291,7 @@ class Chooser:
             return devices.memory_bytes(self._site.device) + missing
         gradients = sum(num_bytes_of(each.grad) for each in parameters if each.grad is not None)
         weights = sum(map(num_bytes_of, (*parameters, *self._site.buffers())))
-        return weights + gradients + missing + self._updates.state_bytes
+        return weights + gradients + missing + self.updates.state_bytes
 
     def _decide(self) -> None:
         """Take what the last step has measured, and choose."""
@@ -334,6 +337,8 @@ class Chooser:
             engine=LoneEngine(site.lead, engine_rules(is_stream_ordered=site.link.is_stream_ordered)),
         )
         self._choose()
+        if not devices.is_asynchronous(site.device):
+            self._warn_if_too_large()
 
     def _compare(self) -> bool:
         """Compare the peak of a step as chosen with the prediction; return whether another choice was made."""
@@ -373,13 +378,15 @@ class Chooser:
         self._scale = max(1.0, self._largest_bytes / self._facts.first_bytes)
         facts = self._facts.scaled(self._scale)
         self.chosen = facts.choose()
-        if self.chosen.problem is not None:
-            warn_user(self.chosen.problem)
         chosen_for = dict(zip(facts.names, self.chosen.pick.choices, strict=True))
         if any(self.layers[name].choice is not choice for name, choice in chosen_for.items()):
             self.measured = (None, None)
         for name, choice in chosen_for.items():
             self.layers[name].choice = choice
+
+    def _warn_if_too_large(self) -> None:
+        if self.chosen is not None and self.chosen.problem is not None:
+            warn_user(self.chosen.problem)
 
 
 def _of_microbatch(calls: Calls, microbatches: int) -> tuple[int, int]:

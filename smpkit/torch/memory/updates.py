@@ -33,7 +33,7 @@ class Updates:
         self.num_updates = 0
         self.peak_bytes = 0
         """The most that the device held until then; 0: not known, or the CPU."""
-        self._hook = register_optimizer_step_post_hook(self._on_step)
+        self.handle = register_optimizer_step_post_hook(self._on_step)
 
     @property
     def state_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Updates:
 
     def remove(self) -> None:
         """Stop listening."""
-        self._hook.remove()
+        self.handle.remove()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         own = set(map(id, self._parameters()))
