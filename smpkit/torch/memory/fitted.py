@@ -24,7 +24,7 @@ from smpkit.torch.core.arguments import check_module, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Site
+from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.graphs import LiveGraphs
 from smpkit.torch.memory.limits import device_limit
@@ -193,7 +193,7 @@ class Fitted:
             deadline_seconds=deadline_seconds,
         )
         self._graphs = LiveGraphs()
-        self._has_begun = False
+        self._has_begun = self._in_forward = False
         offloads = link is not None or devices.has_streams(device)
         site = Site(
             device,
@@ -253,6 +253,15 @@ class Fitted:
             offload=self._engine.stats.report(),
         )
 
+    @property
+    def has_chosen(self) -> bool:
+        """Whether layers do what was chosen for them, by measurement or by `load_state_dict`."""
+        return self._chooser.chosen is not None or self._chooser.phase is Phase.DONE
+
+    def as_forward(self, call: OriginalCall) -> OriginalCall:
+        """Return a call that counts as a forward of the model, for trainers that call a method of it instead."""
+        return functools.wraps(call)(self._around_model(call))
+
     def state_dict(self) -> dict[str, str]:
         """Return the choices, by layer: put them into a checkpoint, so that a resumed run does the same at once."""
         return {name: str(choice) for name, choice in self.choices.items()}
@@ -278,10 +287,11 @@ class Fitted:
         return functools.partial(self._run_model, original)
 
     def _run_model(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._in_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         if not self._graphs:
             self._begin_step()
+        self._in_forward = True
         try:
             output = original(*args, **kwargs)
         except BaseException:
@@ -289,6 +299,7 @@ class Fitted:
             self._engine.abandon_step()
             raise
         finally:
+            self._in_forward = False
             last, self._chooser.last_output = self._chooser.last_output, None
         self._graphs.add(output, last)
         return output
