@@ -1,12 +1,11 @@
 """Choose for the layers of one process as `chain` does, but by the simulated engine's time instead of by sums.
 
 Without a pipeline, a step is forwards and then backwards, and the simulator (`plan/offload/simulate.py`) knows when
-each copy of the offloading engine runs. Sums let copies hide anywhere in their half of the step, so they are a lower
-bound of that time: the exact choice by sums is as fast as any can be, the best of the simulated candidates is taken,
-and the difference is its gap::
+each copy of the offloading engine runs. Sums do not: copies out hide behind some of the forwards and of the backwards,
+and what is needed soon is held and never comes back. So sums propose, and the simulator decides::
 
     choose, over links of several speeds ─► candidates ─► simulated ─► the best, and its neighbours ─► the best of all
-       └─ over the real link: no choice is faster than its sums ──────────────────────────────────────► the gap
+       └─ over a link without limits: no choice computes less ────────────────────────────────────────► the gap
 
 Slower links ask for fewer copies, and layers that are alike may be offloaded from the first one on or spread out: a
 copy that takes longer than a forward then has several to hide behind.
@@ -35,6 +34,7 @@ _MOST_SIMULATED: Final = 400
 _MOST_LEAD: Final = 16
 """How many layers ahead the engine loads at most."""
 _ROUNDING: Final = 1e-9
+_FREE: Final = LinkSpeed(inf, inf)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def choose_by_simulation(
     Args:
         limits: of one process: `overlaps` is False, and `live` is 1.
     """
-    bound = choose(layers, limits)
-    if bound is None or Choice.OFFLOAD not in bound.choices:
+    bound = choose(layers, replace(limits, link=_FREE))
+    if bound is None or Choice.OFFLOAD not in limits.allowed:
         return bound  # nothing is copied, so the sums are the time
     search = _Search(layers, limits, engine)
     for candidate in _candidates(layers, limits):
