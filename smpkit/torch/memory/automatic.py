@@ -28,7 +28,7 @@ from smpkit.torch.core.announce import announce
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.step_participants import StepParticipant
+from smpkit.torch.core.step_participants import StepParticipant, StepParticipants
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
@@ -47,6 +47,7 @@ class Model(Protocol):
     """What is needed of a DistributedModel."""
 
     module: nn.Module
+    participants: StepParticipants
 
     def local_parameters(self) -> Iterator[nn.Parameter]: ...
     def local_buffers(self) -> Iterator[Tensor]: ...
@@ -102,13 +103,14 @@ class AutomaticActivations(StepParticipant):
             self._begin()
             self._had_backward = True
         chooser = self._chooser
+        if chooser is not None and chooser.phase is not Phase.DONE:
+            before = chooser.chosen
+            chooser.begin_step(anew=not self._had_backward)
+            self._had_backward = False
+            if chooser.chosen is not before and state.dp_rank == 0:
+                announce([self._line(chooser)])
         if chooser is None or chooser.phase is Phase.DONE:
-            return
-        before = chooser.chosen
-        chooser.begin_step(anew=not self._had_backward)
-        self._had_backward = False
-        if chooser.chosen is not before and state.dp_rank == 0:
-            announce([self._line(chooser)])
+            self._model.participants.remove(self)  # later steps cost nothing
 
     def end_step(self, step: StepProgress) -> None:
         """Note whether the step had a backward."""
