@@ -911,7 +911,7 @@ _add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep 
 _add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
 _add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"), is_quick=True)
 _add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
-_add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2, is_quick=True)
+_add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)
 
 
 def fitted(share: float) -> None:
