@@ -52,3 +52,12 @@ def test_ranks_give_what_they_give_when_nothing_is_late() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_grid(name: str) -> None:
     run_on_sim(run_under, name, [ORDERS[0], ORDERS[3]], order=None, timeout=150)
+
+
+OTHERS = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 and not scenario.is_quick]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_of_the_whole_grid(name: str) -> None:
+    run_on_sim(run_under, name, [ORDERS[0], ORDERS[3]], size=SCENARIOS[name].ranks, order=None, timeout=170)
