@@ -40,6 +40,7 @@ DEFAULTS: dict[str, object] = {
     "ddp_port": None,
     "ddp_dist_backend": "auto",
     "offload_activations": False,
+    "memory_budget_gib": None,
     "activation_loading_horizon": 4,
     "_shard_offloaded_activations": True,
     "fp16": False,
@@ -397,6 +398,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
         st.floats(min_value=1, exclude_min=True), st.floats(max_value=0, exclude_max=True), st.just("0.5")
     ),
     "sdp_gradient_clipping": st.one_of(st.just(float("inf")), st.just(float("nan")), st.just(-1.0), st.none()),
+    "memory_budget_gib": st.sampled_from([0, -1.0, float("inf"), float("nan"), "24", True]),
     **dict.fromkeys(
         (key for key, default in DEFAULTS.items() if isinstance(default, bool)),
         st.one_of(st.integers(0, 1), st.sampled_from(["true", "yes", ""]), st.none(), st.just({})),

@@ -183,10 +183,10 @@ class AutomaticActivations(StepParticipant):
         own = layers or {}
         numbers = {} if layers is None else {name: own.get(name, (_NOTHING,) * 3) for name in self._names}
         width, first = len(rest), 3 * len(numbers)
-        shared = torch.full((first + width * state.pp_size,), _NOTHING, dtype=torch.float64, device="cpu")
-        shared[:first] = torch.tensor([each for triple in numbers.values() for each in triple], dtype=torch.float64)
         start = first + width * state.pp_rank
-        shared[start : start + width] = torch.tensor(rest, dtype=torch.float64)
+        flat = [each for triple in numbers.values() for each in triple] + [_NOTHING] * width * state.pp_size
+        flat[start : start + width] = rest
+        shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
         group = state.process_group(CommGroup.WORLD)
         with waiting("the choice of what layers do with their activations", group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
