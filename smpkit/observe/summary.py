@@ -6,7 +6,7 @@ Rank 0 writes it as the ranks end. `smpkit run` adds how the run ended, which a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -57,7 +57,7 @@ class Split:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.compute + self.bubble + self.communication + self.stall + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
