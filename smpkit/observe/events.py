@@ -32,6 +32,7 @@ __all__ = [
     "EventsError",
     "Header",
     "Mark",
+    "MemorySample",
     "MessageSpan",
     "PlannedSchedule",
     "RankLog",
@@ -148,6 +149,29 @@ class Counter:
 
 
 @dataclass(frozen=True)
+class MemorySample:
+    """Bytes that a rank holds at one moment of a step, by kind; -1 where that cannot be measured."""
+
+    step: int
+    at_ns: int
+    weights: int
+    gradients: int
+    states: int
+    """Of the optimizer, with its float32 weights."""
+    activations: int
+    """What the step has allocated and is none of the others."""
+    parked: int
+    """Activations on the device that leave it, or have come back."""
+    offloaded: int
+    """Activations on the host."""
+    other: int
+    """What was there before the step and is none of the others."""
+    bytes_out: int
+    """Sent from the device to the host since the step began."""
+    bytes_back: int
+
+
+@dataclass(frozen=True)
 class Mark:
     """Something that happened at one moment."""
 
@@ -155,7 +179,7 @@ class Mark:
     at_ns: int
 
 
-Event = ActionSpan | MessageSpan | WorkSpan | StepSpan | PlannedSchedule | Counter | Mark
+Event = ActionSpan | MessageSpan | WorkSpan | StepSpan | PlannedSchedule | Counter | MemorySample | Mark
 
 _TYPES: Final[Mapping[str, type[Event]]] = {
     "action": ActionSpan,
@@ -164,6 +188,7 @@ _TYPES: Final[Mapping[str, type[Event]]] = {
     "step": StepSpan,
     "schedule": PlannedSchedule,
     "counter": Counter,
+    "memory": MemorySample,
     "mark": Mark,
 }
 _TYPE_NAMES: Final = {kind: name for name, kind in _TYPES.items()}

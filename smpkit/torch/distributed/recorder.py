@@ -31,6 +31,7 @@ from smpkit.observe.events import (
     EventWriter,
     Header,
     Mark,
+    MemorySample,
     MessageSpan,
     PlannedSchedule,
     StepSpan,
@@ -43,12 +44,14 @@ from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.held_memory import HeldBytes, HeldMemory
 
 __all__ = [
     "EVENTS_DIR",
     "EVENTS_STEPS",
     "Recorder",
     "current_recorder",
+    "note_memory",
     "recorded_backward",
     "recorded_microbatch",
     "recorded_step",
@@ -117,6 +120,8 @@ class Recorder:
         self._backwards: list[tuple[int, int]] = []
         self._timed: list[tuple[SpanCallback, Timestamp, Timestamp]] = []
         """Spans whose times are read at the end of the step, in the order in which they ended."""
+        self.memory = HeldMemory()
+        self._held: list[tuple[Timestamp, HeldBytes]] = []
         self._schedules: dict[str, str] = {}
         """By text, the keys of the schedules that have been written."""
 
@@ -128,8 +133,9 @@ class Recorder:
     # --- hooks of a running step --------------------------------------------------------------------------------------
 
     def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Note an action (the executor's hook)."""
+        """Note an action, and what it has left in memory (the executor's hook)."""
         self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
+        self._held.append((end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD))))
 
     def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         """Note a message to or from a rank of this pipeline (the transport's hook)."""
@@ -151,16 +157,26 @@ class Recorder:
         """Note a whole microbatch, where there is no pipeline: what comes before its backward is its forward."""
         backwards, self._backwards = self._backwards, []
         forward_end_ns = backwards[0][0] if backwards else end_ns
-        self.on_action(Kind.FORWARD, 0, index, start_ns, forward_end_ns)
+        self._actions.append((str(Kind.FORWARD), 0, index, start_ns, forward_end_ns))
         if backwards:
-            self.on_action(Kind.BACKWARD, 0, index, forward_end_ns, backwards[-1][1])
+            self._actions.append((str(Kind.BACKWARD), 0, index, forward_end_ns, backwards[-1][1]))
+
+    def note_memory(self) -> None:
+        """Note what is in memory now."""
+        self._held.append((_now(), self.memory.now()))
 
     @contextmanager
     def timing(self, callback: SpanCallback) -> Iterator[None]:
-        """Time the block, and call `callback` with its times at the end of the step; not after an exception."""
+        """Time the block, and call `callback` with its times at the end of the step; not after an exception.
+
+        What is in memory before and after it is noted, too.
+        """
         start = _now()
+        self._held.append((start, self.memory.now()))
         yield
-        self._timed.append((callback, start, _now()))
+        end = _now()
+        self._held.append((end, self.memory.now()))
+        self._timed.append((callback, start, end))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
@@ -178,6 +194,8 @@ class Recorder:
         if not self.active:
             self._finish()
         self._began_ns = time.perf_counter_ns()
+        if self.active:
+            self._held.append((self._began_ns, self.memory.begin_step()))
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
@@ -205,6 +223,7 @@ class Recorder:
                 callback(self, start, end)
         self._events += [ActionSpan(self._step, *action) for action in self._actions]
         self._events += [self._message(*message) for message in self._messages]
+        self._events += [self._sample(at_ns, held) for at_ns, held in self._held if isinstance(at_ns, int)]
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
         self._write(self._events)
         self._clear()
@@ -229,6 +248,7 @@ class Recorder:
 
         for callback, start, end in self._timed:
             callback(self, on_host(start), on_host(end))
+        self._events += [self._sample(on_host(at), held) for at, held in self._held]
         return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:
@@ -243,8 +263,12 @@ class Recorder:
     def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
 
+    def _sample(self, at_ns: int, held: HeldBytes) -> MemorySample:
+        return MemorySample(self._step, at_ns, **vars(held))
+
     def _clear(self) -> None:
         self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
+        self._held = []
 
     def _finish(self) -> None:
         """After the last step that is recorded, stop, and write that to the file."""
@@ -350,6 +374,13 @@ def recorded_microbatch(index: int) -> AbstractContextManager[None]:
 def recorded_backward() -> AbstractContextManager[None]:
     """Record a backward inside of `recorded_microbatch`."""
     return _timed(Recorder.on_backward)
+
+
+def note_memory() -> None:
+    """Record what is in memory at this point of a step, where it is likely to be much: after a recomputation."""
+    recorder = current_recorder()
+    if recorder is not None and state.step is not None and not state.tracing:
+        recorder.note_memory()
 
 
 def recorded_work(name: str) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.offload.saved_storage import check_version
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
 
@@ -219,6 +220,7 @@ class CheckpointRegion:
             ):
                 self._function(*args, **kwargs)
         except _AllSaved:
+            note_memory()
             return
         raise self._differs(f"it saves {count} tensors instead of {len(promises)}")
 
