@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -114,11 +114,8 @@ def summary_of_rank(recorder: Recorder) -> _Told:
 
 
 def _peaks(recorder: Recorder) -> KindBytes:
-    held = recorder.memory.peaks
-    if held is None:
-        return KindBytes()
-    known = asdict(held)
-    return KindBytes(**{field.name: max(0, known[field.name]) for field in fields(KindBytes)})
+    known = recorder.most.kinds
+    return KindBytes(**{field.name: known.get(field.name, 0) for field in fields(KindBytes)})
 
 
 def _planned() -> KindBytes | None:

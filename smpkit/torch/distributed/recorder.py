@@ -49,7 +49,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
-from smpkit.torch.distributed.run_meter import RunMeter, Sampling, parts_of
+from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
 __all__ = [
     "EVENTS_DIR",
@@ -76,6 +76,7 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
+_ON_DEVICE: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
 SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
@@ -107,9 +108,11 @@ class RecordedExecutor(Protocol):
 
 
 class MostHeld:
-    """The most bytes that a rank has held at once, with offloaded ones and without."""
+    """The most bytes that a rank has held in a step: of each kind, and at once with offloaded ones and without."""
 
     def __init__(self) -> None:
+        self.kinds: dict[str, int] = {}
+        """The moments of these may differ."""
         self.on_device = 0
         self.with_offloaded = 0
         """What it would have been with everything kept on the device."""
@@ -117,8 +120,10 @@ class MostHeld:
     def add(self, samples: Iterable[HeldBytes]) -> None:
         """Take in what was measured during a step."""
         for held in samples:
-            parts = (held.weights, held.gradients, held.states, held.activations, held.parked, held.other)
-            on_device = sum(part for part in parts if part != UNKNOWN)
+            known = {name: value for name, value in vars(held).items() if value != UNKNOWN}
+            for name, value in known.items():
+                self.kinds[name] = max(value, self.kinds.get(name, 0))
+            on_device = sum(known.get(name, 0) for name in _ON_DEVICE)
             self.on_device = max(self.on_device, on_device)
             self.with_offloaded = max(self.with_offloaded, on_device + held.offloaded)
 
@@ -277,6 +282,8 @@ class Recorder:
         pipeline = self._executor is not None
         parts = parts_of(self._began_ns, end_ns, actions, messages, works, is_pipeline=pipeline)
         self.meter.add_step(self._began_ns, end_ns, parts)
+        if self.meter.num_steps == WARM_UP + 1:
+            self.most = MostHeld()  # until its first step, a rank of a pipeline holds the whole model
         self.most.add(held for _, held in self._held)
 
     def note_training(self, samples: int, tokens: int) -> None:

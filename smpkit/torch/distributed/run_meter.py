@@ -17,12 +17,12 @@ from typing import Final
 from smpkit.observe.events import ActionSpan, MessageSpan, WorkSpan
 from smpkit.observe.summary import Split
 
-__all__ = ["STALL", "RunMeter", "Sampling", "StepParts", "parts_of"]
+__all__ = ["STALL", "WARM_UP", "RunMeter", "Sampling", "StepParts", "parts_of"]
 
 STALL: Final = "wait for the activation of "
 """How the names of those work spans begin that are stalls of offloading."""
 
-_WARM_UP: Final = 2
+WARM_UP: Final = 2
 """Steps that are left out of averages where there are more than twice as many: the first ones plan and allocate."""
 _FIRST: Final = 20
 _EVERY: Final = 50
@@ -173,7 +173,7 @@ class RunMeter:
         if step is None:
             return
         times = (max(1, next_ns - step.start_ns), step.end_ns - step.start_ns, step.optimizer)
-        if self.num_steps <= _WARM_UP:
+        if self.num_steps <= WARM_UP:
             self._warm_up.add(*times)
             return
         self._all.add(*times)
@@ -208,7 +208,7 @@ class RunMeter:
     @property
     def _settled(self) -> _Sums:
         """Sums without the steps of the start, if there are enough others."""
-        if self._all.steps >= _WARM_UP:
+        if self._all.steps >= WARM_UP:
             return self._all
         both = _Sums()
         for sums in (self._warm_up, self._all):
