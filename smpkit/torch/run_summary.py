@@ -26,7 +26,7 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
 from smpkit.observe.summary_text import block
 from smpkit.plan.memory import OPTIMIZERS
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
 from smpkit.torch.distributed.recorder import Recorder, latest_recorder
@@ -61,6 +61,7 @@ def install() -> None:
     """Let every job of this process end with its block."""
     if _at_end not in state.end_hooks:
         state.end_hooks.append(_at_end)
+        status.plan_by(_planned)
 
 
 def _at_end() -> None:

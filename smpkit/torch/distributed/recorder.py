@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -41,11 +42,14 @@ from smpkit.observe.events import (
     WorkSpan,
 )
 from smpkit.observe.runs import EVENTS, RUN_DIR
+from smpkit.observe.summary import KindBytes
+from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
+from smpkit.plan.remedy import best_remedy
 from smpkit.plan.schedule.actions import Schedule, to_json
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
@@ -76,6 +80,9 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
+_NOTICEABLE: Final = 1.02
+"""By how much more a rank must hold than its status page says for the page to be written again."""
+_KINDS: Final = tuple(field.name for field in fields(KindBytes))
 _ON_DEVICE: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
@@ -107,6 +114,15 @@ class RecordedExecutor(Protocol):
     def last_schedule(self) -> Schedule | None: ...
 
 
+def _on_device(held: HeldBytes) -> int:
+    values = (getattr(held, name) for name in _ON_DEVICE)
+    return sum(value for value in values if value != UNKNOWN)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 class MostHeld:
     """The most bytes that a rank has held in a step: of each kind, and at once with offloaded ones and without."""
 
@@ -123,7 +139,7 @@ class MostHeld:
             known = {name: value for name, value in vars(held).items() if value != UNKNOWN}
             for name, value in known.items():
                 self.kinds[name] = max(value, self.kinds.get(name, 0))
-            on_device = sum(known.get(name, 0) for name in _ON_DEVICE)
+            on_device = _on_device(held)
             self.on_device = max(self.on_device, on_device)
             self.with_offloaded = max(self.with_offloaded, on_device + held.offloaded)
 
@@ -143,6 +159,7 @@ class Recorder:
         self._sampling = sampling
         self._recording = True
         self._is_training = False
+        self._shown = 0
         self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
         self.most = MostHeld()
         self.started = time.time()
@@ -173,7 +190,7 @@ class Recorder:
     def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """Note an action, and what it has left in memory (the executor's hook)."""
         self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
-        self._held.append((end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD))))
+        self._hold(end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD)))
 
     def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         """Note a message to or from a rank of this pipeline (the transport's hook)."""
@@ -201,7 +218,31 @@ class Recorder:
 
     def note_memory(self) -> None:
         """Note what is in memory now."""
-        self._held.append((_now(), self.memory.now()))
+        self._hold(_now(), self.memory.now())
+
+    def _hold(self, at: Timestamp, held: HeldBytes) -> None:
+        """Keep a sample, and let the status page have it if it is the largest so far."""
+        self._held.append((at, held))
+        size = _on_device(held)
+        if size > self._shown:
+            self._shown = round(size * _NOTICEABLE)
+            self._show(held)
+
+    def _show(self, held: HeldBytes) -> None:
+        page = status.current_page()
+        if page is not None:
+            kinds = {name: max(0, value) for name, value in vars(held).items() if name in _KINDS}
+            page.write(KindBytes(**kinds), status.planned(), self._remedy(kinds))
+
+    def _remedy(self, kinds: Mapping[str, int]) -> str:
+        """Say which setting would save most of what this rank holds."""
+        model_kinds = {name: kinds[name] for name in ("weights", "gradients", "states", "activations")}
+        replicas = state.dp_size
+        best = best_remedy(state.cfg, replicas, **model_kinds, is_checkpointed=status.checkpoints)
+        if best is None:
+            return ""
+        most = "up to " if best.is_bound else ""
+        return f"`{best.setting}` saves most: {most}{amount(best.saved_bytes)} of this rank's memory"
 
     @contextmanager
     def timing(self, callback: SpanCallback) -> Iterator[None]:
@@ -210,10 +251,10 @@ class Recorder:
         What is in memory before and after it is noted, too.
         """
         start = _now()
-        self._held.append((start, self.memory.now()))
+        self._hold(start, self.memory.now())
         yield
         end = _now()
-        self._held.append((end, self.memory.now()))
+        self._hold(end, self.memory.now())
         self._timed.append((callback, start, end))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
@@ -233,6 +274,8 @@ class Recorder:
         """Start a step; its events are kept until `end_step`."""
         self._step += 1
         self._name = name
+        if (page := status.current_page()) is not None:
+            page.begin_step(self._step)
         self._is_training = False
         was_recording = self._recording
         self._recording = self._is_wanted(name)
@@ -247,7 +290,7 @@ class Recorder:
             self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
         self._began_ns = time.perf_counter_ns()
         if self._recording:
-            self._held.append((self._began_ns, self.memory.begin_step()))
+            self._hold(self._began_ns, self.memory.begin_step())
 
     def _is_wanted(self, name: str) -> bool:
         return self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
@@ -297,6 +340,8 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
+        if _is_out_of_memory(error):
+            self._show(self._largest())
         if not self._recording or self._writer is None:
             self._clear()
             return
@@ -309,6 +354,11 @@ class Recorder:
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
         self._write(self._events)
         self._clear()
+
+    def _largest(self) -> HeldBytes:
+        """Return what was held when it was most in the present step, or is now."""
+        samples = [*(held for _, held in self._held), self.memory.now()]
+        return max(samples, key=_on_device)
 
     def close(self) -> None:
         """Close the file."""
@@ -405,6 +455,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
     stop()
     variables = os.environ if environ is None else environ
+    status.open_page(state.rank, variables)
     text = variables.get(EVENTS_STEPS)
     steps = _DEFAULT_STEPS if text is None else _steps(text)
     sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
