@@ -17,6 +17,7 @@ _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
 _KINDS: Final = tuple(field.name for field in fields(KindBytes))
 _PARTS: Final = tuple(field.name for field in fields(Split))
+_SHORT: Final = {"gradients": "grads", "activations": "activ.", "offloaded": "on host"}
 _HIDDEN_SHARE: Final = 0.0005
 """A part of the step below this is not shown where all ranks are below it."""
 
@@ -29,7 +30,7 @@ def block(summary: RunSummary) -> list[str]:
 def _lines(summary: RunSummary) -> Iterator[str]:
     steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
     rate = rates(summary)
-    yield f"run     {steps}{': ' if rate else ''}{rate}"
+    yield from _folded(f"run     {steps}", [":", *rate.replace(", ", ",\n").split("\n")] if rate else [])
     shown = _chosen(summary.ranks)
     if shown:
         yield from _step(summary, shown)
@@ -130,15 +131,19 @@ def _bytes(rank: RankSummary, kind: str) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table; one too wide loses spacing, then the names of columns are cut."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    gap = 2 if sum(widths) + 2 * len(widths) + 2 <= _WIDTH else 1
+    gap = 2 if sum(widths) + 2 * len(widths) <= _WIDTH else 1
+    if sum(widths) + len(widths) + 1 > _WIDTH:
+        rows = [[_SHORT.get(name, name) for name in rows[0]], *rows[1:]]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
         cells = (" " * gap).join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         yield f"  {cells}".rstrip()
 
 
 def _folded(head: str, words: Sequence[str]) -> Iterator[str]:
-    line = head + words[0]
+    line = head + "".join(words[:1])
     for word in words[1:]:
         if len(line) + 1 + len(word) > _WIDTH:
             yield line
