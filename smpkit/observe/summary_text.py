@@ -18,6 +18,7 @@ _WIDTH: Final = 71
 _KINDS: Final = tuple(field.name for field in fields(KindBytes))
 _PARTS: Final = tuple(field.name for field in fields(Split))
 _SHORT: Final = {"gradients": "grads", "activations": "activ.", "offloaded": "on host"}
+_UNKNOWN: Final = "–"
 _HIDDEN_SHARE: Final = 0.0005
 """A part of the step below this is not shown where all ranks are below it."""
 
@@ -121,8 +122,10 @@ def _memory(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
         held = ["" if rank.device_peak is None else f"{rank.device_peak / size:.1f}"] if process else []
         rows.append([str(rank.rank), *cells, *held])
         if rank.planned is not None:
-            planned = [f"{getattr(rank.planned, kind) / size:.1f}" for kind in kinds]
-            rows.append(["plan", *planned, *([f"{rank.planned.on_device / size:.1f}"] if process else [])])
+            planned = [getattr(rank.planned, kind) for kind in kinds]
+            # Without activations, as where the first step had no backward, a total would be of nothing.
+            planned += [rank.planned.on_device if rank.planned.activations else 0] if process else []
+            rows.append(["plan", *(f"{each / size:.1f}" if each else _UNKNOWN for each in planned)])
     yield from _table(rows)
 
 

@@ -130,11 +130,12 @@ def _planned() -> KindBytes | None:
         return None
     load = pipeline.assignment.loads[state.pp_rank]
     live = pipeline.peak_live_microbatches
-    if not load.activation_bytes or live is None:  # the model was not traced
-        return None
     weights = load.parameters_bytes
     return KindBytes(
-        weights=weights, gradients=weights, states=_planned_states(weights), activations=live * load.activation_bytes
+        weights=weights,
+        gradients=weights,
+        states=_planned_states(weights),
+        activations=(live or 0) * load.activation_bytes,  # 0 is unknown: of a first step without a backward
     )
 
 

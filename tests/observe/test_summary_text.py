@@ -31,7 +31,8 @@ TWO = replace(
 
 def test_one_rank_is_told_in_few_lines() -> None:
     assert block(ONE) == [
-        "run     720 steps in 1 m 12 s: 10 steps/s, 640 samples/s,\x20".strip() + " 27,300 tokens/s",
+        "run     720 steps in 1 m 12 s: 10 steps/s, 640 samples/s,",
+        "        27,300 tokens/s",
         "step    100.0 ms: compute 90.0%, optimizer 10.0%",
         "memory  peaks in MiB: weights 8.0, gradients 8.0, states 16.0,",
         "        activations 3.0, offloaded 5.0, at once 36.0",
@@ -49,9 +50,9 @@ def test_several_ranks_are_a_table_with_the_plan_below_each() -> None:
         "memory  peaks in MiB",
         "  rank  weights  gradients  states  activations  offloaded  at once",
         "     0      8.0        8.0    16.0          3.0        5.0     36.0",
-        "  plan      8.0        8.0    16.0          3.0        0.0     35.0",
+        "  plan      8.0        8.0    16.0          3.0          –     35.0",
         "     1      8.0        8.0    16.0          3.0        5.0     36.0",
-        "  plan      8.0        8.0    16.0          3.0        0.0     35.0",
+        "  plan      8.0        8.0    16.0          3.0          –     35.0",
         "gain    offload_activations: 36.0 MiB instead of 41.0 MiB on the device",
         "        of rank 1, 0.4% slower (measured)",
         "note    rank 3 had not ended 10 s later",
@@ -89,3 +90,9 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 def test_amounts_and_durations() -> None:
     assert [amount(number) for number in (512, 3 * MIB, 5 * 2**30)] == ["0.5 KiB", "3.0 MiB", "5.0 GiB"]
     assert [duration(number) for number in (0.84, 59.6, 11_100)] == ["0.8 s", "1 m 0 s", "3 h 5 m"]
+
+
+def test_what_a_plan_does_not_know_is_a_dash() -> None:
+    planned = KindBytes(weights=8 * MIB, gradients=8 * MIB)
+    lines = block(replace(TWO, ranks=(replace(TWO.ranks[0], planned=planned), TWO.ranks[1])))
+    assert "  plan      8.0        8.0       –            –          –        –" in lines
