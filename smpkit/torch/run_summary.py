@@ -188,8 +188,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
     batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
     return RunSummary(
         name=_job_name(),
-        started=recorder.started,
-        seconds=time.time() - recorder.started,
+        started=recorder.meter.started,
+        seconds=time.time() - recorder.meter.started,
         steps=own.steps,
         exit_reason="finished",
         steps_per_s=rate,

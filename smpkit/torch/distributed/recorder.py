@@ -164,8 +164,6 @@ class Recorder:
         """Whether the latest step has ended with an exception."""
         self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
         self.most = MostHeld()
-        self.started = time.time()
-        """Seconds since 1970."""
         self._peers = state.group(CommGroup.PP_GROUP)
         self._step = -1
         self._name = ""

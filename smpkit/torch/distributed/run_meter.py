@@ -9,6 +9,7 @@ optimizer above all, is part of it. So the parts of a step add up to the time th
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -150,6 +151,8 @@ class RunMeter:
     """
 
     def __init__(self, *, is_exact: bool) -> None:
+        self.started = time.time()
+        """Seconds since 1970."""
         self.num_steps = 0
         """Training steps so far."""
         self.samples = 0
