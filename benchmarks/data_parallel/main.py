@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the small model only; the README stays as it is")
     parser.add_argument("--dry", action="store_true", help="the README stays as it is")
     parser.add_argument("--repetitions", type=int, default=200, help="counted steps of each (default: %(default)s)")
-    parser.add_argument("--sizes", nargs="+", default=["small", "large"], help="models (default: small large)")
+    parser.add_argument("--sizes", nargs="+", default=["small", "medium", "large"], help="models (default: all)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.repetitions, options.sizes = 3, ["small"]

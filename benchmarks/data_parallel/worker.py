@@ -28,7 +28,7 @@ WARM_UPS = 5
 LENGTH = 32
 LR = 1e-3
 
-SIZES: Mapping[str, tuple[int, int, int]] = {"small": (64, 4, 4), "large": (256, 6, 8)}
+SIZES: Mapping[str, tuple[int, int, int]] = {"small": (64, 4, 4), "medium": (96, 4, 12), "large": (256, 6, 8)}
 """Width, layers and samples of each rank."""
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {

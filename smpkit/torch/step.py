@@ -14,7 +14,7 @@ from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgres
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.distributed.recorder import note_training, recorded_step
+from smpkit.torch.distributed.recorder import latest_recorder, note_training, recorded_step
 from smpkit.torch.pipeline.one_stage import OneStage
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
@@ -56,6 +56,8 @@ class StepFunction:
         Raises:
             UsageError: inside another step, or with a batch that `microbatches` does not divide.
         """
+        if latest_recorder() is None:
+            return self._call(args, kwargs)
         with recorded_step(getattr(self, "__name__", "step")):  # a functools.partial has none
             return self._call(args, kwargs)
 
@@ -239,6 +241,8 @@ class StepOutput:
 
     def reduce_mean(self) -> torch.Tensor:
         """Average over microbatches; all outputs must have one shape, which is also the result's."""
+        if len(self.outputs) == 1 and self.outputs[0].is_floating_point():
+            return self.outputs[0].clone()
         stacked = torch.stack(self.outputs)
         if not (stacked.is_floating_point() or stacked.is_complex()):
             stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too

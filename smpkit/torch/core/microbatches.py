@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = ["MicrobatchCall", "MicrobatchCalls", "RootGradients", "Splitter", "StepProgress", "scaled_root_gradient"]
+__all__ = ["MicrobatchCall", "MicrobatchCalls", "RootGradients", "Splitter", "StepProgress"]
 
 
 class MicrobatchCall(NamedTuple):
@@ -40,13 +41,20 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
     Args:
         count: of microbatches.
         positional, named: cut each argument.
+        made: the arguments of all microbatches, where nothing is left to cut.
     """
 
-    def __init__(self, count: int, positional: Sequence[_GetPieces], named: Mapping[str, _GetPieces]) -> None:
+    def __init__(
+        self,
+        count: int,
+        positional: Sequence[_GetPieces] = (),
+        named: Mapping[str, _GetPieces] = MappingProxyType({}),
+        made: Sequence[MicrobatchCall] = (),
+    ) -> None:
         self._count = count
         self._positional = positional
         self._named = named
-        self._made: list[MicrobatchCall] = []
+        self._made = list(made)
 
     def __len__(self) -> int:
         return self._count
@@ -84,12 +92,21 @@ class _SplitSpec(NamedTuple):
     device: torch.device
 
 
+class _Source(NamedTuple):
+    """Where an argument stands in one form of call, by position or keyword, and how it is cut."""
+
+    name: str
+    at: int | str
+    axis: int | None
+    """None for an argument that every microbatch gets whole."""
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """The sources of the arguments for one form of call: parameters, and the position or the keyword of each."""
+    """The sources of the arguments for one form of call."""
 
-    positional: Sequence[tuple[str, int | str]]
-    keywords: Sequence[tuple[str, int | str]]
+    positional: Sequence[_Source]
+    keywords: Sequence[_Source]
 
 
 @dataclass(frozen=True)
@@ -142,32 +159,46 @@ class Splitter:
         form = len(args), tuple(kwargs)
         layout = self._layouts.get(form)
         if layout is None:
-            layout = self._layouts[form] = _layout_of(self._signature, *form)
+            layout = self._layouts[form] = self._layout_of(*form)
         given: Any = {**kwargs, **dict(enumerate(args))}
-        positional = [self._split_argument(name, given[at], count, device) for name, at in layout.positional]
-        named = {name: self._split_argument(name, given[at], count, device) for name, at in layout.keywords}
+        split = self._whole if count == 1 else self._split_argument
+        positional = [split(source, given[source.at], count, device) for source in layout.positional]
+        named = {source.name: split(source, given[source.at], count, device) for source in layout.keywords}
+        if count == 1:
+            return MicrobatchCalls(1, made=[MicrobatchCall(tuple(positional), named)])
         return MicrobatchCalls(count, positional, named)
 
-    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _GetPieces:
-        plain = name.split("[", maxsplit=1)[0]
+    def _whole(self, source: _Source, value: Any, _: int, device: torch.device) -> Any:
+        """Return the argument of the only microbatch; plain batches and models on the device are what they are."""
+        if source.axis == 0 and type(value) is torch.Tensor and value.device == device:
+            return value
+        return value if isinstance(value, torch.nn.Module) else self._split_argument(source, value, 1, device)(0, 1)[0]
+
+    def _split_argument(self, source: _Source, value: Any, count: int, device: torch.device) -> _GetPieces:
         if isinstance(value, DataLoader):
             raise UsageError(
-                f"argument `{name}` of `{self.function.__name__}` is a DataLoader; a step gets one batch of it",
+                f"argument `{source.name}` of `{self.function.__name__}` is a DataLoader; a step gets one batch of it",
                 hint="loop over the loader outside the step and pass each batch in",
             )
-        if plain in self.non_split_inputs:
+        if source.axis is None:
             return lambda start, stop: [value] * (stop - start)
-        return _split(value, _SplitSpec(name, count, self.input_split_axes.get(plain, 0), device))
+        return _split(value, _SplitSpec(source.name, count, source.axis, device))
 
+    def _layout_of(self, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
+        """Bind the positions of arguments instead of their values.
 
-def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
-    """Bind the positions of arguments instead of their values.
+        Raises:
+            TypeError: the function does not take such arguments.
+        """
+        bound = self._signature.bind(*range(num_positional), **{name: name for name in keywords})
+        positional = zip(_positional_names(bound), bound.args, strict=True)
+        return _Layout(
+            [self._source(*each) for each in positional], [self._source(*each) for each in bound.kwargs.items()]
+        )
 
-    Raises:
-        TypeError: the function does not take such arguments.
-    """
-    bound = signature.bind(*range(num_positional), **{name: name for name in keywords})
-    return _Layout([*zip(_positional_names(bound), bound.args, strict=True)], [*bound.kwargs.items()])
+    def _source(self, name: str, at: int | str) -> _Source:
+        plain = name.split("[", maxsplit=1)[0]
+        return _Source(name, at, None if plain in self.non_split_inputs else self.input_split_axes.get(plain, 0))
 
 
 def _positional_names(bound: inspect.BoundArguments) -> list[str]:
@@ -260,18 +291,6 @@ class StepProgress:
         self.backwards = 0
 
 
-def scaled_root_gradient(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-    """Return the gradient that backward starts with at `root`: the given one, or 1, times `scale`.
-
-    None leaves it to torch.
-    """
-    if scale == 1.0:
-        return grad
-    if grad is not None:
-        return grad * scale
-    return torch.full_like(root, scale) if root.numel() == 1 else None  # torch raises for other roots
-
-
 class RootGradients:
     """Root gradients, with the latest one cached: the next microbatch most often needs the same."""
 
@@ -280,11 +299,15 @@ class RootGradients:
         self._latest: torch.Tensor | None = None
 
     def scaled(self, root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return the same as `scaled_root_gradient`."""
+        """Return the gradient that backward starts with at `root`: the given one, or 1, times `scale`.
+
+        None where torch has to raise: of other roots than real scalars the gradient must be given.
+        """
+        if grad is not None:
+            return grad if scale == 1.0 else grad * scale
         latest = self._latest
         if (
-            grad is None
-            and latest is not None
+            latest is not None
             and scale == self._scale
             and root.shape == latest.shape
             and root.dtype is latest.dtype
@@ -292,7 +315,7 @@ class RootGradients:
             and latest._version == 0  # the user's backward may have changed it in place
         ):
             return latest
-        gradient = scaled_root_gradient(root, grad, scale)
-        if grad is None and gradient is not None:
-            self._scale, self._latest = scale, gradient
-        return gradient
+        if root.numel() != 1 or not root.is_floating_point():
+            return None
+        self._scale, self._latest = scale, torch.full_like(root, scale)
+        return self._latest

@@ -26,7 +26,7 @@ from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
-__all__ = ["BackwardWork", "mutable_alias"]
+__all__ = ["BackwardWork", "mutable_alias", "run_backward"]
 
 _run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
@@ -139,11 +139,9 @@ class BackwardWork:
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
-        matches = True
         for root, start in state.losses:
             roots.append(root)
             gradients.append(start)
-            matches = matches and _matches_root(start, root)
         for edge, transfer in state.sends:
             gradient = transport.receive_gradient(index, transfer)
             if edge is not None and gradient is not None:
@@ -153,16 +151,10 @@ class BackwardWork:
             if leaf.grad is not None:
                 roots.append(source)
                 gradients.append(leaf.grad)
-                matches = matches and _matches_root(leaf.grad, source)
         if roots and split:
             self._run_split(segment, state, roots, gradients)
-        elif roots and matches:
-            # The engine without torch.autograd.backward: its checks of every root take longer than a small graph.
-            _run_backward(
-                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
         elif roots:
-            torch.autograd.backward(roots, gradients)
+            run_backward(roots, gradients)
         for leaf, transfer in state.receives:
             gradient = leaf.grad
             if gradient is not None and gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
@@ -216,11 +208,23 @@ def _edge_of(value: torch.Tensor) -> GradientEdge:
     return tuple.__new__(GradientEdge, (node, value.output_nr))  # what its constructor does, without Python
 
 
-def _matches_root(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
-    """Return whether a backward may start here without torch's checks of roots, and its hook for subclasses."""
-    if gradient is None or type(root) is not torch.Tensor:
-        return False
-    return gradient.dtype is root.dtype and gradient.shape == root.shape
+def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Do what `torch.autograd.backward(roots, gradients)` does, where possible without its checks of every root.
+
+    They take longer than a small graph. A subclass of Tensor may have hooks there.
+    """
+    for root, gradient in zip(roots, gradients, strict=True):
+        if type(root) is GradientEdge:
+            continue
+        if (
+            type(root) is not torch.Tensor
+            or gradient is None
+            or gradient.dtype is not root.dtype
+            or gradient.shape != root.shape
+        ):
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            return
+    _run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _MutableAlias(torch.autograd.Function):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core.microbatches import scaled_root_gradient
+from smpkit.torch.core.microbatches import RootGradients
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tree import map_leaves
-from smpkit.torch.distributed.recorder import recorded_backward, recorded_microbatch
-from smpkit.torch.pipeline.random_streams import RandomStreams, without_operation_streams
+from smpkit.torch.distributed.recorder import current_recorder, recorded_backward, recorded_microbatch
+from smpkit.torch.pipeline.backward import run_backward
+from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.tensor_parallel.agreement import common_seed
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
 
 __all__ = ["OneStage"]
+
+_NoTorchFunction: Final = torch._C.DisableTorchFunction
 
 
 class OneStage:
@@ -38,6 +41,7 @@ class OneStage:
         self._root = root
         self._participants = participants
         self._in_backward = False
+        self._root_gradients = RootGradients()
         self.random: RandomStreams | None = None
         """The streams of random numbers, from the first step on: dropout draws the same masks at every degree."""
         if root is not None:
@@ -65,8 +69,8 @@ class OneStage:
         random = self.random
         if random is None or self._root is None:
             return self._run_all(body, calls, step)
-        with random.training_step(training=self._root.training), random.between_units():
-            return self._run_all(body, calls, step)
+        with random.training_step(training=self._root.training):
+            return random.call_between_units(self._run_all, body, calls, step)
 
     def _run_all(self, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress) -> list[Any]:
         outputs = []
@@ -77,10 +81,13 @@ class OneStage:
             for begin in self._participants.begin_microbatch:
                 begin(index)
             begin_action(Kind.FORWARD.value, index)
-            with recorded_microbatch(index):
+            if current_recorder() is None:
                 output = body(calls[index])
-                # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
-                outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
+            else:
+                with recorded_microbatch(index):
+                    output = body(calls[index])
+            # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
+            outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
             step.end_microbatch()
         return outputs
 
@@ -89,7 +96,8 @@ class OneStage:
     ) -> None:
         """Run backward now; inside a step or outside any."""
         given: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
-        scaled = [scaled_root_gradient(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
+        with _NoTorchFunction():  # looking at a loss is no operation between units
+            scaled = list(map(self._root_gradients.scaled, roots, given, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
             for prepare in participants.before_backward:
@@ -98,8 +106,12 @@ class OneStage:
             begin_action(Kind.BACKWARD.value, step.microbatch)
         self._in_backward = True
         try:
-            with recorded_backward(), without_operation_streams():  # backward is none, as over a pipeline
-                torch.autograd.backward(roots, scaled)
+            # Without streams: backward has no operations of the step, as over a pipeline.
+            if current_recorder() is None:
+                call_without_operation_streams(run_backward, roots, scaled)
+            else:
+                with recorded_backward():
+                    call_without_operation_streams(run_backward, roots, scaled)
         except BaseException as error:
             if step is None:  # else the step is abandoned as a whole
                 for abandon in participants.abandon_step:

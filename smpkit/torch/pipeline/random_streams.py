@@ -22,7 +22,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -35,9 +35,9 @@ from smpkit.torch.pipeline.stage_tensor import StageTensor
 __all__ = [
     "DRAWING",
     "RandomStreams",
+    "call_without_operation_streams",
     "replayed_operation_streams",
     "will_be_recomputed",
-    "without_operation_streams",
 ]
 
 DRAWING: Final = frozenset(
@@ -58,6 +58,7 @@ _RANDOM_SOURCES: Final = frozenset({"rand", "randn", "randint", "randperm", "nor
 ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
 """Returns other positional arguments for an operation between units; None: those that it has."""
 
+_T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
@@ -102,6 +103,7 @@ class RandomStreams:
         self._seeds = Seeds.for_this_rank()
         self._names: dict[str, int] = {}
         self._operation_streams = _OperationStreams(self)
+        self._training_step = _TrainingStep(self)
         self._replacement: ArgumentReplacement | None = None
 
     def state(self) -> _Generators:
@@ -114,33 +116,27 @@ class RandomStreams:
         if state[1] is not None and self._device is not None:
             self._device.set_state(state[1])
 
-    @contextlib.contextmanager
-    def training_step(self, *, training: bool) -> Iterator[None]:
+    def training_step(self, *, training: bool) -> contextlib.AbstractContextManager[object]:
         """Seed the generators while a training step runs, and restore their states afterwards."""
-        if not training:
-            yield
-            return
+        return self._training_step if training else _NOTHING
+
+    def begin_step(self) -> None:
+        """Begin the streams of the next training step."""
         self.step += 1
         self._mixed_step = mix(mix(0, self.seed), self.step)
-        kept = self.state()
         self.active = True
-        try:
-            yield
-        finally:
-            self.active = False
-            self.restore(kept)
 
     def between_units(self) -> contextlib.AbstractContextManager[object]:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
         return self._operation_streams if self.active or self._replacement is not None else _NOTHING
 
-    def call_between_units(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def call_between_units(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call a function in the context of `between_units`."""
         if not self.active and self._replacement is None:
-            return function(argument)
+            return function(*args)
         _push_mode(self._operation_streams)
         try:
-            return function(argument)
+            return function(*args)
         finally:
             _pop_mode()
 
@@ -174,14 +170,14 @@ class RandomStreams:
         if closed:
             begin_layer(name)
         if not self.active:
-            with contextlib.nullcontext() if self._replacement is None or not closed else without_operation_streams():
+            if self._replacement is None or not closed:
                 return function(*args, **kwargs)
+            return call_without_operation_streams(function, *args, **kwargs)
         key = self._names.get(name)
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        caller = _CPU.initial_seed()
-        seed = self._seeds.branch(caller, key, closed=closed)
+        seed, later = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
         _CPU.manual_seed(seed)
         if device is not None:
             with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
@@ -197,9 +193,27 @@ class RandomStreams:
                 _push_mode(mode)
             # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
             # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
-            _CPU.manual_seed(self._seeds.after(caller))
+            _CPU.manual_seed(later)
             if device is not None:
                 device.set_state(kept_device)
+
+
+class _TrainingStep:
+    """Keeps the states of the generators during a training step; no `contextmanager`, which takes longer."""
+
+    def __init__(self, random: RandomStreams) -> None:
+        self._random = random
+        self._kept: _Generators | None = None
+
+    def __enter__(self) -> None:
+        self._kept = self._random.state()
+        self._random.begin_step()
+
+    def __exit__(self, *_: object) -> None:
+        self._random.active = False
+        kept, self._kept = self._kept, None
+        assert kept is not None
+        self._random.restore(kept)
 
 
 class _OperationStreams(TorchFunctionMode):
@@ -232,16 +246,16 @@ class _OperationStreams(TorchFunctionMode):
         return random.run(name, True, func, args, kwargs)
 
 
-@contextlib.contextmanager
-def without_operation_streams() -> Iterator[None]:
-    """Remove the mode meanwhile, so that operations run without Python."""
+def call_without_operation_streams(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    """Call a function without the mode, so that operations run without Python."""
     aside = (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams
-    mode = _pop_mode() if aside else None
+    if not aside:
+        return function(*args, **kwargs)
+    mode = _pop_mode()
     try:
-        yield
+        return function(*args, **kwargs)
     finally:
-        if mode is not None:
-            _push_mode(mode)
+        _push_mode(mode)
 
 
 def will_be_recomputed() -> bool:
