@@ -261,7 +261,7 @@ def find_events(folder: Path) -> list[Path]:
         EventsError: there is no such folder, or there are none in it.
     """
     if not folder.is_dir():
-        raise EventsError(f"there is no folder `{folder}`", hint="name the folder that `smpkit run --events` printed")
+        raise EventsError(f"there is no folder `{folder}`", hint="`smpkit runs` lists the runs here")
     for place in _PLACES:
         inside = folder / place
         found = {int(name[1]): path for path in _listing(inside) if (name := _NAME.fullmatch(path.name))}
