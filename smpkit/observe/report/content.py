@@ -62,7 +62,8 @@ def content_of(material: Material) -> Content:
     times: tuple[figures.StepTimes, ...] = ()
     main: figures.StepTimes | None = None
     steps: tuple[StepView, ...] = ()
-    matrix, stalls = None, ()
+    matrix: figures.Matrix | None = None
+    stalls: tuple[figures.LayerStall, ...] = ()
     if run is not None:
         times = figures.step_times(run)
         main = figures.main_step(times)
@@ -123,11 +124,9 @@ def _thinned(curve: Curve) -> Curve:
     size = -(-length // (_MOST_POINTS // 2))
     kept: set[int] = set()
     for start in range(0, length, size):
-        group = [at for at in range(start, min(start + size, length)) if curve.values[at] is not None]
-        if not group:
-            kept.add(start)
-            continue
-        kept.update((min(group, key=curve.values.__getitem__), max(group, key=curve.values.__getitem__)))
+        some = range(start, min(start + size, length))
+        group = [(value, at) for at in some if (value := curve.values[at]) is not None]
+        kept.update((min(group)[1], max(group)[1]) if group else (start,))
     chosen = sorted(kept | {0, length - 1})
     return replace(
         curve, steps=tuple(curve.steps[at] for at in chosen), values=tuple(curve.values[at] for at in chosen)

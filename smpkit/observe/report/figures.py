@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Final
 
@@ -66,12 +67,16 @@ class StepTimes:
 
     @property
     def per_second(self) -> tuple[float | None, ...]:
-        """The steps per second that each step adds, from its begin to the next one's; None for the last.
+        """The steps per second from the begin of each step to that of the next one here; None for the last.
 
-        A pause, for an evaluation or a checkpoint, counts as part of the step before it.
+        Steps between count, whether they were recorded or not; a checkpoint counts as part of the step before it.
         """
-        gaps = (after - before for before, after in zip(self.begin_s, self.begin_s[1:], strict=False))
-        return (*(1 / gap if gap > 0 else None for gap in gaps), None)
+        places = list(zip(self.numbers, self.begin_s, strict=True))
+        rates = [
+            (number - before) / (at - since) if at > since else None
+            for (before, since), (number, at) in pairwise(places)
+        ]
+        return (*rates, None)
 
 
 def step_times(run: Run) -> tuple[StepTimes, ...]:
