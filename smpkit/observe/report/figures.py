@@ -16,7 +16,6 @@ from smpkit.observe.events import Counter, MemorySample
 from smpkit.observe.executed import ExecutedStep, executed_step
 from smpkit.observe.merge import RankStep, Run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split
-from smpkit.plan.mesh import CommGroup
 from smpkit.plan.schedule.simulate import Cause, Timeline
 
 __all__ = [
@@ -418,10 +417,7 @@ def _parts(run: Run, step: ExecutedStep, stage: int) -> tuple[float, float, floa
             communication += (work.end_ns - work.start_ns) * 1e-9
     waits = step.executed.stall_seconds(stage)
     link = waits.pop(Cause.LINK)
+    # A rank that has finished before others reduces its gradients meanwhile.
+    waits[Cause.DRAIN] = max(0.0, waits[Cause.DRAIN] - communication)
     busy = sum(span.end_seconds - span.start_seconds for span in step.executed.spans[stage])
     return max(0.0, busy - stall), sum(waits.values()), communication + link, stall
-
-
-def pp_rank(run: Run, rank: int) -> int:
-    """Return the stage of a rank."""
-    return run.mesh.index(CommGroup.PP_GROUP, rank)

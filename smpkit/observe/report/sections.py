@@ -484,7 +484,7 @@ def _settings(contents: Sequence[Content]) -> Html:
         return joined(notes[:1])
     given = [name for name in names if any(name in each and each[name].origin != "default" for each in known)]
     defaults = [name for name in names if name not in set(given)]
-    head = ["setting", *_columns(contents, "value")]
+    head = ["setting", *_columns(contents, "value", "from")]
     return joined(
         [
             table(head, [_setting_row(name, known) for name in given], "", "text"),
@@ -500,8 +500,8 @@ def _settings(contents: Sequence[Content]) -> Html:
     )
 
 
-def _columns(contents: Sequence[Content], alone: str) -> list[str]:
-    return [alone] if len(contents) == 1 else [label_of(contents, at) for at in range(len(contents))]
+def _columns(contents: Sequence[Content], *alone: str) -> list[str]:
+    return list(alone) if len(contents) == 1 else [label_of(contents, at) for at in range(len(contents))]
 
 
 def _setting_row(name: str, known: Sequence[dict[str, Setting]]) -> list[str]:
@@ -511,9 +511,12 @@ def _setting_row(name: str, known: Sequence[dict[str, Setting]]) -> list[str]:
     cells = []
     for each in known:
         setting = each.get(name)
-        origin = None if setting is None else element("small", setting.origin)
         shown = _NOTHING if setting is None else setting.value
-        cells.append(element("td", shown, origin, class_="changed" if changed else None))
+        origin = "" if setting is None else setting.origin
+        if len(known) == 1:
+            cells += [element("td", shown), element("td", origin)]
+        else:
+            cells.append(element("td", shown, element("small", origin), class_="changed" if changed else None))
     return [element("th", element("code", name), title=full, scope="row"), *cells]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,7 @@ def settings_of(folder: Path) -> tuple[Setting, ...]:
     match = _COMMAND.search(text)
     options = _options(match["command"]) if match else {}
     defaults = {name: value for name, value in _defaults(content) if name not in given}
-    found = [Setting(name, value, options.get(name, "job file")) for name, value in given.items()]
+    found = [Setting(name, value, _origin(name, options)) for name, value in given.items()]
     return (*found, *(Setting(name, value, "default") for name, value in defaults.items()))
 
 
@@ -107,6 +107,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) or "–" if isinstance(value, list) else str(value) if value != {} else "–"
+
+
+def _origin(name: str, options: Mapping[str, str]) -> str:
+    """Return the option that set a value, or something that it is a part of."""
+    parts = name.split(".")
+    wholes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((options[whole] for whole in wholes if whole in options), "job file")
 
 
 def _options(command: str) -> dict[str, str]:

@@ -128,7 +128,7 @@ function curves(box, label, lines, text, fromZero) {
       cursor: {drag: {x: true, y: false}, points: {size: 7}},
       scales: {x: {time: false}, y: fromZero ? {range: (_, low, high) => [0, (high || 1) * 1.08]} : {}},
       axes: axes(ink, (value) => (Number.isInteger(value) ? String(value) : ""), text),
-      series: [{label: "step"}, ...lines.map((line, index) => ({
+      series: [{label: "step", value: (_, value) => figure(value)}, ...lines.map((line, index) => ({
         label: line.label,
         stroke: index ? ink.b : ink.a,
         width: 1.75,
