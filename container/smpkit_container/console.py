@@ -112,6 +112,14 @@ class Console:
         elif self._progress_is_due(rank):
             self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
 
+    def live(self, text: str) -> None:
+        """Say how the run goes: on a terminal in the bottom line, unless a rank's progress bar is there."""
+        if not self._terminal:
+            self.say(text)
+        elif self._status_rank < 0 or not self._status:
+            self._set_status(text)
+            self._status_rank = -1
+
     def say(self, text: str) -> None:
         """Print words of the launcher itself, on stderr; some quote what a rank or another host said."""
         if self.files is not None:

@@ -73,6 +73,7 @@ from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import delay_param_initialization
 from smpkit.torch.placement.manual import partition, set_partition
+from smpkit.torch.progress import progress
 from smpkit.torch.recompute.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpkit.torch.run_summary import install as _end_with_summary
 from smpkit.torch.step import StepOutput, step
@@ -158,6 +159,7 @@ __all__ = [
     "partition",
     "pp_rank",
     "pp_size",
+    "progress",
     "rank",
     "rdp_rank",
     "rdp_size",

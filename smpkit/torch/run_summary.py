@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,11 @@ from pydantic import TypeAdapter
 from torch._C._distributed_c10d import Store
 
 from smpkit.errors import SmpkitError
-from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.runs import RUN_DIR, run_at
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
 from smpkit.observe.summary_text import block
 from smpkit.plan.memory import OPTIMIZERS
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
 from smpkit.torch.distributed.recorder import Recorder, latest_recorder
@@ -61,12 +61,13 @@ def install() -> None:
     """Let every job of this process end with its block."""
     if _at_end not in state.end_hooks:
         state.end_hooks.append(_at_end)
+        status.plan_by(_planned)
 
 
 def _at_end() -> None:
     """Tell rank 0 what was measured; there, print it. Nothing that goes wrong here may end a job that went well."""
     recorder = latest_recorder()
-    if recorder is None or not recorder.meter.num_steps or state.tracing:
+    if recorder is None or not recorder.meter.num_steps or recorder.has_failed:
         return
     try:
         _report(recorder)
@@ -114,11 +115,8 @@ def summary_of_rank(recorder: Recorder) -> _Told:
 
 
 def _peaks(recorder: Recorder) -> KindBytes:
-    held = recorder.memory.peaks
-    if held is None:
-        return KindBytes()
-    known = asdict(held)
-    return KindBytes(**{field.name: max(0, known[field.name]) for field in fields(KindBytes)})
+    known = recorder.most.kinds
+    return KindBytes(**{field.name: known.get(field.name, 0) for field in fields(KindBytes)})
 
 
 def _planned() -> KindBytes | None:
@@ -132,11 +130,12 @@ def _planned() -> KindBytes | None:
         return None
     load = pipeline.assignment.loads[state.pp_rank]
     live = pipeline.peak_live_microbatches
-    if not load.activation_bytes or live is None:  # the model was not traced
-        return None
     weights = load.parameters_bytes
     return KindBytes(
-        weights=weights, gradients=weights, states=_planned_states(weights), activations=live * load.activation_bytes
+        weights=weights,
+        gradients=weights,
+        states=_planned_states(weights),
+        activations=(live or 0) * load.activation_bytes,  # 0 is unknown: of a first step without a backward
     )
 
 
@@ -188,7 +187,7 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
     # Ranks of a tensor-parallel group have batches of their own, unless the script gives all of them the same.
     batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
     return RunSummary(
-        name=os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python",
+        name=_job_name(),
         started=recorder.started,
         seconds=time.time() - recorder.started,
         steps=own.steps,
@@ -204,6 +203,13 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         gains=tuple(_largest([gain for each in told for gain in each.gains])),
         notes=tuple(notes),
     )
+
+
+def _job_name() -> str:
+    """Return the name of the job, which the folder of a run begins with; without one that of the script."""
+    folder = os.environ.get(RUN_DIR)
+    run = run_at(Path(folder)) if folder else None
+    return os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python" if run is None else run.name
 
 
 def _told(store: Store, rank: int, deadline: float) -> _Told | None:

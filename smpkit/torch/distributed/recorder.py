@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -41,15 +42,18 @@ from smpkit.observe.events import (
     WorkSpan,
 )
 from smpkit.observe.runs import EVENTS, RUN_DIR
+from smpkit.observe.summary import KindBytes
+from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
+from smpkit.plan.remedy import best_remedy
 from smpkit.plan.schedule.actions import Schedule, to_json
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
-from smpkit.torch.distributed.run_meter import RunMeter, Sampling, parts_of
+from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
 __all__ = [
     "EVENTS_DIR",
@@ -76,6 +80,10 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
+_NOTICEABLE: Final = 1.02
+"""By how much more a rank must hold than its status page says for the page to be written again."""
+_KINDS: Final = tuple(field.name for field in fields(KindBytes))
+_ON_DEVICE: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
 SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
@@ -106,10 +114,21 @@ class RecordedExecutor(Protocol):
     def last_schedule(self) -> Schedule | None: ...
 
 
+def _on_device(held: HeldBytes) -> int:
+    values = (getattr(held, name) for name in _ON_DEVICE)
+    return sum(value for value in values if value != UNKNOWN)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 class MostHeld:
-    """The most bytes that a rank has held at once, with offloaded ones and without."""
+    """The most bytes that a rank has held in a step: of each kind, and at once with offloaded ones and without."""
 
     def __init__(self) -> None:
+        self.kinds: dict[str, int] = {}
+        """The moments of these may differ."""
         self.on_device = 0
         self.with_offloaded = 0
         """What it would have been with everything kept on the device."""
@@ -117,8 +136,10 @@ class MostHeld:
     def add(self, samples: Iterable[HeldBytes]) -> None:
         """Take in what was measured during a step."""
         for held in samples:
-            parts = (held.weights, held.gradients, held.states, held.activations, held.parked, held.other)
-            on_device = sum(part for part in parts if part != UNKNOWN)
+            known = {name: value for name, value in vars(held).items() if value != UNKNOWN}
+            for name, value in known.items():
+                self.kinds[name] = max(value, self.kinds.get(name, 0))
+            on_device = _on_device(held)
             self.on_device = max(self.on_device, on_device)
             self.with_offloaded = max(self.with_offloaded, on_device + held.offloaded)
 
@@ -138,6 +159,9 @@ class Recorder:
         self._sampling = sampling
         self._recording = True
         self._is_training = False
+        self._shown = 0
+        self.has_failed = False
+        """Whether the latest step has ended with an exception."""
         self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
         self.most = MostHeld()
         self.started = time.time()
@@ -168,7 +192,7 @@ class Recorder:
     def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """Note an action, and what it has left in memory (the executor's hook)."""
         self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
-        self._held.append((end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD))))
+        self._hold(end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD)))
 
     def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         """Note a message to or from a rank of this pipeline (the transport's hook)."""
@@ -196,7 +220,31 @@ class Recorder:
 
     def note_memory(self) -> None:
         """Note what is in memory now."""
-        self._held.append((_now(), self.memory.now()))
+        self._hold(_now(), self.memory.now())
+
+    def _hold(self, at: Timestamp, held: HeldBytes) -> None:
+        """Keep a sample, and let the status page have it if it is the largest so far."""
+        self._held.append((at, held))
+        size = _on_device(held) - max(0, held.other)
+        if size > self._shown:
+            self._shown = round(size * _NOTICEABLE)
+            self._show(held)
+
+    def _show(self, held: HeldBytes) -> None:
+        page = status.current_page()
+        if page is not None:
+            kinds = {name: max(0, value) for name, value in vars(held).items() if name in _KINDS}
+            page.write(KindBytes(**kinds), status.planned(), self._remedy(kinds))
+
+    def _remedy(self, kinds: Mapping[str, int]) -> str:
+        """Say which setting would save most of what this rank holds."""
+        model_kinds = {name: kinds[name] for name in ("weights", "gradients", "states", "activations")}
+        replicas = state.dp_size
+        best = best_remedy(state.cfg, replicas, **model_kinds, is_checkpointed=status.checkpoints)
+        if best is None:
+            return ""
+        most = "up to " if best.is_bound else ""
+        return f"`{best.setting}` saves most: {most}{amount(best.saved_bytes)} of this rank's memory"
 
     @contextmanager
     def timing(self, callback: SpanCallback) -> Iterator[None]:
@@ -205,10 +253,10 @@ class Recorder:
         What is in memory before and after it is noted, too.
         """
         start = _now()
-        self._held.append((start, self.memory.now()))
+        self._hold(start, self.memory.now())
         yield
         end = _now()
-        self._held.append((end, self.memory.now()))
+        self._hold(end, self.memory.now())
         self._timed.append((callback, start, end))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
@@ -228,7 +276,9 @@ class Recorder:
         """Start a step; its events are kept until `end_step`."""
         self._step += 1
         self._name = name
-        self._is_training = False
+        if (page := status.current_page()) is not None:
+            page.begin_step(self._step)
+        self._is_training = self.has_failed = False
         was_recording = self._recording
         self._recording = self._is_wanted(name)
         if was_recording:
@@ -242,7 +292,7 @@ class Recorder:
             self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
         self._began_ns = time.perf_counter_ns()
         if self._recording:
-            self._held.append((self._began_ns, self.memory.begin_step()))
+            self._hold(self._began_ns, self.memory.begin_step())
 
     def _is_wanted(self, name: str) -> bool:
         return self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
@@ -277,6 +327,8 @@ class Recorder:
         pipeline = self._executor is not None
         parts = parts_of(self._began_ns, end_ns, actions, messages, works, is_pipeline=pipeline)
         self.meter.add_step(self._began_ns, end_ns, parts)
+        if self.meter.num_steps == WARM_UP + 1:
+            self.most = MostHeld()  # until its first step, a rank of a pipeline holds the whole model
         self.most.add(held for _, held in self._held)
 
     def note_training(self, samples: int, tokens: int) -> None:
@@ -290,6 +342,9 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
+        self.has_failed = True
+        if _is_out_of_memory(error):
+            self._show(self._largest())
         if not self._recording or self._writer is None:
             self._clear()
             return
@@ -302,6 +357,11 @@ class Recorder:
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
         self._write(self._events)
         self._clear()
+
+    def _largest(self) -> HeldBytes:
+        """Return what was held when it was most in the present step, or is now."""
+        samples = [*(held for _, held in self._held), self.memory.now()]
+        return max(samples, key=_on_device)
 
     def close(self) -> None:
         """Close the file."""
@@ -398,6 +458,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
     stop()
     variables = os.environ if environ is None else environ
+    status.open_page(state.rank, variables)
     text = variables.get(EVENTS_STEPS)
     steps = _DEFAULT_STEPS if text is None else _steps(text)
     sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
@@ -456,14 +517,16 @@ def note_training(size: Callable[[], tuple[int, int]]) -> None:
 @contextmanager
 def recorded_optimizer() -> Iterator[None]:
     """Time the optimizer: after each step where the host's clock can, else after those that are recorded."""
-    recorder, device = _recorder, state.device
-    if recorder is None or (devices.is_asynchronous(device) and not recorder.active):
+    recorder = _recorder
+    if recorder is None or not (recorder.meter.is_exact or recorder.active):
         yield
         return
-    devices.wait_for_stream(device)
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
     start_ns = time.perf_counter_ns()
     yield
-    devices.wait_for_stream(device)
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
     recorder.meter.add_optimizer(start_ns, time.perf_counter_ns())
 
 

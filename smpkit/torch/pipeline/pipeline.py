@@ -119,9 +119,9 @@ class Pipeline:
 
     @property
     def peak_live_microbatches(self) -> int | None:
-        """How many microbatches this rank holds at once by the latest schedule; None without one."""
-        schedule = None if self._executor is None else self._executor.last_schedule
-        return None if schedule is None else schedule.peak_live_microbatches[state.pp_rank]
+        """How many microbatches this rank holds at once by the schedules of its steps; None without any."""
+        schedules = [] if self._executor is None else self._executor.schedules.values()
+        return max((each.peak_live_microbatches[state.pp_rank] for each in schedules), default=None)
 
     @property
     def checkpointing_saves(self) -> int:
