@@ -63,7 +63,7 @@ def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: 
     assert (code, out) == (1, "")
     assert "(rank 1 on algo-1, exit 1)\n\n    Traceback (most recent call last):\n" in err
     assert err.count("ValueError: boo") == 1
-    assert err.endswith("rank 0 stopped because of it\n")
+    assert "\nrank 0 stopped because of it\nrun: runs/train-" in err
 
 
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:

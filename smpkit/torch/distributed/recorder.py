@@ -344,7 +344,8 @@ class Recorder:
         """
         self.has_failed = True
         if _is_out_of_memory(error):
-            self._show(self._largest())
+            with suppress(Exception):  # there may be no memory for this either, and the error itself must get out
+                self._show(self._largest())
         if not self._recording or self._writer is None:
             self._clear()
             return

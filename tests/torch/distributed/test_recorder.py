@@ -219,6 +219,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     smp.init({"microbatches": 1})
     recording = recorder.current_recorder()
     assert recording is not None
+    assert recording._writer is not None
     recording._writer._file.close()
     recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
     model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ class Sleeper(nn.Linear):
 
 
 class SlowOptimizer(torch.optim.SGD):
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         time.sleep(0.015)
 
 
