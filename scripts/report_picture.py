@@ -1,4 +1,4 @@
-"""Photograph the schedule and the memory of a report, for docs: `python -m scripts.report_picture REPORT.html OUT.png`."""
+"""Photograph a report for the documentation: `python -m scripts.report_picture REPORT.html OUT.png`."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Plan:
         drawing = self.timeline._repr_html_()
         if not self.memory:
             return drawing
-        kinds = {
+        kinds: dict[str, list[int] | list[int | None]] = {
             "parameters": [each.parameters_bytes for each in self.memory],
             "gradients": [each.gradients_bytes + each.reduction_bytes for each in self.memory],
             "optimizer": [each.optimizer_bytes + each.masters_bytes for each in self.memory],

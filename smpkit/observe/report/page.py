@@ -7,10 +7,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from importlib.resources import files
 from typing import Any, Final
 
-import smpkit
 from smpkit.observe.report.content import Content
 from smpkit.observe.report.markup import Html, element
 from smpkit.observe.report.sections import headline, label_of, per_step, sections
@@ -50,7 +50,7 @@ def page(contents: Sequence[Content]) -> str:
         element("header", element("h1", title), *map(headline, contents)),
         element("nav", element("ul", *links), aria_label="sections"),
         element("main", *(_section(part.name, part.title, part.body) for part in parts)),
-        element("footer", f"Made by smpkit {smpkit.__version__} with uPlot 1.6.32 (MIT). No part of it was loaded."),
+        element("footer", f"Made by smpkit {_version()} with uPlot 1.6.32 (MIT). No part of it was loaded."),
         element("noscript", "The charts need JavaScript; all tables can be read without."),
         element("script", Html(_embedded(_data(contents))), type="application/json", id="data"),
         *(element("script", Html(script)) for script in scripts),
@@ -60,6 +60,13 @@ def page(contents: Sequence[Content]) -> str:
 
 def _section(name: str, title: str, body: Html) -> Html:
     return element("section", element("h2", title), body, id=name, aria_label=title)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("smpkit")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "of a checkout"
 
 
 @cache
