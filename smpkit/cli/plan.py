@@ -85,7 +85,7 @@ def plan(
 
 
 def _svg(timeline: Timeline) -> str:
-    from smpkit.observe.svg import Drawing, svg
+    from smpkit.plan.schedule.svg import Drawing, svg
 
     schedule = timeline.schedule
     title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"

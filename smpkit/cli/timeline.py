@@ -102,7 +102,7 @@ def _write_trace(run: Run, path: Path, numbers: Sequence[int] | None) -> None:
 
 
 def _svg(step: ExecutedStep) -> str:
-    from smpkit.observe.svg import Drawing, svg
+    from smpkit.plan.schedule.svg import Drawing, svg
 
     timelines = {"planned": step.planned, "executed": step.executed}
     return svg([Drawing(f"{name}: {_summary(each)}", each) for name, each in timelines.items() if each is not None])

@@ -77,6 +77,19 @@ class ExecutedStep:
         planned, ran = self.planned.schedule.actions, self.executed.schedule.actions
         return planned == ran or tuple(map(_straight, planned)) == ran
 
+    def _repr_html_(self) -> str:
+        """Draw it in a notebook, below the planned step."""
+        from smpkit.plan.schedule.svg import Drawing, svg
+
+        both = {"planned": self.planned, "executed": self.executed}
+        return svg(
+            [
+                Drawing(f"{name}: {1e3 * each.makespan_seconds:.1f} ms, bubble {each.bubble:.1%}", each)
+                for name, each in both.items()
+                if each is not None
+            ]
+        )
+
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
         stalled = sum(stall.end_seconds - stall.start_seconds for stall in self.executed.stalls[stage])

@@ -1,24 +1,52 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from smpkit.cli._report import redacted, write_report
+from tests.cli.conftest import Smpkit
+from tests.observe.report.folders import write_events, write_run
 
 
-def test_values_are_taken_out_of_the_command() -> None:
-    command = ["smpkit", "run", "job.yaml", "--set", "environment.TOKEN=a=b", "--set=environment.KEY=c"]
-    assert redacted(command) == "smpkit run job.yaml --set environment.TOKEN=... --set=..."
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_run(tmp_path, "20260102-030405")
+    write_run(tmp_path, "20260102-040506", offloads=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_a_report_holds_versions_command_and_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = write_report(ValueError("half a character \ud800"), ["smpkit", "schema"])
-    assert path is not None
-    text = Path(path).read_text()
-    assert text.startswith("smpkit ")
-    assert "\nclick 8." in text
-    assert "command: smpkit schema" in text
-    assert "ValueError: half a character \\ud800" in text
-    assert Path(path).stat().st_mode & 0o077 == 0  # nobody else may read it
+def test_the_last_run_is_reported_into_its_folder(job: Path, smpkit: Smpkit) -> None:
+    result = smpkit("report")
+    path = job / "runs" / "odd-20260102-040506" / "report.html"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{path}\n", "")
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_two_runs_are_compared(job: Path, smpkit: Smpkit) -> None:
+    result = smpkit("report", "odd-20260102-030405", "odd-20260102-040506", "-o", "both.html")
+    assert (result.exit_code, result.stdout) == (0, "both.html\n")
+    assert "Differences" in (job / "both.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("job")
+def test_the_data_are_printed(smpkit: Smpkit) -> None:
+    content = json.loads(smpkit("report", "--json").stdout)
+    assert content["folder"] == "odd-20260102-040506"
+    both = json.loads(smpkit("report", "odd-20260102-030405", "odd", "--json").stdout)
+    assert [each["folder"] for each in both] == ["odd-20260102-030405", "odd-20260102-040506"]
+
+
+def test_a_folder_of_events_is_enough(tmp_path: Path, smpkit: Smpkit) -> None:
+    write_events(tmp_path / "elsewhere")
+    result = smpkit("report", str(tmp_path / "elsewhere"))
+    assert result.exit_code == 0
+    assert (tmp_path / "elsewhere" / "report.html").is_file()
+
+
+def test_an_unknown_run_is_named(job: Path, smpkit: Smpkit) -> None:
+    result = smpkit("report", "odd-20260102-030406")
+    assert result.exit_code == 1
+    assert "there is no run `odd-20260102-030406`" in result.stderr
+    assert "did you mean" in result.stderr

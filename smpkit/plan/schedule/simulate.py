@@ -105,6 +105,13 @@ class Timeline:
         """The most microbatches that are live at a time on each rank."""
         return self.schedule.peak_live_microbatches
 
+    def _repr_html_(self) -> str:
+        """Draw it in a notebook."""
+        from smpkit.plan.schedule.svg import Drawing, svg
+
+        count = f"{self.schedule.num_microbatches} microbatches"
+        return svg([Drawing(f"{self.schedule.name}, {count}, bubble {self.bubble:.1%}", self)])
+
     @cached_property
     def links(self) -> dict[tuple[int, int], LinkUse]:
         """What travels in one step, for each ordered pair of ranks (sender, receiver)."""

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from smpkit.observe.svg import Drawing, svg
 from smpkit.plan.schedule.simulate import Timeline, simulate
+from smpkit.plan.schedule.svg import Drawing, svg
 from tests.observe.logs import COSTS, chain
 
 _SVG = "{http://www.w3.org/2000/svg}"
