@@ -67,6 +67,7 @@ from smpkit.torch.distributed.objects import (
     send,
 )
 from smpkit.torch.distributed.signals import on_stop, stop_requested
+from smpkit.torch.log import log
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
@@ -146,6 +147,7 @@ __all__ = [
     "load_pretrained",
     "local_rank",
     "local_size",
+    "log",
     "model_creation",
     "mp_barrier",
     "mp_rank",
