@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from smpkit.errors import CheckpointError
 from smpkit_estimator.files import Files, copied
@@ -74,19 +73,14 @@ def _digest(files: Files, name: str) -> bytes:
     return digest.found.digest()
 
 
-class _Digest(io.RawIOBase):
+class _Digest:
     """Takes in a file and keeps its digest."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.found = hashlib.sha256()
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes) -> None:
         self.found.update(data)
-        return len(data)
 
 
 def _newest(files: Files) -> str | None:

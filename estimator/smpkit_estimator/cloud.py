@@ -245,8 +245,8 @@ class Cloud:
         with _transfer(f"cannot upload to {uri}"):
             self._client("s3").upload_fileobj(content, bucket, key, ExtraArgs=options)
 
-    def fetch(self, uri: str, into: BinaryIO) -> None:
-        """Write an object of any size to `into`."""
+    def fetch(self, uri: str, into: Any) -> None:
+        """Write an object of any size to `into`, which has `write`."""
         bucket, key = split_uri(uri)
         with _transfer(f"cannot read {uri}"):
             self._client("s3").download_fileobj(bucket, key, into)

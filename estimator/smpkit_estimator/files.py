@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 from smpkit.errors import CloudError, UnsupportedError
 from smpkit_estimator.cloud import Cloud
 
-__all__ = ["Bucket", "Files", "Folder", "Found", "copied", "folder_here"]
+__all__ = ["Bucket", "Files", "Folder", "Found", "Sink", "copied", "folder_here"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class Found:
     size: int
     """In bytes."""
     modified: datetime
+
+
+class Sink(Protocol):
+    """What takes in a file."""
+
+    def write(self, data: bytes, /) -> object: ...
 
 
 class Files(Protocol):
@@ -37,7 +43,7 @@ class Files(Protocol):
     def list(self) -> Mapping[str, Found]:
         """Return every file."""
 
-    def read(self, name: str, into: BinaryIO) -> None:
+    def read(self, name: str, into: Sink) -> None:
         """Write a file's content to `into`."""
 
     def write(self, name: str, content: BinaryIO) -> None:
@@ -61,7 +67,7 @@ class Bucket:
         cut += bool(cut)
         return {item.key[cut:]: Found(item.size, item.modified) for item in self.cloud.objects(f"{self.place}/")}
 
-    def read(self, name: str, into: BinaryIO) -> None:
+    def read(self, name: str, into: Sink) -> None:
         self.cloud.fetch(f"{self.place}/{name}", into)
 
     def write(self, name: str, content: BinaryIO) -> None:
@@ -87,7 +93,7 @@ class Folder:
                 found[str(path.relative_to(self.path))] = Found(facts.st_size, modified)
         return found
 
-    def read(self, name: str, into: BinaryIO) -> None:
+    def read(self, name: str, into: Sink) -> None:
         try:
             with (self.path / name).open("rb") as file:
                 _pass_on(file, into)
@@ -129,6 +135,6 @@ def copied(source: Files, target: Files, name: str) -> None:
         target.write(name, file)
 
 
-def _pass_on(source: BinaryIO, target: BinaryIO) -> None:
+def _pass_on(source: BinaryIO, target: Sink) -> None:
     while chunk := source.read(1 << 20):
         target.write(chunk)

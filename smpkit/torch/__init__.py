@@ -67,6 +67,7 @@ from smpkit.torch.distributed.objects import (
     send,
 )
 from smpkit.torch.distributed.signals import on_stop, stop_requested
+from smpkit.torch.launch import launch
 from smpkit.torch.log import log
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
@@ -143,6 +144,7 @@ __all__ = [
     "is_initialized",
     "is_tracing",
     "latest_checkpoint",
+    "launch",
     "load",
     "load_pretrained",
     "local_rank",

@@ -78,7 +78,7 @@ def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGr
     rank = state.rank
     if mean_over is None and rank != 0:
         return
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and step < 0:
         raise UsageError(f"smp.log was given the step {step!r}", hint="it is a number from 0")
     numbers = _numbers(values)
     if mean_over is not None:

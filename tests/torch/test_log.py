@@ -85,7 +85,7 @@ def from_wandb(run: Path) -> tuple[dict[int, float], dict[str, str]]:
     values: dict[int, float] = {}
     settings: dict[str, str] = {}
     for data in records_of(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         if "loss" in items:
@@ -116,6 +116,7 @@ def from_mlflow(run: Path) -> tuple[dict[int, float], dict[str, str]]:
 
     client = mlflow.MlflowClient((run / "mlflow").as_uri())
     experiment = client.get_experiment_by_name("smpkit")
+    assert experiment is not None
     [made] = client.search_runs([experiment.experiment_id])
     assert (made.info.run_name, made.info.status) == ("my-job", "FINISHED")
     return {each.step: each.value for each in client.get_metric_history(made.info.run_id, "loss")}, made.data.params

@@ -251,7 +251,7 @@ class KubernetesCluster:
                 hint = f"there are some in {', '.join(elsewhere)}; choose one with `--region`"
         raise UsageError(message, hint=hint)
 
-    def _elsewhere(self, selector: str) -> list[str]:
+    def _elsewhere(self, selector: str) -> Sequence[str]:
         """Return the other namespaces that have such a job, unless the user chose one; none if nobody may look."""
         if self._access.region is not None:
             return []

@@ -43,6 +43,7 @@ from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.profiler import Profiler, profiler_of
 
 __all__ = [
     "EVENTS_DIR",
@@ -101,10 +102,12 @@ class Recorder:
     Args:
         writer: the file of this rank.
         max_steps: how many steps to record.
+        profiler: profiles some of them.
     """
 
-    def __init__(self, writer: EventWriter, max_steps: int) -> None:
+    def __init__(self, writer: EventWriter, max_steps: int, profiler: Profiler | None = None) -> None:
         self._writer = writer
+        self._profiler = profiler
         self._max_steps = max_steps
         self._peers = state.group(CommGroup.PP_GROUP)
         self._step = -1
@@ -177,7 +180,13 @@ class Recorder:
         self._name = name
         if not self.active:
             self._finish()
+        elif self._profiler is not None:
+            self._profiler.before(self._step)
         self._began_ns = time.perf_counter_ns()
+
+    def marked(self) -> AbstractContextManager[None]:
+        """Mark the step in the profile, if it is profiled."""
+        return nullcontext() if self._profiler is None else self._profiler.step(self._step)
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
@@ -192,6 +201,8 @@ class Recorder:
         self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
         self._write(self._events)
         self._clear()
+        if self._profiler is not None:
+            self._profiler.after(self._step)
 
     def abandon_step(self, error: BaseException) -> None:
         """Write what was recorded of a step that an exception ended.
@@ -212,6 +223,8 @@ class Recorder:
     def close(self) -> None:
         """Close the file."""
         self._detach()
+        if self._profiler is not None:
+            self._profiler.close()
         with suppress(OSError):  # of a full disk, about which `_write` has warned
             self._writer.close()
 
@@ -302,7 +315,8 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     variables = os.environ if environ is None else environ
     if folder := variables.get(EVENTS_DIR):
         steps = _steps(variables.get(EVENTS_STEPS, str(_DEFAULT_STEPS)))
-        _recorder = Recorder(EventWriter(Path(folder), _header()), steps)
+        profiler = profiler_of(variables, Path(folder))
+        _recorder = Recorder(EventWriter(Path(folder), _header()), steps, profiler)
         if stop not in state.reset_hooks:
             state.reset_hooks.append(stop)
 
@@ -325,7 +339,8 @@ def recorded_step(name: str) -> AbstractContextManager[None]:
 def _recorded_step(recorder: Recorder, name: str) -> Iterator[None]:
     recorder.begin_step(name)
     try:
-        yield
+        with recorder.marked():
+            yield
     except BaseException as error:
         recorder.abandon_step(error)
         raise
