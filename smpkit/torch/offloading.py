@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,11 @@ def _record(step: StepReport) -> None:
         current_recorder.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
         current_recorder.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
         current_recorder.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for stall in step.stalls:
+            seconds[stall.layer] += stall.seconds
+        for layer, stalled in seconds.items():
+            current_recorder.on_counter(f"offload stall of {layer}, ns", round(1e9 * stalled), at_ns)
 
 
 def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:

@@ -26,7 +26,7 @@ __all__ = ["PROFILE", "Profiler", "profiler_of"]
 _log = logging.getLogger("smpkit")
 
 PROFILE: Final = "SMPKIT_PROFILE"
-"""The first and the last step, as `10:12`; SMPKIT_EVENTS_DIR must be set, too."""
+"""The first and the last step, as `10:12`; without a folder for events, nothing is profiled."""
 
 
 class Profiler:
@@ -36,9 +36,13 @@ class Profiler:
         self._folder, self._steps = folder, steps
         self._profile: Any = None
 
+    def wants(self, number: int) -> bool:
+        """Tell whether a step is one of them."""
+        return number in self._steps
+
     def before(self, number: int) -> None:
         """Start, if the step that comes is the first of them; which takes time that is not the step's."""
-        if number in self._steps and self._profile is None:
+        if self.wants(number) and self._profile is None:
             self._profile = torch.profiler.profile(profile_memory=True)
             self._profile.start()
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core.microbatches import scaled_root_gradient
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import recorded_backward, recorded_microbatch
@@ -74,6 +76,7 @@ class OneStage:
                 self.random.begin_microbatch(index)
             for begin in self._participants.begin_microbatch:
                 begin(index)
+            begin_action(Kind.FORWARD.value, index)
             with recorded_microbatch(index):
                 output = body(calls[index])
                 # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
@@ -92,6 +95,7 @@ class OneStage:
             for prepare in participants.before_backward:
                 prepare(step)
             step.backwards += 1
+            begin_action(Kind.BACKWARD.value, step.microbatch)
         self._in_backward = True
         try:
             with recorded_backward(), without_operation_streams():  # backward is none, as over a pipeline
