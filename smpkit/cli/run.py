@@ -7,13 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._files import write_file
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.cli._run_folder import begin_run, end_run, shown
 from smpkit.cli._time import SECONDS
@@ -47,6 +48,11 @@ class _DockerOptions:
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
+@click.option(
+    "--profile",
+    metavar="FIRST:LAST",
+    help="Put torch's profiler around these steps, from 0, and leave one trace of it and the events for Perfetto.",
+)
 @click.option("--docker", is_flag=True, help="Run in the training image: the job's, or one that is built first.")
 @click.option(
     "--hosts", type=click.IntRange(1, 16), help="With --docker: containers. Default: as many as the job asks."
@@ -64,6 +70,7 @@ def run(
     overrides: tuple[str, ...],
     arguments: tuple[str, ...],
     events: bool,
+    profile: str | None,
     docker: bool,
     hosts: int | None,
     interrupt_after: float | None,
@@ -80,6 +87,8 @@ def run(
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
     job = read_job(file, overrides)
+    if profile is not None:
+        job = _profiled(job, profile)
     if docker:
         options = _DockerOptions(hosts, interrupt_after, gpus, events)
         return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
@@ -90,6 +99,18 @@ def run(
     if nodes > 1:
         return _run_on_nodes(job, overrides, arguments, nodes)
     return _run_here(job, overrides, arguments, events=events)
+
+
+def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
+    """Tell the ranks which steps to profile."""
+    from smpkit.observe.profiles import PROFILE, steps_of
+
+    try:
+        steps_of(steps)
+    except ValueError as error:
+        raise UsageError(f"--profile: {error}") from None
+    config = job.config.model_copy(update={"environment": {**job.config.environment, PROFILE: steps}})
+    return replace(job, config=config)
 
 
 def _refuse_without_docker(**options: object) -> None:
@@ -150,6 +171,7 @@ def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     elif done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
+    _leave_trace(console, run)
 
 
 # ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
@@ -168,6 +190,7 @@ def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[
     code = run_here(plan, run.path, arguments)
     end_run(run, time.monotonic() - began, _end_of(code, None, stopped=False))
     console.note(f"run: {shown(run.path)}")
+    _leave_trace(console, run)
     console.note(f"kept: {plan.runs[0].folder}")
     return int(code != 0)
 
@@ -235,6 +258,7 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
     for clash in done.clashes:
         console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
+    _leave_trace(console, run)
 
 
 # ---- what both say ---------------------------------------------------------------------------------------------------
@@ -260,6 +284,20 @@ def _show_places(
             console.note(f"{name}: {place}")
     inside = [place.name for place in (model, output_data, checkpoints) if place and place.parent == run.path.resolve()]
     console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
+
+
+def _leave_trace(console: _console.Console, run: Run) -> None:
+    """Put what was profiled and the events into one trace."""
+    from smpkit.observe.chrome_trace import chrome_trace
+    from smpkit.observe.merge import read_run
+    from smpkit.observe.profiles import profiles_of
+    from smpkit.observe.runs import EVENTS, TRACE
+
+    profiles = profiles_of(run.path / EVENTS)
+    if not profiles:
+        return
+    write_file(run.path / TRACE, chrome_trace(read_run(run.path), profiles=profiles), "trace")
+    console.note(f"trace: {shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -56,7 +56,8 @@ def timeline(
     from smpkit.observe.merge import read_run
     from smpkit.observe.runs import open_run
 
-    run = read_run(open_run(name).path)
+    folder = open_run(name).path
+    run = read_run(folder)
     chosen = _chosen(run, number, pipeline)
     console = _console.current()
     for rank in run.truncated:

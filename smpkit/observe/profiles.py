@@ -21,7 +21,10 @@ from typing import Any, Final
 from smpkit.observe.events import EventsError
 from smpkit.observe.merge import Run
 
-__all__ = ["PROFILED", "profile_events", "profile_name", "profiled_steps", "profiles_of", "steps_of"]
+__all__ = ["PROFILE", "PROFILED", "profile_events", "profile_name", "profiled_steps", "profiles_of", "steps_of"]
+
+PROFILE: Final = "SMPKIT_PROFILE"
+"""The variable that names the steps; without a folder for events, nothing is profiled."""
 
 PROFILED: Final = "smpkit step "
 """What the profiler's span of a step is called, with the number behind it."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NAME", "Logged", "ValueWriter", "read_values"]
+from smpkit.observe.runs import VALUES
 
-NAME: Final = "values.jsonl"
+__all__ = ["Logged", "ValueWriter", "read_values"]
+
 _TAIL_BYTES: Final = 1 << 16
 
 
@@ -38,7 +39,7 @@ class ValueWriter:
 
     def __init__(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        self._path = run / NAME
+        self._path = run / VALUES
         self.last_step = _last_step(self._path)
         """The step of the last line; 0 if there is none."""
         self._file = self._path.open("a", encoding="utf-8")
@@ -62,7 +63,7 @@ def read_values(run: Path) -> tuple[Logged, ...]:
     """Return what was logged in a run, in the order of the calls; a last line that is half written is left out."""
     found = []
     try:
-        text = (run / NAME).read_text(encoding="utf-8")
+        text = (run / VALUES).read_text(encoding="utf-8")
     except FileNotFoundError:
         return ()
     for line in text.splitlines():

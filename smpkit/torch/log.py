@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.observe.runs import RUN_DIR
 from smpkit.observe.values import Logged, ValueWriter
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
@@ -20,14 +21,12 @@ from smpkit.torch.trackers import Trackers, open_trackers
 
 __all__ = ["log"]
 
-RUN = "SMPKIT_RUN_DIR"
-
 
 class _Log:
     """Where rank 0's values go while the job lasts."""
 
     def __init__(self) -> None:
-        folder = os.environ.get(RUN)
+        folder = os.environ.get(RUN_DIR)
         self._file = None if not folder else ValueWriter(Path(folder))
         self._last = 0 if self._file is None else self._file.last_step
         self._trackers: Trackers = open_trackers(None if not folder else Path(folder))

@@ -10,23 +10,20 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from smpkit.errors import ConfigError, Problem
-from smpkit.observe.profiles import PROFILED, profile_name, steps_of
+from smpkit.observe.profiles import PROFILE, PROFILED, profile_name, steps_of
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["PROFILE", "Profiler", "profiler_of"]
+__all__ = ["Profiler", "profiler_of"]
 
 _log = logging.getLogger("smpkit")
-
-PROFILE: Final = "SMPKIT_PROFILE"
-"""The first and the last step, as `10:12`; without a folder for events, nothing is profiled."""
 
 
 class Profiler:
