@@ -82,6 +82,7 @@ COMMANDS: dict[str, Entry] = {
         "smpkit.cli.export:export", "Write a checkpoint in the sharded layout of another library.", "After"
     ),
     "runs": Entry("smpkit.cli.runs:runs", "List the runs below this folder, or show one, or compare several.", "After"),
+    "report": Entry("smpkit.cli.report:report", "Write a run as one HTML file, or two side by side.", "After"),
     "timeline": Entry(
         "smpkit.cli.timeline:timeline", "Show a step as it was executed, beside the planned one.", "After"
     ),

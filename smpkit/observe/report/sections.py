@@ -1,0 +1,519 @@
+"""The sections of the page, with its tables: they can be read without a script. Charts are boxes that a script fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from smpkit.observe.report.content import Content
+from smpkit.observe.report.figures import Matrix
+from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, table
+from smpkit.observe.report.settings import differences
+from smpkit.observe.summary import KindBytes, RankSummary, RunSummary
+from smpkit.observe.summary_text import amount, count, duration, gain_line, seconds
+
+__all__ = ["Section", "headline", "label_of", "per_step", "sections"]
+
+_PARTS: Final = ("compute", "bubble", "communication", "stall", "optimizer", "other")
+_KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other", "offloaded")
+_MOST_ROWS: Final = 64
+_MOST_STALLS: Final = 12
+_LARGEST_TABLE: Final = 16
+"""The most ranks whose matrix is a table of numbers; that of more is a picture."""
+_HEAT: Final = 4
+_NOTHING: Final = "–"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    title: str
+    body: Html
+
+
+def sections(contents: Sequence[Content]) -> list[Section]:
+    """Return all sections of a report of one run or two, in order."""
+    found = [Section("summary", "Summary", _both(contents, _summary))]
+    if len(contents) == 2:
+        found.insert(0, Section("differences", "Differences", _differences(contents[0], contents[1])))
+    found += [
+        Section("values", "Logged values", _values(contents)),
+        Section("throughput", "Throughput", _throughput(contents)),
+        Section("schedule", "Schedule", _each(contents, _schedule)),
+        Section("memory", "Memory over a step", _both(contents, _memory, own_charts=True)),
+        Section("link", "Link with the host", _both(contents, _link)),
+        Section("communication", "Communication", _both(contents, _communication)),
+        Section("settings", "Configuration", _both(contents, _settings)),
+        Section("environment", "Environment", _both(contents, _environment)),
+        Section("output", "Warnings and output", _both(contents, _output)),
+    ]
+    return found
+
+
+def label_of(contents: Sequence[Content], index: int) -> str:
+    """Return what a run is called in a report of several."""
+    return f"{'AB'[index]} · {contents[index].folder}"
+
+
+def _both(contents: Sequence[Content], make: Callable[[Content, int], Html], *, own_charts: bool = False) -> Html:
+    """Return the same of each run, side by side where there is room."""
+    if len(contents) == 1:
+        return make(contents[0], 0)
+    parts = [element("div", element("h3", label_of(contents, at)), make(each, at)) for at, each in enumerate(contents)]
+    return element("div", *parts, class_="pair two stacked" if own_charts else "pair two")
+
+
+def _each(contents: Sequence[Content], make: Callable[[Content, int], Html]) -> Html:
+    """Return the same of each run, one below the other: on one axis of time they compare."""
+    if len(contents) == 1:
+        return make(contents[0], 0)
+    return joined(
+        element("div", element("h3", label_of(contents, at)), make(each, at)) for at, each in enumerate(contents)
+    )
+
+
+def _missing(content: Content, *names: str) -> Html | None:
+    """Return the sentences about what was not recorded."""
+    texts = [content.missing[name] for name in names if name in content.missing]
+    return joined(element("p", code(text), class_="note") for text in texts) if texts else None
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
+
+
+def _summary(content: Content, _: int) -> Html:
+    summary = content.summary
+    if summary is None:
+        return _missing(content, "summary", "events") or Html("")
+    gains = [element("li", code(_ticked(gain_line(each)))) for each in summary.gains]
+    notes = [element("p", each, class_="note") for each in summary.notes]
+    parts = [figures(_key_figures(content, summary)), element("h3", "What it gained") if gains else None]
+    parts += [element("ul", *gains) if gains else None, *notes]
+    if any(rank.split.total for rank in summary.ranks):
+        parts += [element("h3", "Where an average step's time goes"), _split(summary)]
+    if any(_held(rank) for rank in summary.ranks):
+        parts += [element("h3", "Peak memory by kind, beside the plan"), _peaks(content, summary)]
+    return joined(parts)
+
+
+def _ticked(line: str) -> str:
+    feature, colon, rest = line.partition(":")
+    return f"`{feature}`{colon}{rest}" if colon else line
+
+
+def _key_figures(content: Content, summary: RunSummary) -> Iterator[tuple[str, str, str]]:
+    rates = [
+        ("tokens/s", summary.tokens_per_s),
+        ("samples/s", summary.samples_per_s),
+        ("steps/s", summary.steps_per_s),
+    ]
+    for name, value in rates:
+        if value is not None:
+            yield name, count(value), ""
+    if summary.flops_share is not None:
+        yield "of peak FLOPs", f"{summary.flops_share:.0%}", ""
+    if content.steps and content.steps[0].pipelines:
+        view = content.steps[0].pipelines[0]
+        yield "step", seconds(view.step_ms / 1e3), f"typical: step {content.steps[0].number}"
+        planned = "" if view.planned_bubble is None else f"planned {view.planned_bubble:.1%}"
+        if len(view.ranks) > 1:
+            yield "bubble", f"{view.executed_bubble:.1%}", planned
+    if summary.ranks:
+        fullest = max(summary.ranks, key=_held)
+        of = f" of {amount(fullest.device_size)}" if fullest.device_size else ""
+        yield "peak memory", amount(_held(fullest)), f"rank {fullest.rank}{of}"
+    yield (
+        "ranks",
+        f"{summary.world_size:,}",
+        f"{summary.pipeline} pipeline × {summary.tensor} tensor × {summary.data} data",
+    )
+    yield "steps", f"{summary.steps:,}", f"in {duration(summary.seconds)}"
+    for curve in content.curves[:1]:
+        last = next((value for value in reversed(curve.values) if value is not None), None)
+        first = next((value for value in curve.values if value is not None), None)
+        if last is not None and first is not None:
+            yield curve.name, f"{last:.4g}", f"began at {first:.4g}"
+
+
+def _held(rank: RankSummary) -> int:
+    """Return the most bytes on the device; without one, what tensors hold and not what Python does."""
+    if rank.device_size is not None and rank.device_peak is not None:
+        return rank.device_peak
+    return rank.peak.on_device - rank.peak.other
+
+
+def _split(summary: RunSummary) -> Html:
+    ranks = summary.ranks[:_MOST_ROWS]
+    parts = [part for part in _PARTS if any(getattr(rank.split, part) >= 5e-4 * rank.split.total > 0 for rank in ranks)]
+    longest = max(rank.split.total for rank in ranks)
+    rows = []
+    for rank in ranks:
+        split = rank.split
+        shares = [(part, getattr(split, part)) for part in parts]
+        said = ", ".join(f"{part} {seconds(value)}" for part, value in shares)
+        classes = [("rest" if part == "other" else part, value) for part, value in shares]
+        cells = [_two(seconds(value), f"{value / split.total:.0%}" if split.total else "") for _, value in shares]
+        drawn = element("td", bar(classes, longest, f"rank {rank.rank}: {said}"), class_="wide")
+        rows.append([str(rank.rank), drawn, *cells, seconds(split.total)])
+    colours = legend([("rest" if part == "other" else part, part) for part in parts])
+    return joined(
+        [
+            colours,
+            table(["rank", "", *parts, "step"], rows, _left_out(summary)),
+        ]
+    )
+
+
+def _left_out(summary: RunSummary) -> str:
+    return f"the first {_MOST_ROWS} of {len(summary.ranks)} ranks" if len(summary.ranks) > _MOST_ROWS else ""
+
+
+def _two(value: str, more: str) -> Html:
+    return element("td", value, element("small", more) if more else None)
+
+
+def _peaks(content: Content, summary: RunSummary) -> Html:
+    ranks = summary.ranks[:_MOST_ROWS]
+    plans = dict(zip((rank.rank for rank in summary.ranks), content.planned, strict=False))
+    kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in ranks)]
+    rows = []
+    for rank in ranks:
+        planned = plans.get(rank.rank)
+        cells = [_kind_cell(rank.peak, planned, kind) for kind in kinds]
+        most = amount(rank.device_peak) if rank.device_peak else _NOTHING
+        rows.append([str(rank.rank), *cells, _two(most, f"of {amount(rank.device_size)}" if rank.device_size else "")])
+    said = "most at any time of each kind" + ("; below it, the plan" if any(plans.values()) else "")
+    note = None
+    if not any(plans.values()):
+        note = element(
+            "p",
+            code("No plan knows this model: `smpkit plan JOB_FILE --model MODULE:FACTORY` makes one."),
+            class_="note",
+        )
+    if all(rank.device_size is None for rank in ranks):
+        more = "Without a GPU, `other` and `at once` are those of the whole process, with Python and its libraries."
+        note = joined([element("p", code(more), class_="note"), note])
+    shown = ["on the host" if kind == "offloaded" else kind for kind in kinds]
+    return joined([table(["rank", *shown, "at once"], rows, said), note])
+
+
+def _kind_cell(peak: KindBytes, planned: KindBytes | None, kind: str) -> Html:
+    value = getattr(peak, kind)
+    if planned is None or kind == "other":
+        return element("td", amount(value))
+    expected = getattr(planned, kind)
+    over = value > 1.1 * expected and expected > 0
+    return element("td", amount(value), element("small", f"plan {amount(expected)}"), class_="over" if over else None)
+
+
+# --- over steps -------------------------------------------------------------------------------------------------------
+
+
+def _differences(before: Content, after: Content) -> Html:
+    found = differences(before.settings, after.settings)
+    parts = []
+    if found:
+        rows = [[each.name, each.before or _NOTHING, each.after or _NOTHING] for each in found]
+        parts.append(table(["setting", f"A · {before.folder}", f"B · {after.folder}"], rows, "", "text"))
+    elif before.settings and after.settings:
+        parts.append(element("p", "Both ran with the same settings.", class_="note"))
+    else:
+        parts += [_missing(each, "settings") or Html("") for each in (before, after)]
+    changed = [
+        [name, before.environment.get(name, _NOTHING), after.environment.get(name, _NOTHING)]
+        for name in dict.fromkeys((*before.environment, *after.environment))
+        if before.environment.get(name) != after.environment.get(name) and name not in ("started", "command")
+    ]
+    if changed:
+        parts += [element("h3", "Environment"), table(["", "A", "B"], changed, "", "text")]
+    compared = list(_compared(before, after))
+    if compared:
+        parts += [element("h3", "Figures"), table(["", "A", "B", "B to A"], compared)]
+    return joined(parts)
+
+
+def _compared(before: Content, after: Content) -> Iterator[list[str]]:
+    one, other = before.summary, after.summary
+    if one is None or other is None:
+        return
+
+    def fullest(summary: RunSummary) -> float | None:
+        return max((_held(rank) for rank in summary.ranks), default=0) or None
+
+    def longest(summary: RunSummary) -> float | None:
+        return max((rank.split.total for rank in summary.ranks), default=0.0) or None
+
+    lines: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
+        ("tokens/s", one.tokens_per_s, other.tokens_per_s, count),
+        ("samples/s", one.samples_per_s, other.samples_per_s, count),
+        ("steps/s", one.steps_per_s, other.steps_per_s, count),
+        ("step", longest(one), longest(other), seconds),
+        ("bubble", _bubble(before), _bubble(after), lambda value: f"{value:.1%}"),
+        ("peak memory of a rank", fullest(one), fullest(other), lambda value: amount(round(value))),
+        ("steps", one.steps, other.steps, lambda value: f"{value:,.0f}"),
+    ]
+    lines += [(f"last {name}", *pair, lambda value: f"{value:.4g}") for name, pair in _last_values(before, after)]
+    for name, first, second, text in lines:
+        if first is None and second is None:
+            continue
+        shown = [_NOTHING if each is None else text(each) for each in (first, second)]
+        change = f"{second / first - 1:+.1%}" if first and second is not None else _NOTHING
+        yield [name, *shown, change]
+
+
+def _bubble(content: Content) -> float | None:
+    views = [view for step in content.steps[:1] for view in step.pipelines[:1] if len(view.ranks) > 1]
+    return views[0].executed_bubble if views else None
+
+
+def _last_values(before: Content, after: Content) -> Iterator[tuple[str, tuple[float | None, float | None]]]:
+    ends = [
+        {curve.name: next((v for v in reversed(curve.values) if v is not None), None) for curve in each.curves}
+        for each in (before, after)
+    ]
+    for name in ends[0]:
+        if name in ends[1]:
+            yield name, (ends[0][name], ends[1][name])
+
+
+def _values(contents: Sequence[Content]) -> Html:
+    names = list(dict.fromkeys(curve.name for each in contents for curve in each.curves))
+    notes = [_missing(each, "values") for each in contents if not each.curves]
+    boxes = [element("figure", element("figcaption", name), _chart("values", name=name)) for name in names]
+    return joined([element("div", *boxes, class_="panels") if boxes else None, *notes[:1]])
+
+
+def _throughput(contents: Sequence[Content]) -> Html:
+    units = [unit for unit in ("tokens", "samples") if all(per_step(each.summary, unit) for each in contents)]
+    shown = [each for each in contents if each.main is not None and len(each.main.numbers) > 1]
+    notes = [_missing(each, "events") for each in contents if each.main is None]
+    if not shown:
+        return joined([*notes, element("p", "No two steps were recorded.", class_="note") if not notes else None])
+    units = ["steps", *units[:1]]
+    boxes = [
+        element("figure", element("figcaption", f"{unit} per second"), _chart("throughput", unit=unit))
+        for unit in units
+    ]
+    rows = [
+        [
+            times.name,
+            f"{len(times.numbers):,}",
+            seconds(sorted(times.seconds)[len(times.seconds) // 2]),
+            seconds(max(times.seconds)),
+        ]
+        for each in contents
+        for times in each.times
+    ]
+    lines = table(["step function", "recorded", "median", "longest"], rows, "recorded calls of the step functions")
+    return joined([element("div", *boxes, class_="panels"), lines, *notes])
+
+
+def per_step(summary: RunSummary | None, unit: str) -> float | None:
+    """Return how many samples or tokens a step has."""
+    if summary is None or not summary.steps_per_s:
+        return None
+    rate = summary.tokens_per_s if unit == "tokens" else summary.samples_per_s
+    return None if rate is None else rate / summary.steps_per_s
+
+
+def _chart(name: str, **data: str | int) -> Html:
+    return element("div", **{f"data_{key}": value for key, value in {"chart": name, **data}.items()})
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def _schedule(content: Content, index: int) -> Html:
+    if not content.steps:
+        return _missing(content, "events") or Html("")
+    choices = options(
+        [f"{step.why}: step {step.number}, {seconds(step.pipelines[0].step_ms / 1e3)}" for step in content.steps]
+    )
+    tools = [element("label", "step ", element("select", choices, data_choice=index))]
+    pipelines = content.steps[0].pipelines
+    if len(pipelines) > 1:
+        names = [f"ranks {', '.join(map(str, view.ranks))}" for view in pipelines]
+        tools.append(element("label", "pipeline ", element("select", options(names), data_pipeline=index)))
+    colours = legend(
+        [
+            ("F", "forward"),
+            ("B", "backward"),
+            *([("W", "gradients of weights")] if _splits(content) else []),
+            ("wait", "waits for another rank"),
+            ("linkwait", "waits for the link"),
+            ("work", "reduces gradients, or other work"),
+        ]
+    )
+    view = pipelines[0]
+    rows = [
+        [str(rank), *(_nonzero(view.idle_ms[stage][cause]) for cause in view.idle_ms[stage])]
+        for stage, rank in enumerate(view.ranks)
+    ]
+    idle = table(["rank", *view.idle_ms[0]], rows, f"idle milliseconds of step {view.step}, by cause")
+    return joined(
+        [
+            element("div", *tools, class_="tools"),
+            colours,
+            _chart("schedule", run=index),
+            element("details", element("summary", "Idle time by cause"), idle),
+        ]
+    )
+
+
+def _splits(content: Content) -> bool:
+    return any(
+        action[0] == "W" for view in content.steps[0].pipelines for row in view.executed for action in row.actions
+    )
+
+
+def _nonzero(value: float) -> str:
+    return f"{value:.1f}" if value >= 0.05 else _NOTHING
+
+
+def _memory(content: Content, index: int) -> Html:
+    if not any(step.memory for step in content.steps):
+        return _missing(content, "memory", "events") or Html("")
+    unknown = any(None in view.bytes["activations"] for step in content.steps for view in step.memory)
+    return joined(
+        [
+            element(
+                "p",
+                "Of the step chosen above. Click a name in a legend to leave it out; ",
+                code("`other` is what was there before the step."),
+                class_="note",
+            ),
+            element("p", "Activations are unknown: this C library does not count.", class_="note") if unknown else None,
+            element("div", class_="panels", **{"data-chart": "memory", "data-run": index}),
+        ]
+    )
+
+
+def _link(content: Content, index: int) -> Html:
+    moved = any(any(view.out) for step in content.steps for view in step.memory)
+    if not moved and not content.stalls:
+        if content.main is None:
+            return _missing(content, "events") or Html("")
+        said = "Nothing was offloaded: `offload_activations: true` does it to the inputs of checkpointed layers."
+        return element("p", code(said), class_="note")
+    rows = [
+        [str(stall.rank), stall.layer, seconds(stall.seconds), f"{stall.steps:,}", seconds(stall.seconds / stall.steps)]
+        for stall in content.stalls[:_MOST_STALLS]
+    ]
+    stalls = element("p", "Compute never waited for an offloaded activation in the recorded steps.", class_="note")
+    if rows:
+        stalls = table(
+            ["rank", "layer", "stalled", "steps", "a step"], rows, "compute waited for these layers", "stalls"
+        )
+    boxes = element("div", class_="panels", **{"data-chart": "link", "data-run": index}) if moved else None
+    return joined([boxes, element("h3", "Stalls by layer"), stalls])
+
+
+def _communication(content: Content, index: int) -> Html:
+    found = content.matrix
+    if found is None:
+        return _missing(content, "events") or Html("")
+    total = sum(map(sum, found.num_bytes))
+    if not total:
+        return element("p", "No rank sent a message to another one: there is no pipeline.", class_="note")
+    messages = sum(map(sum, found.num_messages))
+    step = content.steps[0].number
+    said = f"Step {step}: {messages:,} messages, {amount(total)} between stages. Collectives, such as the reduction of gradients, are not among them."
+    shown = _matrix(found) if found.ranks <= _LARGEST_TABLE else _chart("matrix", run=index)
+    pairs = sorted(
+        (
+            (-found.waited_ms[sender][receiver], sender, receiver)
+            for sender in range(found.ranks)
+            for receiver in range(found.ranks)
+            if found.num_messages[sender][receiver]
+        ),
+    )[:_MOST_STALLS]
+    rows = [
+        [
+            f"{sender} → {receiver}",
+            f"{found.num_messages[sender][receiver]:,}",
+            amount(found.num_bytes[sender][receiver]),
+            seconds(-waited / 1e3),
+        ]
+        for waited, sender, receiver in pairs
+    ]
+    waits = table(["link", "messages", "bytes", "receiver waited"], rows, "the longest waits")
+    return joined([element("p", said, class_="note"), shown, waits])
+
+
+def _matrix(found: Matrix) -> Html:
+    most = max(map(max, found.num_bytes))
+    rows = []
+    for sender, row in enumerate(found.num_bytes):
+        cells = []
+        for receiver, num_bytes in enumerate(row):
+            heat = -(-_HEAT * num_bytes // most) if most else 0
+            text = amount(num_bytes) if num_bytes else "·"
+            title = f"rank {sender} to rank {receiver}: {found.num_messages[sender][receiver]:,} messages, {num_bytes:,} bytes"
+            cells.append(element("td", text, class_=f"heat{heat}", title=title))
+        rows.append([f"from {sender}", *cells])
+    return table(
+        ["", *(f"to {rank}" for rank in range(found.ranks))], rows, "bytes from rank to rank in a step", "matrix"
+    )
+
+
+# --- what it ran with -------------------------------------------------------------------------------------------------
+
+
+def _settings(content: Content, _: int) -> Html:
+    if not content.settings:
+        return _missing(content, "settings") or Html("")
+    given = [each for each in content.settings if each.origin != "default"]
+    defaults = [each for each in content.settings if each.origin == "default"]
+    head = ["setting", "value", "from"]
+    rows = [[element("td", element("code", each.short), title=each.name), each.value, each.origin] for each in given]
+    more = [[element("td", element("code", each.short), title=each.name), each.value, each.origin] for each in defaults]
+    return joined(
+        [
+            table(head, rows, "", "text"),
+            element("details", element("summary", f"{len(more)} defaults"), table(head, more, "", "text"))
+            if more
+            else None,
+        ]
+    )
+
+
+def _environment(content: Content, _: int) -> Html:
+    if not content.environment:
+        return _missing(content, "environment") or Html("")
+    return table(
+        ["", ""],
+        [[name, element("td", element("code", value))] for name, value in content.environment.items()],
+        "",
+        "text",
+    )
+
+
+def _output(content: Content, _: int) -> Html:
+    warnings = [element("li", _rank(each.rank), each.text) for each in content.warnings]
+    logs = [
+        joined([element("h3", f"last lines of {log.name}"), element("pre", "\n".join(log.lines), tabindex=0)])
+        for log in content.logs
+    ]
+    if not warnings and not logs:
+        return element("p", "No warnings, and no rank failed.", class_="note")
+    return joined([element("ul", *warnings) if warnings else None, *logs])
+
+
+def _rank(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}: "
+
+
+def headline(content: Content) -> Html:
+    """Return when a run began, how long it took, and how it ended."""
+    summary = content.summary
+    if summary is None:
+        return element("p", "a run without a summary", class_="lead")
+    began = datetime.fromtimestamp(summary.started).astimezone()
+    reason = summary.exit_reason
+    tone = "good" if reason == "finished" else "bad" if reason.startswith("failed") else ""
+    chip = None if reason == "unknown" else element("span", reason, class_=f"chip {tone}".strip())
+    return element("p", f"{began:%Y-%m-%d %H:%M %Z}, {duration(summary.seconds)} ", chip, class_="lead")
