@@ -26,6 +26,7 @@ __all__ = [
     "a_job_that_is_stopped_goes_on",
     "a_job_that_succeeds",
     "a_rank_that_fails_ends_all",
+    "a_report_of_it",
     "uninterrupted",
 ]
 
@@ -87,6 +88,16 @@ def a_job_that_fails(run: Run, name: str, headline: str, host: str, rank: int = 
     waited = run("wait", name, code=1)
     assert (waited.stdout, headline in waited.stderr) == ("", True)
     assert f"`{name}` is over already: Failed" in run("stop", name).stderr
+
+
+def a_report_of_it(run: Run, name: str, steps: int = 6) -> None:
+    """Write the report of a job of `SCRIPT`, wherever it left what its ranks measured."""
+    told = run("report", name, "--json")
+    found = json.loads(told.stdout)
+    assert found["name"] == name
+    [curve] = [each for each in found["curves"] if each["name"] == "loss"]
+    assert curve["steps"] == list(range(steps - len(curve["steps"]) + 1, steps + 1))
+    assert run("report", name).stdout == f"report-{name}.html\n"
 
 
 # ---- what ranks do, where they are real --------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.backend_body import (
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
     a_job_that_succeeds,
+    a_report_of_it,
     uninterrupted,
 )
 from tests.kubernetes.conftest import PIPELINE, User
@@ -156,6 +157,9 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
     digest = hashlib.sha256(base64.b64decode(sent["sourcedir.tar.gz"])).hexdigest()
     assert told["sourcedir.tar.gz"].endswith(f" bytes, sha256 {digest})")
     assert (user.shared / "out" / "pipe" / "model" / "losses.txt").read_text() == uninterrupted()
+    a_report_of_it(user.run, "pipe")
+    refused = user.run("report", "none", code=2)
+    assert "there is no job `none`" in refused.stderr
     assert user.status("pipe")["model_data"] == str(user.shared / "out" / "pipe" / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on pod-1: ")

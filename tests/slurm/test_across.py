@@ -19,7 +19,7 @@ from smpkit.cli.main import cli
 from smpkit.testing import FakeKubernetes, FakeSageMaker
 from smpkit_estimator import sagemaker_backend
 from smpkit_estimator.sagemaker_backend import SageMaker
-from tests.backend_body import uninterrupted
+from tests.backend_body import a_report_of_it, uninterrupted
 from tests.container.test_peers import free_ports
 from tests.slurm.conftest import PIPELINE, User
 from tests.slurm.test_slurm import losses
@@ -92,6 +92,9 @@ def test_a_job_goes_on_on_sagemaker_and_comes_back(user: User, tmp_path: Path, m
     went = smpkit(*words, "mid")
     assert f" from {user.folder / 'shared' / 'checkpoints'} to s3://bucket/ckpt" in went.stderr
     assert "resumed at step" in played(fake, "mid", tmp_path / "ml")
+    monkeypatch.setenv("SMPKIT_BACKEND", "sagemaker")
+    a_report_of_it(smpkit, "mid", steps=4)
+    monkeypatch.setenv("SMPKIT_BACKEND", "slurm")
     elsewhere = user.folder / "shared" / "others"
     job_there(user, "back.yaml", checkpoints=str(elsewhere))
     came = smpkit("resume", "mid", "--with", "back.yaml", "--to", "slurm", "--backend", "sagemaker", "--name", "new")
@@ -124,7 +127,13 @@ def played(fake: FakeSageMaker, name: str, base: Path) -> str:
         archive.extractall(code)
     (config / "hyperparameters.json").write_text(json.dumps(request["HyperParameters"]))
     (config / "checkpointconfig.json").write_text(json.dumps({"LocalPath": str(kept)}))
-    around = {"SMPKIT_BASE_DIR": str(base), "SMPKIT_DIE_WITH_PARENT": "1", "OMP_NUM_THREADS": "1"}
+    results = base / "output" / "data"
+    around = {
+        "SMPKIT_BASE_DIR": str(base),
+        "SMPKIT_RUN_DIR": str(results / "run"),
+        "SMPKIT_DIE_WITH_PARENT": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "smpkit_container", "train"],
         env={**os.environ, **around}, capture_output=True, text=True, timeout=120, check=False,
@@ -133,4 +142,10 @@ def played(fake: FakeSageMaker, name: str, base: Path) -> str:
     for path in kept.rglob("*"):
         if path.is_file():
             fake.storage.put(prefix + str(path.relative_to(kept)), path.read_bytes())
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for path in results.iterdir():
+            archive.add(path, path.name)
+    place = request["OutputDataConfig"]["S3OutputPath"]
+    fake.storage.put(f"{place}/{name}/output/output.tar.gz", packed.getvalue())
     return done.stdout

@@ -19,6 +19,7 @@ from tests.backend_body import (
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
     a_job_that_succeeds,
+    a_report_of_it,
     uninterrupted,
 )
 from tests.slurm.conftest import PIPELINE, User
@@ -62,6 +63,7 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
     shown = dry["runs"]["pipe"]
     assert {**spec, "created": ""} == {**shown, "created": ""}
     assert losses(user, "pipe") == uninterrupted()
+    a_report_of_it(user.run, "pipe")
     assert user.status("pipe")["model_data"] == str(user.place("pipe") / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on n2: ")
