@@ -69,16 +69,16 @@ def content_of(material: Material) -> Content:
         main = figures.main_step(times)
         stalls = figures.layer_stalls(run)
         if main is None:
-            missing["events"] = "no step was finished by all ranks"
+            missing["events"] = "No step was finished by all ranks."
         else:
             try:
                 steps = _step_views(material, main)
                 matrix = figures.matrix(run, [steps[0].number])
                 summary = summary or figures.summary_of_events(run, material.name)
             except SmpkitError as error:
-                missing["events"] = f"the events cannot be used: {error.message}"
+                missing["events"] = f"The events cannot be used: {error.message}."
             if steps and not any(step.memory for step in steps):
-                missing["memory"] = "these events are without memory by kind: a version of smpkit before it wrote them"
+                missing["memory"] = "These events are without memory by kind: an older smpkit has written them."
     return Content(
         name=material.name,
         folder=material.folder,

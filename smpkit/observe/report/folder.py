@@ -90,12 +90,12 @@ def read_material(run: runs.Run) -> Material:
         # Whoever names a folder of nothing at all gets the sentence about events.
         find_events(run.path)
     if not curves:
-        missing["values"] = 'nothing was logged: `smp.log({"loss": loss}, step)` in the script records values'
+        missing["values"] = 'Nothing was logged: `smp.log({"loss": loss}, step)` in the script records values.'
     if not settings:
-        missing["settings"] = "the job is not in this folder: `smpkit run JOB_FILE` keeps it there"
+        missing["settings"] = "The job is not in this folder: `smpkit run JOB_FILE` keeps it there."
     environment = _environment(run.path)
     if not environment:
-        missing["environment"] = "it was not recorded: `smpkit run JOB_FILE` does"
+        missing["environment"] = "The environment was not recorded: `smpkit run JOB_FILE` does it."
     return Material(
         name=run.name,
         folder=run.label,
@@ -119,20 +119,20 @@ def _events(folder: Path, missing: dict[str, str]) -> Run | None:
         paths = find_events(folder)
     except SmpkitError:
         missing["events"] = (
-            "no events were recorded: `smpkit run` records them unless told otherwise, and any other job where the "
-            "variable `SMPKIT_EVENTS_DIR` names a folder on every host"
+            "No events were recorded: `smpkit run` records them unless told otherwise, and any other job where the "
+            "variable `SMPKIT_EVENTS_DIR` names a folder on every host."
         )
         return None
     try:
         return merge([read_events(path) for path in paths])
     except SmpkitError as error:
-        missing["events"] = f"the events cannot be used: {error.message}"
+        missing["events"] = f"The events cannot be used: {error.message}."
         return None
 
 
 def _summary(folder: Path, missing: dict[str, str]) -> RunSummary | None:
     if not (folder / runs.SUMMARY).is_file():
-        missing["summary"] = "the run wrote no summary: it does at its end where `smpkit run` started it"
+        missing["summary"] = "The run wrote no summary: it does at its end where `smpkit run` started it."
         return None
     try:
         return read_summary(folder)

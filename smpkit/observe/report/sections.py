@@ -1,4 +1,4 @@
-"""The sections of the page, with its tables: they can be read without a script. Charts are boxes that a script fills."""
+"""The sections of the page. Its tables need no script to be read; charts are boxes that a script fills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from smpkit.observe.report.content import Content
 from smpkit.observe.report.figures import Matrix
 from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, table
-from smpkit.observe.report.settings import differences
+from smpkit.observe.report.settings import Setting, differences
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary
 from smpkit.observe.summary_text import amount, count, duration, gain_line, seconds
 
@@ -44,11 +44,11 @@ def sections(contents: Sequence[Content]) -> list[Section]:
         Section("values", "Logged values", _values(contents)),
         Section("throughput", "Throughput", _throughput(contents)),
         Section("schedule", "Schedule", _each(contents, _schedule)),
-        Section("memory", "Memory over a step", _both(contents, _memory, own_charts=True)),
+        Section("memory", "Memory over a step", _both(contents, _memory)),
         Section("link", "Link with the host", _both(contents, _link)),
         Section("communication", "Communication", _both(contents, _communication)),
-        Section("settings", "Configuration", _both(contents, _settings)),
-        Section("environment", "Environment", _both(contents, _environment)),
+        Section("settings", "Configuration", _settings(contents)),
+        Section("environment", "Environment", _environment(contents)),
         Section("output", "Warnings and output", _both(contents, _output)),
     ]
     return found
@@ -59,12 +59,12 @@ def label_of(contents: Sequence[Content], index: int) -> str:
     return f"{'AB'[index]} · {contents[index].folder}"
 
 
-def _both(contents: Sequence[Content], make: Callable[[Content, int], Html], *, own_charts: bool = False) -> Html:
+def _both(contents: Sequence[Content], make: Callable[[Content, int], Html]) -> Html:
     """Return the same of each run, side by side where there is room."""
     if len(contents) == 1:
         return make(contents[0], 0)
     parts = [element("div", element("h3", label_of(contents, at)), make(each, at)) for at, each in enumerate(contents)]
-    return element("div", *parts, class_="pair two stacked" if own_charts else "pair two")
+    return element("div", *parts, class_="pair two")
 
 
 def _each(contents: Sequence[Content], make: Callable[[Content, int], Html]) -> Html:
@@ -261,8 +261,16 @@ def _compared(before: Content, after: Content) -> Iterator[list[str]]:
         if first is None and second is None:
             continue
         shown = [_NOTHING if each is None else text(each) for each in (first, second)]
-        change = f"{second / first - 1:+.1%}" if first and second is not None else _NOTHING
-        yield [name, *shown, change]
+        yield [name, *shown, _change(first, second, points=name == "bubble")]
+
+
+def _change(first: float | None, second: float | None, *, points: bool) -> str:
+    """Say how much more the second is: in percent, or of a share in points."""
+    if first is None or second is None or not first:
+        return _NOTHING
+    if points:
+        return f"{100 * (second - first):+.1f} points"
+    return f"{second / first - 1:+.1%}" if second != first else "="
 
 
 def _bubble(content: Content) -> float | None:
@@ -300,12 +308,12 @@ def _throughput(contents: Sequence[Content]) -> Html:
     ]
     rows = [
         [
-            times.name,
+            times.name if len(contents) == 1 else f"{'AB'[at]} · {times.name}",
             f"{len(times.numbers):,}",
             seconds(sorted(times.seconds)[len(times.seconds) // 2]),
             seconds(max(times.seconds)),
         ]
-        for each in contents
+        for at, each in enumerate(contents)
         for times in each.times
     ]
     lines = table(["step function", "recorded", "median", "longest"], rows, "recorded calls of the step functions")
@@ -320,8 +328,10 @@ def per_step(summary: RunSummary | None, unit: str) -> float | None:
     return None if rate is None else rate / summary.steps_per_s
 
 
-def _chart(name: str, **data: str | int) -> Html:
-    return element("div", **{f"data_{key}": value for key, value in {"chart": name, **data}.items()})
+def _chart(kind: str, class_: str | None = None, **data: str | int) -> Html:
+    """Return the box of a chart, with what the script needs to know about it."""
+    given: dict[str, str | int] = {f"data_{key}": value for key, value in data.items()}
+    return element("div", class_=class_, data_chart=kind, **given)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -387,7 +397,7 @@ def _memory(content: Content, index: int) -> Html:
                 class_="note",
             ),
             element("p", "Activations are unknown: this C library does not count.", class_="note") if unknown else None,
-            element("div", class_="panels", **{"data-chart": "memory", "data-run": index}),
+            _chart("memory", "panels", run=index),
         ]
     )
 
@@ -408,7 +418,7 @@ def _link(content: Content, index: int) -> Html:
         stalls = table(
             ["rank", "layer", "stalled", "steps", "a step"], rows, "compute waited for these layers", "stalls"
         )
-    boxes = element("div", class_="panels", **{"data-chart": "link", "data-run": index}) if moved else None
+    boxes = _chart("link", "panels", run=index) if moved else None
     return joined([boxes, element("h3", "Stalls by layer"), stalls])
 
 
@@ -421,7 +431,8 @@ def _communication(content: Content, index: int) -> Html:
         return element("p", "No rank sent a message to another one: there is no pipeline.", class_="note")
     messages = sum(map(sum, found.num_messages))
     step = content.steps[0].number
-    said = f"Step {step}: {messages:,} messages, {amount(total)} between stages. Collectives, such as the reduction of gradients, are not among them."
+    said = f"Step {step}: {messages:,} messages, {amount(total)} between stages. Collectives, such as the reduction of "
+    said += "gradients, are not among them."
     shown = _matrix(found) if found.ranks <= _LARGEST_TABLE else _chart("matrix", run=index)
     pairs = sorted(
         (
@@ -452,7 +463,8 @@ def _matrix(found: Matrix) -> Html:
         for receiver, num_bytes in enumerate(row):
             heat = -(-_HEAT * num_bytes // most) if most else 0
             text = amount(num_bytes) if num_bytes else "·"
-            title = f"rank {sender} to rank {receiver}: {found.num_messages[sender][receiver]:,} messages, {num_bytes:,} bytes"
+            messages = found.num_messages[sender][receiver]
+            title = f"rank {sender} to rank {receiver}: {messages:,} messages, {num_bytes:,} bytes"
             cells.append(element("td", text, class_=f"heat{heat}", title=title))
         rows.append([f"from {sender}", *cells])
     return table(
@@ -463,33 +475,59 @@ def _matrix(found: Matrix) -> Html:
 # --- what it ran with -------------------------------------------------------------------------------------------------
 
 
-def _settings(content: Content, _: int) -> Html:
-    if not content.settings:
-        return _missing(content, "settings") or Html("")
-    given = [each for each in content.settings if each.origin != "default"]
-    defaults = [each for each in content.settings if each.origin == "default"]
-    head = ["setting", "value", "from"]
-    rows = [[element("td", element("code", each.short), title=each.name), each.value, each.origin] for each in given]
-    more = [[element("td", element("code", each.short), title=each.name), each.value, each.origin] for each in defaults]
+def _settings(contents: Sequence[Content]) -> Html:
+    """Return what was set, and below it the defaults; of two runs a column for each."""
+    known = [{each.short: each for each in content.settings} for content in contents]
+    notes = [_missing(content, "settings") for content in contents if not content.settings]
+    names = dict.fromkeys(name for each in known for name in each)
+    if not names:
+        return joined(notes[:1])
+    given = [name for name in names if any(name in each and each[name].origin != "default" for each in known)]
+    defaults = [name for name in names if name not in set(given)]
+    head = ["setting", *_columns(contents, "value")]
     return joined(
         [
-            table(head, rows, "", "text"),
-            element("details", element("summary", f"{len(more)} defaults"), table(head, more, "", "text"))
-            if more
+            table(head, [_setting_row(name, known) for name in given], "", "text"),
+            element(
+                "details",
+                element("summary", f"{len(defaults)} defaults"),
+                table(head, [_setting_row(name, known) for name in defaults], "", "text"),
+            )
+            if defaults
             else None,
+            *notes[:1],
         ]
     )
 
 
-def _environment(content: Content, _: int) -> Html:
-    if not content.environment:
-        return _missing(content, "environment") or Html("")
-    return table(
-        ["", ""],
-        [[name, element("td", element("code", value))] for name, value in content.environment.items()],
-        "",
-        "text",
-    )
+def _columns(contents: Sequence[Content], alone: str) -> list[str]:
+    return [alone] if len(contents) == 1 else [label_of(contents, at) for at in range(len(contents))]
+
+
+def _setting_row(name: str, known: Sequence[dict[str, Setting]]) -> list[str]:
+    """Return a setting's name, and for each run its value and where that came from."""
+    full = next(each[name].name for each in known if name in each)
+    changed = len({each[name].value if name in each else None for each in known}) > 1
+    cells = []
+    for each in known:
+        setting = each.get(name)
+        origin = None if setting is None else element("small", setting.origin)
+        shown = _NOTHING if setting is None else setting.value
+        cells.append(element("td", shown, origin, class_="changed" if changed else None))
+    return [element("th", element("code", name), title=full, scope="row"), *cells]
+
+
+def _environment(contents: Sequence[Content]) -> Html:
+    notes = [_missing(content, "environment") for content in contents if not content.environment]
+    names = dict.fromkeys(name for content in contents for name in content.environment)
+    if not names:
+        return joined(notes[:1])
+    rows = []
+    for name in names:
+        values = [content.environment.get(name, _NOTHING) for content in contents]
+        changed = "changed" if len(set(values)) > 1 else None
+        rows.append([name, *(element("td", element("code", value), class_=changed) for value in values)])
+    return joined([table(["", *_columns(contents, "")], rows, "", "text"), *notes[:1]])
 
 
 def _output(content: Content, _: int) -> Html:

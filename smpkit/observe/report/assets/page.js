@@ -41,14 +41,16 @@
       for (const chart of this.charts) chart.zoomTo(from, to);
     });
     this.highest = () => Math.max(0, ...details.flatMap((each) => (each.tops ? each.tops() : [])));
-    this.show = () => {
+    this.choose = () => {
       const step = run.steps[choice ? +choice.value : 0];
       const pipeline = step.pipelines[pipelines ? +pipelines.value : 0];
-      this.step = step;
-      this.ranks = new Set(pipeline.ranks);
-      this.views = step.memory.filter((view) => this.ranks.has(view.rank));
-      this.fill(boxes);
-      schedule.show(bandsOf(pipeline, ""), `schedule of step ${step.number}: ${pipeline.ranks.length} ranks, planned above executed`);
+      this.views = step.memory.filter((view) => pipeline.ranks.includes(view.rank));
+      this.bands = bandsOf(pipeline);
+      this.label = `schedule of step ${step.number}: ${pipeline.ranks.length} ranks, planned above executed`;
+    };
+    this.show = (longest) => {
+      this.fill();
+      schedule.show(this.bands, this.label, longest);
     };
     this.tops = () => (this.views || []).flatMap((view) => {
       const planned = run.planned[view.rank];
@@ -82,7 +84,7 @@
       this.charts.forEach((chart) => chart.build());
       schedule.zoomTo(schedule.from, schedule.to);
     };
-    for (const select of [choice, pipelines]) if (select) select.addEventListener("change", this.show);
+    for (const select of [choice, pipelines]) if (select) select.addEventListener("change", showAll);
   }
 
   function panel(box, title) {
@@ -94,8 +96,14 @@
     return figureBox;
   }
 
-  details.forEach((each) => each.show && each.show());
-  if (withBoth) details.forEach((each) => each.again && each.again()); // to the scale of both
+  /** Both runs to one scale. */
+  function showAll() {
+    const some = details.filter((each) => each.show);
+    some.forEach((each) => each.choose());
+    const longest = Math.max(...some.map((each) => endOf(each.bands)));
+    some.forEach((each) => each.show(longest));
+  }
+  showAll();
 
   const restyle = () => {
     charts.forEach((chart) => chart.build());

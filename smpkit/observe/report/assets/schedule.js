@@ -26,8 +26,8 @@ function actionName([kind, segment, microbatch]) {
 }
 
 /** The bands of one pipeline's step: as planned, if it was, and as run. */
-function bandsOf(view, prefix) {
-  const title = (what, ms, bubble) => `${prefix}${what}: ${milliseconds(ms)}, bubble ${(100 * bubble).toFixed(1)} %`;
+function bandsOf(view) {
+  const title = (what, ms, bubble) => `${what}: ${milliseconds(ms)}, bubble ${(100 * bubble).toFixed(1)} %`;
   const rows = (timeline) => timeline.map((row, stage) => ({...row, rank: view.ranks[stage], stage}));
   const bands = [];
   if (view.planned) {
@@ -69,10 +69,11 @@ class ScheduleView {
     new ResizeObserver(() => this.draw()).observe(frame);
   }
 
-  show(bands, label) {
+  /** Shows bands over `longest` milliseconds. */
+  show(bands, label, longest) {
     this.bands = bands;
     this.focus = this.hover = null;
-    this.longest = Math.max(1e-6, ...bands.flatMap((band) => band.rows.flatMap(endsOf)));
+    this.longest = longest;
     this.from = 0;
     this.to = this.longest;
     this.canvas.setAttribute("aria-label", label);
@@ -154,6 +155,8 @@ class ScheduleView {
     g.clip();
     g.fillStyle = ink.row;
     g.fillRect(LEFT, row.y, right - LEFT, ROW);
+    g.fillStyle = ink.grid;
+    for (const at of this._ticks()) g.fillRect(this.x(at), row.y, 1, ROW);
     for (const [cause, from, to] of row.idle) {
       if (cause === "fill" || cause === "drain") continue;
       g.fillStyle = cause === "link" ? ink.link : ink.wait;
@@ -190,21 +193,20 @@ class ScheduleView {
     g.globalAlpha = 1;
   }
 
-  _axis(g, ink, y) {
-    const room = this.width - LEFT - RIGHT;
-    const wanted = (this.to - this.from) / Math.max(2, Math.floor(room / 90));
+  _ticks() {
+    const wanted = (this.to - this.from) / Math.max(2, Math.floor((this.width - LEFT - RIGHT) / 90));
     const power = 10 ** Math.floor(Math.log10(wanted));
     const every = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= wanted);
+    const first = Math.ceil(this.from / every), count = Math.floor(this.to / every) - first + 1;
+    return Array.from({length: Math.max(0, count)}, (_, index) => (first + index) * every);
+  }
+
+  _axis(g, ink, y) {
     g.fillStyle = ink.muted;
     g.textAlign = "center";
-    for (let at = Math.ceil(this.from / every) * every; at <= this.to; at += every) {
-      const x = this.x(at);
-      g.fillStyle = ink.grid;
-      g.fillRect(x, TITLE, 1, y - TITLE);
-      g.fillStyle = ink.muted;
-      const text = milliseconds(Math.abs(at) < every / 1e3 ? 0 : at);
-      const half = g.measureText(text).width / 2;
-      g.fillText(text, Math.min(Math.max(x, LEFT + half), this.width - half), y + AXIS / 2);
+    for (const at of this._ticks()) {
+      const text = milliseconds(at), half = g.measureText(text).width / 2;
+      g.fillText(text, Math.min(Math.max(this.x(at), LEFT + half), this.width - half), y + AXIS / 2);
     }
   }
 
@@ -408,7 +410,9 @@ class ScheduleView {
   }
 }
 
-function endsOf(row) {
+/** When the last thing of some bands ends. */
+function endOf(bands) {
   const last = (spans, at) => (spans.length ? spans[spans.length - 1][at] : 0);
-  return [last(row.actions, 4), last(row.works, 2)];
+  const rows = bands.flatMap((band) => band.rows);
+  return Math.max(1e-6, ...rows.flatMap((row) => [last(row.actions, 4), last(row.works, 2)]));
 }
