@@ -53,6 +53,13 @@ class _DockerOptions:
     metavar="FIRST:LAST",
     help="Put torch's profiler around these steps, from 0, and leave one trace of it and the events for Perfetto.",
 )
+@click.option(
+    "--pdb",
+    "debugged",
+    type=click.IntRange(0),
+    metavar="RANK",
+    help="Give this rank a debugger here, at `breakpoint()` and at errors; the other ranks wait for it.",
+)
 @click.option("--docker", is_flag=True, help="Run in the training image: the job's, or one that is built first.")
 @click.option(
     "--hosts", type=click.IntRange(1, 16), help="With --docker: containers. Default: as many as the job asks."
@@ -71,6 +78,7 @@ def run(
     arguments: tuple[str, ...],
     events: bool,
     profile: str | None,
+    debugged: int | None,
     docker: bool,
     hosts: int | None,
     interrupt_after: float | None,
@@ -90,6 +98,7 @@ def run(
     if profile is not None:
         job = _profiled(job, profile)
     if docker:
+        _refuse_debugger(debugged, "--docker")
         options = _DockerOptions(hosts, interrupt_after, gpus, events)
         return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
@@ -97,8 +106,9 @@ def run(
 
     nodes = nodes_here(os.environ)
     if nodes > 1:
+        _refuse_debugger(debugged, "several nodes")
         return _run_on_nodes(job, overrides, arguments, nodes)
-    return _run_here(job, overrides, arguments, events=events)
+    return _run_here(job, overrides, arguments, debugged, events=events)
 
 
 def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
@@ -113,6 +123,23 @@ def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
     return replace(job, config=config)
 
 
+def _refuse_debugger(rank: int | None, what: str) -> None:
+    if rank is not None:
+        raise UsageError(f"`--pdb` does not go with {what}", hint="debug the job on this machine, without a container")
+
+
+def _debugged(rank: int | None, num_ranks: int) -> dict[str, str]:
+    """Return the variable that gives a rank this terminal."""
+    if rank is None:
+        return {}
+    if rank >= num_ranks:
+        raise UsageError(f"`--pdb {rank}`: the job has the ranks 0 to {num_ranks - 1}")
+    try:
+        return {"SMPKIT_PDB": f"{rank}:{os.ttyname(sys.stdin.fileno())}"}
+    except (OSError, ValueError):
+        raise UsageError("`--pdb` needs a terminal, and the input of this command is none") from None
+
+
 def _refuse_without_docker(**options: object) -> None:
     given = [f"`--{name.replace('_', '-')}`" for name, value in options.items() if value]
     if given:
@@ -122,18 +149,21 @@ def _refuse_without_docker(**options: object) -> None:
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
-def _run_here(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], *, events: bool) -> int:
+def _run_here(
+    job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], debugged: int | None, *, events: bool
+) -> int:
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run, run_local
 
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
+    environ = {**os.environ, **_debugged(debugged, plan.ranks)}
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
     run = begin_run(job, plan.ranks, plan.hosts, overrides)
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, run.path, arguments, events=events)
+    done = run_local(plan, run.path, arguments, environ=environ, events=events)
     end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_here(console, done, run)
     if done.exit_code == 0:
