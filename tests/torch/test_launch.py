@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
@@ -22,8 +23,8 @@ from tests.leftovers import processes_with
 
 def sums(number: int, *, factor: int) -> tuple[int, int, torch.Tensor, str | None]:
     smp.init({"ddp": True})
-    loader = DataLoader([torch.ones(1)] * 2, num_workers=1)  # which starts a process
-    found = sum(batch.sum().item() for batch in loader)
+    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.ones(2, 1)), num_workers=1)  # which starts a process
+    found = sum(batch[0].sum().item() for batch in loader)
     return smp.rank(), sum(smp.allgather(number * factor)), torch.full((2,), found), os.environ.get("MINE")
 
 
@@ -45,7 +46,7 @@ def test_what_is_defined_in_a_function_is_sent() -> None:
 
     assert smp.launch(local, 1, ranks=2) == [6, 7]
     with pytest.raises(UsageError, match=r"smp\.launch cannot send its function or arguments"):
-        smp.launch(local, (each for each in ()), ranks=1)
+        smp.launch(local, threading.Lock(), ranks=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"smp\.launch was asked for 0 ranks"):
         smp.launch(local, 1, ranks=0)
 
