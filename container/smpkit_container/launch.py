@@ -30,6 +30,7 @@ from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
 from smpkit_container.intermediate import live_upload
 from smpkit_container.log_files import LogFiles
+from smpkit_container.lost_summary import leave_summary
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
@@ -102,6 +103,8 @@ def launch(
         uploads.close(_LAST_UPLOADS_SECONDS if not outcome.stop_signal else _LAST_UPLOADS_OF_STOPPED_SECONDS)
     failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints, lost_code)
     if failure is not None:
+        if environ.get(RUN_DIR):
+            leave_summary(Path(environ[RUN_DIR]), environment.job_name, outcome, plan.topology, failure)
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code

@@ -330,6 +330,7 @@ def _environment(plan: LocalPlan, tree: Path, folder: Path, environ: Mapping[str
         "SMPKIT_BASE_DIR": str(tree),
         "SMPKIT_DIE_WITH_PARENT": "1",
         "TRAINING_JOB_NAME": folder.name,
+        "PET_LOG_DIR": str(tree / "torchrun"),  # else torchrun leaves a folder behind
         RUN_DIR: str(folder.absolute()),
     }
 

@@ -214,7 +214,9 @@ def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
-    run = begin_run(job, plan.ranks, nodes, overrides)
+    parameters, per_node = job.config.distribution.model_parallel, job.config.distribution.processes_per_host
+    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+    run = begin_run(job, nodes * (per_node or -(-needed // nodes)), nodes, overrides)
     console.note(f"Running `{job.config.name}` on the {nodes} nodes of Slurm's job {os.environ['SLURM_JOB_ID']}")
     began = time.monotonic()
     code = run_here(plan, run.path, arguments)

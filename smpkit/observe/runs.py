@@ -39,6 +39,7 @@ __all__ = [
     "last_run",
     "make_run",
     "open_run",
+    "run_at",
 ]
 
 RUN_DIR: Final = "SMPKIT_RUN_DIR"
@@ -114,7 +115,7 @@ def find_runs(folder: Path) -> tuple[Run, ...]:
 
     `folder` may also be a run or `runs` itself.
     """
-    own = _run_at(folder.absolute())
+    own = run_at(folder.absolute())
     found = [own] if own is not None else [run for runs in _places(folder.absolute()) for run in _runs_in(runs)]
     return tuple(sorted(found, key=lambda run: (run.started, run.again, run.path)))
 
@@ -150,7 +151,7 @@ def open_run(text: str | None, folder: Path | None = None) -> Run:
     if path.is_dir():
         # A run by its path; and `runs/`, or a folder that has it, stands for the last one there.
         found = find_runs(path) if (path / _RUNS).is_dir() or path.name == _RUNS else ()
-        return _run_at(path.absolute()) or (found[-1] if found else _plain_folder(path.absolute()))
+        return run_at(path.absolute()) or (found[-1] if found else _plain_folder(path.absolute()))
     runs = find_runs(where)
     for run in reversed(runs):
         if text in (run.label, run.name):
@@ -177,7 +178,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 def _runs_in(runs: Path) -> Iterator[Run]:
     for path in _folders(runs):
-        run = _run_at(path)
+        run = run_at(path)
         if run is not None:
             yield run
 
@@ -190,7 +191,8 @@ def _folders(folder: Path) -> list[Path]:
         return []  # that of another user, or one that was deleted meanwhile
 
 
-def _run_at(path: Path) -> Run | None:
+def run_at(path: Path) -> Run | None:
+    """Return the run whose folder this is, by its name; None if it is none."""
     match = _NAME.fullmatch(path.name)
     if match is None or path.parent.name != _RUNS:
         return None

@@ -17,6 +17,8 @@ _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
 _KINDS: Final = tuple(field.name for field in fields(KindBytes))
 _PARTS: Final = tuple(field.name for field in fields(Split))
+_SHORT: Final = {"gradients": "grads", "activations": "activ.", "offloaded": "on host"}
+_UNKNOWN: Final = "–"
 _HIDDEN_SHARE: Final = 0.0005
 """A part of the step below this is not shown where all ranks are below it."""
 
@@ -29,7 +31,7 @@ def block(summary: RunSummary) -> list[str]:
 def _lines(summary: RunSummary) -> Iterator[str]:
     steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
     rate = rates(summary)
-    yield f"run     {steps}{': ' if rate else ''}{rate}"
+    yield from _folded(f"run     {steps}", [":", *rate.replace(", ", ",\n").split("\n")] if rate else [])
     shown = _chosen(summary.ranks)
     if shown:
         yield from _step(summary, shown)
@@ -120,8 +122,10 @@ def _memory(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
         held = ["" if rank.device_peak is None else f"{rank.device_peak / size:.1f}"] if process else []
         rows.append([str(rank.rank), *cells, *held])
         if rank.planned is not None:
-            planned = [f"{getattr(rank.planned, kind) / size:.1f}" for kind in kinds]
-            rows.append(["plan", *planned, *([f"{rank.planned.on_device / size:.1f}"] if process else [])])
+            planned = [getattr(rank.planned, kind) for kind in kinds]
+            # Without activations, as where the first step had no backward, a total would be of nothing.
+            planned += [rank.planned.on_device if rank.planned.activations else 0] if process else []
+            rows.append(["plan", *(f"{each / size:.1f}" if each else _UNKNOWN for each in planned)])
     yield from _table(rows)
 
 
@@ -130,15 +134,19 @@ def _bytes(rank: RankSummary, kind: str) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table; one too wide loses spacing, then the names of columns are cut."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    gap = 2 if sum(widths) + 2 * len(widths) + 2 <= _WIDTH else 1
+    gap = 2 if sum(widths) + 2 * len(widths) <= _WIDTH else 1
+    if sum(widths) + len(widths) + 1 > _WIDTH:
+        rows = [[_SHORT.get(name, name) for name in rows[0]], *rows[1:]]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
         cells = (" " * gap).join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         yield f"  {cells}".rstrip()
 
 
 def _folded(head: str, words: Sequence[str]) -> Iterator[str]:
-    line = head + words[0]
+    line = head + "".join(words[:1])
     for word in words[1:]:
         if len(line) + 1 + len(word) > _WIDTH:
             yield line

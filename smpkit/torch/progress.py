@@ -19,6 +19,8 @@ _COLUMNS: Final = 70
 """Of the bar through a launcher, which puts the rank before it; its terminal is not ours to ask."""
 _TERMINAL_SECONDS: Final = 0.2
 _LOG_SECONDS: Final = 10.0
+_DELAY_SECONDS: Final = 0.05
+"""So that the first step, which says how the model was divided, does not write into the bar."""
 
 
 def progress(batches: Iterable[_Batch], *, total: int | None = None, **options: Any) -> tqdm[_Batch]:
@@ -42,6 +44,7 @@ def progress(batches: Iterable[_Batch], *, total: int | None = None, **options: 
     chosen: dict[str, Any] = {
         "disable": state.initialized and state.rank != 0,
         "file": sys.stderr,
+        "delay": _DELAY_SECONDS,
         "mininterval": _TERMINAL_SECONDS if launched or sys.stderr.isatty() else _LOG_SECONDS,
         **({} if sys.stderr.isatty() else {"ncols": _COLUMNS}),
         **options,

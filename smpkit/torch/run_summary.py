@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch._C._distributed_c10d import Store
 
 from smpkit.errors import SmpkitError
-from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.runs import RUN_DIR, run_at
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
 from smpkit.observe.summary_text import block
 from smpkit.plan.memory import OPTIMIZERS
@@ -67,7 +67,7 @@ def install() -> None:
 def _at_end() -> None:
     """Tell rank 0 what was measured; there, print it. Nothing that goes wrong here may end a job that went well."""
     recorder = latest_recorder()
-    if recorder is None or not recorder.meter.num_steps or state.tracing:
+    if recorder is None or not recorder.meter.num_steps or recorder.has_failed:
         return
     try:
         _report(recorder)
@@ -130,11 +130,12 @@ def _planned() -> KindBytes | None:
         return None
     load = pipeline.assignment.loads[state.pp_rank]
     live = pipeline.peak_live_microbatches
-    if not load.activation_bytes or live is None:  # the model was not traced
-        return None
     weights = load.parameters_bytes
     return KindBytes(
-        weights=weights, gradients=weights, states=_planned_states(weights), activations=live * load.activation_bytes
+        weights=weights,
+        gradients=weights,
+        states=_planned_states(weights),
+        activations=(live or 0) * load.activation_bytes,  # 0 is unknown: of a first step without a backward
     )
 
 
@@ -186,7 +187,7 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
     # Ranks of a tensor-parallel group have batches of their own, unless the script gives all of them the same.
     batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
     return RunSummary(
-        name=os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python",
+        name=_job_name(),
         started=recorder.started,
         seconds=time.time() - recorder.started,
         steps=own.steps,
@@ -202,6 +203,13 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         gains=tuple(_largest([gain for each in told for gain in each.gains])),
         notes=tuple(notes),
     )
+
+
+def _job_name() -> str:
+    """Return the name of the job, which the folder of a run begins with; without one that of the script."""
+    folder = os.environ.get(RUN_DIR)
+    run = run_at(Path(folder)) if folder else None
+    return os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python" if run is None else run.name
 
 
 def _told(store: Store, rank: int, deadline: float) -> _Told | None:

@@ -169,6 +169,8 @@ class Recorder:
         self._recording = True
         self._is_training = False
         self._shown = 0
+        self.has_failed = False
+        """Whether the latest step has ended with an exception."""
         self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
         self.most = MostHeld()
         self.started = time.time()
@@ -232,7 +234,7 @@ class Recorder:
     def _hold(self, at: Timestamp, held: HeldBytes) -> None:
         """Keep a sample, and let the status page have it if it is the largest so far."""
         self._held.append((at, held))
-        size = _on_device(held)
+        size = _on_device(held) - max(0, held.other)
         if size > self._shown:
             self._shown = round(size * _NOTICEABLE)
             self._show(held)
@@ -285,7 +287,7 @@ class Recorder:
         self._name = name
         if (page := status.current_page()) is not None:
             page.begin_step(self._step)
-        self._is_training = False
+        self._is_training = self.has_failed = False
         was_recording = self._recording
         self._recording = self._is_wanted(name)
         if was_recording:
@@ -358,6 +360,7 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
+        self.has_failed = True
         if _is_out_of_memory(error):
             self._show(self._largest())
         if not self._recording or self._writer is None:

@@ -115,6 +115,20 @@ class _Sums:
         self.call += call
         self.optimizer += optimizer
 
+    def __add__(self, other: _Sums) -> _Sums:
+        pairs = ((getattr(self, name), getattr(other, name)) for name in _Sums.__dataclass_fields__)
+        return _Sums(*(one + two for one, two in pairs))
+
+
+@dataclass
+class _Group:
+    """Steps that are averaged together."""
+
+    all: _Sums = field(default_factory=_Sums)
+    recorded: _Sums = field(default_factory=_Sums)
+    parts: list[StepParts] = field(default_factory=list)
+    """Of the recorded ones."""
+
 
 @dataclass
 class _Step:
@@ -142,8 +156,7 @@ class RunMeter:
         """In a step of this rank, as of the last one that was recorded; 0 if unknown."""
         self.tokens = 0
         self._is_exact = is_exact
-        self._warm_up, self._all, self._recorded = _Sums(), _Sums(), _Sums()
-        self._parts: list[StepParts] = []
+        self._start, self._rest = _Group(), _Group()
         self._last: _Step | None = None
 
     def add_step(self, start_ns: int, end_ns: int, parts: StepParts | None) -> None:
@@ -173,47 +186,44 @@ class RunMeter:
         if step is None:
             return
         times = (max(1, next_ns - step.start_ns), step.end_ns - step.start_ns, step.optimizer)
-        if self.num_steps <= WARM_UP:
-            self._warm_up.add(*times)
-            return
-        self._all.add(*times)
+        group = self._start if self.num_steps <= WARM_UP else self._rest
+        group.all.add(*times)
         if step.parts is not None:
-            self._recorded.add(*times)
-            self._parts.append(step.parts)
+            group.recorded.add(*times)
+            group.parts.append(step.parts)
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def step_seconds(self) -> float | None:
         """How long a step takes on average; None before the first one."""
-        sums = self._settled
+        sums = self._settled.all
         return sums.whole / sums.steps * 1e-9 if sums.steps else None
 
     def split(self) -> Split:
         """Divide the average step; nothing before the first one."""
-        sums = self._settled
+        group = self._settled
+        sums = group.all
         if not sums.steps:
             return Split()
-        timed = sums if self._is_exact or not self._recorded.steps else self._recorded
+        timed = sums if self._is_exact or not group.recorded.steps else group.recorded
         whole, call = sums.whole / sums.steps, timed.call / timed.steps
         optimizer = timed.optimizer / timed.steps
         fits = min(1.0, whole / max(1.0, call + optimizer))
         call, optimizer = call * fits, optimizer * fits
-        parts = {name: sum(getattr(each, name) for each in self._parts) for name in StepParts.__dataclass_fields__}
+        parts = {name: sum(getattr(each, name) for each in group.parts) for name in StepParts.__dataclass_fields__}
         known = sum(parts.values())
         scaled = {name: call * value / known if known else 0.0 for name, value in parts.items()}
         scaled["other"] = whole - optimizer - sum(value for name, value in scaled.items() if name != "other")
         return Split(optimizer=optimizer * 1e-9, **{name: max(0.0, value) * 1e-9 for name, value in scaled.items()})
 
     @property
-    def _settled(self) -> _Sums:
-        """Sums without the steps of the start, if there are enough others."""
-        if self._all.steps >= WARM_UP:
-            return self._all
-        both = _Sums()
-        for sums in (self._warm_up, self._all):
-            both.steps += sums.steps
-            both.whole += sums.whole
-            both.call += sums.call
-            both.optimizer += sums.optimizer
-        return both
+    def _settled(self) -> _Group:
+        """The steps without those of the start, if there are enough others."""
+        if self._rest.all.steps >= WARM_UP:
+            return self._rest
+        return _Group(
+            self._start.all + self._rest.all,
+            self._start.recorded + self._rest.recorded,
+            self._start.parts + self._rest.parts,
+        )
