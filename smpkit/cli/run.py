@@ -20,7 +20,7 @@ from smpkit.cli._run_folder import begin_run, end_run, shown
 from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
 from smpkit.config.words import coloured
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
@@ -325,10 +325,14 @@ def _leave_trace(console: _console.Console, run: Run) -> None:
     from smpkit.observe.profiles import profiles_of
     from smpkit.observe.runs import EVENTS, TRACE
 
-    profiles = profiles_of(run.path / EVENTS)
-    if not profiles:
+    try:
+        profiles = profiles_of(run.path / EVENTS)
+        if not profiles:
+            return
+        write_file(run.path / TRACE, chrome_trace(read_run(run.path), profiles=profiles), "trace")
+    except SmpkitError as error:  # of a run that failed, which has been said
+        console.warn(f"no trace of the profiled steps: {error.message}")
         return
-    write_file(run.path / TRACE, chrome_trace(read_run(run.path), profiles=profiles), "trace")
     console.note(f"trace: {shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
 
 
