@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,9 +34,8 @@ def complete_hyperparameter(ctx: click.Context, param: click.Parameter, incomple
     """Complete `key=value` for a hyperparameter: the names in the job file, and the value that stands there."""
     import yaml
 
-    file = ctx.params.get("file") or ctx.params.get("job")
     try:
-        content = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8"))
+        content = yaml.safe_load(_job_file().read_text(encoding="utf-8"))
         known = dict(content["hyperparameters"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return []
@@ -43,6 +43,13 @@ def complete_hyperparameter(ctx: click.Context, param: click.Parameter, incomple
     if not equals:
         return _items((f"{key}=" for key in known), incomplete)
     return _items([f"{name}={known[name]}"] if name in known else [], incomplete)
+
+
+def _job_file() -> Path:
+    """Return the job file on the command line so far; click's parser has given up at the option without a value."""
+    words = os.environ.get("COMP_WORDS", "").split()
+    files = (Path(word) for word in words if word.endswith((".yaml", ".yml", ".json")))
+    return next((file for file in files if file.is_file()), Path())
 
 
 def _items(texts: Iterable[str], incomplete: str) -> list[CompletionItem]:

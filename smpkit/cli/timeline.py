@@ -25,7 +25,7 @@ __all__ = ["timeline"]
 
 @click.command()
 @click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that all ranks finished.")
+@click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that trains.")
 @click.option("--pipeline", "pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print the step as JSON, times in seconds.")
 @click.option(
@@ -82,7 +82,14 @@ def _chosen(run: Run, number: int | None, pipeline: int) -> int:
         raise SmpkitError("no step was finished by all ranks", hint="let the job run at least one step")
     if number is not None and number not in run.steps:
         raise UsageError(f"there is no step {number} that all ranks finished", hint=f"use {_range(run.steps)}")
-    return run.steps[-1] if number is None else number
+    if number is not None:
+        return number
+    trains = (each for each in reversed(run.steps) if _has_backward(run, each, pipeline))
+    return next(trains, run.steps[-1])
+
+
+def _has_backward(run: Run, number: int, pipeline: int) -> bool:
+    return any(action.kind == "B" for action in run.step(run.pipelines[pipeline][0], number).actions)
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -269,7 +269,7 @@ def find_events(folder: Path) -> list[Path]:
             return [found[rank] for rank in sorted(found)]
     raise EventsError(
         f"there are no events in `{folder}`",
-        hint="record them with `smpkit run --events`, or with the variable SMPKIT_EVENTS_DIR",
+        hint="`smpkit run` records them, and any other job with the variable SMPKIT_EVENTS_DIR",
     )
 
 

@@ -540,14 +540,16 @@ def note_training(size: Callable[[], tuple[int, int]]) -> None:
 @contextmanager
 def recorded_optimizer() -> Iterator[None]:
     """Time the optimizer: after each step where the host's clock can, else after those that are recorded."""
-    recorder, device = _recorder, state.device
-    if recorder is None or (devices.is_asynchronous(device) and not recorder.active):
+    recorder = _recorder
+    if recorder is None or not (recorder.meter.is_exact or recorder.active):
         yield
         return
-    devices.wait_for_stream(device)
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
     start_ns = time.perf_counter_ns()
     yield
-    devices.wait_for_stream(device)
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
     recorder.meter.add_optimizer(start_ns, time.perf_counter_ns())
 
 

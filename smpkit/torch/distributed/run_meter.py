@@ -155,7 +155,7 @@ class RunMeter:
         self.samples = 0
         """In a step of this rank, as of the last one that was recorded; 0 if unknown."""
         self.tokens = 0
-        self._is_exact = is_exact
+        self.is_exact = is_exact
         self._start, self._rest = _Group(), _Group()
         self._last: _Step | None = None
 
@@ -206,7 +206,7 @@ class RunMeter:
         sums = group.all
         if not sums.steps:
             return Split()
-        timed = sums if self._is_exact or not group.recorded.steps else group.recorded
+        timed = sums if self.is_exact or not group.recorded.steps else group.recorded
         whole, call = sums.whole / sums.steps, timed.call / timed.steps
         optimizer = timed.optimizer / timed.steps
         fits = min(1.0, whole / max(1.0, call + optimizer))
