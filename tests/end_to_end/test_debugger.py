@@ -45,14 +45,16 @@ class Terminal:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.seen = ""
+        self._read = 0
 
     def until(self, text: str, seconds: float = 60) -> None:
+        """Wait for a text behind the one that was waited for before."""
         deadline = time.monotonic() + seconds
-        start = len(self.seen)
-        while text not in self.seen[start:]:
+        while text not in self.seen[self._read :]:
             assert time.monotonic() < deadline, f"`{text}` did not come: {self.seen}"
             if select.select([self._descriptor], [], [], 0.2)[0]:
                 self.seen += os.read(self._descriptor, 65536).decode()
+        self._read = self.seen.index(text, self._read) + len(text)
 
     def type(self, line: str) -> None:
         os.write(self._descriptor, f"{line}\n".encode())
