@@ -46,7 +46,7 @@ def test_what_is_defined_in_a_function_is_sent() -> None:
 
     assert smp.launch(local, 1, ranks=2) == [6, 7]
     with pytest.raises(UsageError, match=r"smp\.launch cannot send its function or arguments"):
-        smp.launch(local, threading.Lock(), ranks=1)  # type: ignore[arg-type]
+        smp.launch(local, threading.Lock(), ranks=1)
     with pytest.raises(UsageError, match=r"smp\.launch was asked for 0 ranks"):
         smp.launch(local, 1, ranks=0)
 
