@@ -1,15 +1,47 @@
-"""What a managed job looks like on every back end: the same commands, answers and exit codes.
+"""What a job looks like wherever it runs: the same commands, answers and exit codes, and the same losses.
 
-The tests of Slurm, Kubernetes, AWS Batch and the fake of SageMaker call these, each with its own way to run `smpkit`.
+The tests of Slurm, Kubernetes, AWS Batch and the fake of SageMaker call those of managed jobs, each with its own way to
+run `smpkit`; those of Slurm, Kubernetes, `smpkit run` and `smpkit run --docker`, where ranks are real, the others.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-__all__ = ["a_job_that_fails", "a_job_that_succeeds"]
+import yaml
+
+__all__ = [
+    "OnCluster",
+    "OnThisMachine",
+    "a_job_that_fails",
+    "a_job_that_is_stopped_goes_on",
+    "a_job_that_succeeds",
+    "a_rank_that_fails_ends_all",
+    "a_report_of_it",
+    "uninterrupted",
+]
+
+SCRIPT = Path(__file__).parent / "docker" / "job" / "train.py"
+"""A pipeline's training that prints each step, saves when it is asked to stop, and goes on."""
+
+PIPELINE: dict[str, Any] = {
+    "smdistributed": {
+        "modelparallel": {
+            "enabled": True,
+            "parameters": {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True},
+        }
+    },
+    "torch_distributed": {"enabled": True, "processes_per_host": 1},
+}
 
 Run = Callable[..., Any]
 """Calls `smpkit`, checks its exit code (`code`, 0 by default), and returns what it printed as `stdout` and `stderr`."""
@@ -56,3 +88,142 @@ def a_job_that_fails(run: Run, name: str, headline: str, host: str, rank: int = 
     waited = run("wait", name, code=1)
     assert (waited.stdout, headline in waited.stderr) == ("", True)
     assert f"`{name}` is over already: Failed" in run("stop", name).stderr
+
+
+def a_report_of_it(run: Run, name: str, steps: int = 6) -> None:
+    """Write the report of a job of `SCRIPT`, wherever it left what its ranks measured."""
+    told = run("report", name, "--json")
+    found = json.loads(told.stdout)
+    assert found["name"] == name
+    [curve] = [each for each in found["curves"] if each["name"] == "loss"]
+    assert curve["steps"] == list(range(steps - len(curve["steps"]) + 1, steps + 1))
+    assert run("report", name).stdout == f"report-{name}.html\n"
+
+
+# ---- what ranks do, where they are real --------------------------------------------------------------------------
+
+
+class Place(Protocol):
+    """Somewhere that runs `SCRIPT` on two hosts of one rank."""
+
+    def stop_in_the_middle(self, name: str) -> str:
+        """Start six steps, ask the job to stop after the second, and return its log when it is over."""
+
+    def go_on(self, name: str, new: str) -> str:
+        """Run the rest of the steps; return the log."""
+
+    def losses(self, name: str) -> str:
+        """Return the file that the script leaves beside its model."""
+
+
+def a_job_that_is_stopped_goes_on(place: Place) -> None:
+    """SIGTERM, saved, and the same losses as without."""
+    assert "step 6 on" not in place.stop_in_the_middle("old")
+    log = place.go_on("old", "new")
+    assert "resumed at step" in log
+    assert "step 1 on" not in log
+    assert place.losses("new") == uninterrupted()
+
+
+def uninterrupted() -> str:
+    """The losses of six steps in this process: mean over two microbatches of a batch of four."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    found = []
+    for step in range(6):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step))
+        optimizer.zero_grad()
+        parts = [(model(x) - x).square().mean() for x in batch.chunk(2)]
+        for part in parts:
+            (part / 2).backward()
+        optimizer.step()
+        found.append(torch.stack([part.detach() for part in parts]).mean().item())
+    return "".join(f"{loss:.12f}\n" for loss in found)
+
+
+@dataclass
+class OnCluster:
+    """A back end for managed jobs; `user` writes job files and calls `smpkit`."""
+
+    user: Any
+    read: Callable[[str], str]
+
+    def stop_in_the_middle(self, name: str) -> str:
+        self.user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.6})
+        self.user.run("submit", "job.yaml", "--name", name)
+        self.user.until_logged(name, "step 2 on")
+        stopped = self.user.run("stop", name, "--wait")
+        assert "newest checkpoint: " in stopped.stderr
+        assert self.user.status(name)["status"] == "Stopped"
+        assert self.user.run("wait", name, code=1).stdout == ""
+        return str(self.user.told())
+
+    def go_on(self, name: str, new: str) -> str:
+        resumed = self.user.run("resume", name, "--name", new, "--follow")
+        assert "Resuming from " in resumed.stderr
+        return str(resumed.stdout)
+
+    def losses(self, name: str) -> str:
+        return self.read(name)
+
+
+@dataclass
+class OnThisMachine:
+    """`smpkit run`, in a folder."""
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    job: dict[str, Any] = field(default_factory=dict)
+
+    def stop_in_the_middle(self, name: str) -> str:
+        process = self.start(name, steps=6, seconds=0.6)
+        assert process.stdout is not None
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if "step 2 on" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        out, err = process.communicate(timeout=300)
+        assert "saved and stopping" in out, f"{seen}{out}\n{err}"
+        return seen + out
+
+    def go_on(self, name: str, new: str) -> str:
+        process = self.start(new, steps=6)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{out}\n{err}"
+        return out
+
+    def losses(self, name: str) -> str:
+        return (self.folder / "out" / name / "model" / "losses.txt").read_text()
+
+    def start(self, name: str, **values: Any) -> subprocess.Popen[str]:
+        (self.folder / "train.py").write_text(SCRIPT.read_text())
+        whole = {
+            "name": name,
+            "entry_point": "train.py",
+            "output": str(self.folder / "out" / name),
+            "checkpoints": str(self.folder / "checkpoints"),
+            "compute": {"instance_count": 2},
+            "distribution": PIPELINE,
+            "hyperparameters": values,
+            **self.job,
+        }
+        (self.folder / "job.yaml").write_text(yaml.safe_dump(whole))
+        command = [str(Path(sys.executable).with_name("smpkit")), "run", "job.yaml", *self.options]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "SMPKIT_SETTLE_SECONDS": "0.5"}
+        return subprocess.Popen(
+            command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+
+def a_rank_that_fails_ends_all(place: OnThisMachine, host: str) -> None:
+    """What `a_job_that_fails` shows of managed jobs: exit code 1, and the exception of the rank that raised."""
+    process = place.start("fails", **{"fail-on-rank": 1})
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.search(rf"Failed after .*\(rank 1 on {host}, exit 1\)", err), err
+    assert "ValueError: bad batch" in err

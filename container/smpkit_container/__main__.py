@@ -113,6 +113,8 @@ def _train(
     more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
     console = Console.of_process(environ)
     environ = {name: value for name, value in environ.items() if name not in _OURS}
+    if base == DEFAULT_BASE or fetch is not None:  # else `smpkit run` chooses
+        environ = {"SMPKIT_RUN_DIR": str(Folders(base).run), **environ}
     try:
         environment = Environment.read(
             base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa(), more=more

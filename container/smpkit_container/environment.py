@@ -70,6 +70,11 @@ class Folders:
         return self.base / "output" / "data"
 
     @property
+    def run(self) -> Path:
+        """Where ranks leave their measurements, as SMPKIT_RUN_DIR, among the other results: so they are kept."""
+        return self.output_data / "run"
+
+    @property
     def intermediate(self) -> Path:
         return self.base / "output" / "intermediate"
 

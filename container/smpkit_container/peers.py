@@ -51,7 +51,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that loses power says nothing: after 30 silent seconds it counts as lost."""
 
 
-_LOST = "the host was lost"
+_SILENT = "the host was lost: it fell silent"
+_KILLED = "the host was lost: its launcher was killed"
+"""Whoever stops a host asks its launcher to end first, which it tells the others. So it ran out of memory, or somebody
+killed it; a scheduler takes that as its failure, and does not start it again."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
 
@@ -64,8 +67,8 @@ class News:
 
     @property
     def lost(self) -> bool:
-        """Whether the host went without a word, so that starting it again may help."""
-        return self.reason.startswith(_LOST)
+        """Whether the machine or its network is gone, so that starting the host again may help."""
+        return self.reason.startswith(_SILENT)
 
     def __str__(self) -> str:
         return f"{self.host}: {self.reason}"
@@ -125,9 +128,15 @@ class Peers:
     def hear(self, connection: socket.socket) -> bool:
         """Take in what came over one of `connections`; return False when nothing more will come."""
         peer = next(peer for peer in self._peers if peer.connection is connection)
-        data = _received(connection)
-        if data is None:
+        try:
+            data = connection.recv(65536)
+        except BlockingIOError:
             return True
+        except ConnectionError:
+            data = b""  # closed by its end, as when the process is killed
+        except OSError:  # nobody answered for as long as `_KEEPALIVE` says, or there is no way any more
+            self._lose(peer, _SILENT)
+            return False
         try:
             for message in peer.inbox.feed(data):
                 self._take_in(peer, message)
@@ -135,10 +144,14 @@ class Peers:
             peer.ended = True
             self._note(peer, News(peer.host, "the host was given up: it sent what is no message"))
             return False
-        if not data and not peer.ended:
-            peer.ended = True
-            self._note(peer, News(peer.host, f"{_LOST}: its connection broke"))
+        if not data:
+            self._lose(peer, _KILLED)
         return bool(data)
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        if not peer.ended:
+            peer.ended = True
+            self._note(peer, News(peer.host, reason))
 
     def _take_in(self, peer: _Peer, message: dict[str, Any]) -> None:
         match message:

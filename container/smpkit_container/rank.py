@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
+from smpkit_container.debugger import install
 from smpkit_container.script import run_script, run_shell_script
 
 __all__ = ["main"]
@@ -54,7 +55,7 @@ def main(environ: dict[str, str] | os._Environ[str]) -> None:
         _prepare_rank(watcher, pipes)
         if program[0].endswith(".sh"):
             run_shell_script(program[0], program[1:], environ)
-        run_script(program[0], program[1:], pipes[2])
+        run_script(program[0], program[1:], pipes[2], install(environ))
         return
     for descriptor in pipes:
         os.close(descriptor)

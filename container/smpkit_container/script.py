@@ -14,7 +14,7 @@ import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +28,15 @@ _OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 _LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
-def run_script(script: str, arguments: Sequence[str], report: int) -> None:
-    """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path."""
+def run_script(
+    script: str, arguments: Sequence[str], report: int, debug: Callable[[BaseException], None] | None = None
+) -> None:
+    """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path.
+
+    Args:
+        report: a descriptor for what happened.
+        debug: called with an exception that nobody catches, before it is reported.
+    """
     path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
     sys.argv = [script, *arguments]
     if not os.environ.get("PYTHONSAFEPATH"):
@@ -50,6 +57,8 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
+        if debug is not None:
+            debug(error)
         _shorten(error)
         _report(report, error)
         _call_own_hook(error)

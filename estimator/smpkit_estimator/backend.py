@@ -19,6 +19,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted, suggestion
 from smpkit.errors import UsageError
 from smpkit_estimator.clock import Clock
+from smpkit_estimator.files import Files
 from smpkit_estimator.finding import Finding
 from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.status import JobStatus
@@ -201,8 +202,23 @@ class Backend(Protocol):
             changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
         """
 
-    def latest_checkpoint(self, place: str) -> str | None:
-        """Return the newest whole checkpoint at a `JobStatus.checkpoints`; None if there is none yet."""
+    def files(self, place: str) -> Files:
+        """Return what is at a place that a job file or `JobStatus` names, such as its checkpoints.
+
+        Raises:
+            UnsupportedError: this machine cannot look there.
+        """
+
+    def run_folder(self, name: str, into: Path) -> Path:
+        """Return the folder in which a job's ranks left what `smpkit report` shows: `run` among its other results.
+
+        Args:
+            into: an empty folder for a copy, where the files do not lie on a file system that this machine mounts.
+
+        Raises:
+            JobError: the job left none, or none yet.
+            UnsupportedError: this machine cannot reach it.
+        """
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         """Look at the way to the back end, and at what a job names.

@@ -6,6 +6,7 @@ what to do. How a call is made and why it failed is in `sagemaker`.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -237,6 +238,19 @@ class Cloud:
         content: bytes = self._call("s3", "get_object", f"cannot read {uri}", Bucket=bucket, Key=key)["Body"].read()
         return content
 
+    def send(self, content: BinaryIO, uri: str, kms_key: str | None = None) -> None:
+        """Put an object of any size, in parts if it is large; `content` may be closed afterwards."""
+        bucket, key = split_uri(uri)
+        options = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else None
+        with _transfer(f"cannot upload to {uri}"):
+            self._client("s3").upload_fileobj(content, bucket, key, ExtraArgs=options)
+
+    def fetch(self, uri: str, into: Any) -> None:
+        """Write an object of any size to `into`, which has `write`."""
+        bucket, key = split_uri(uri)
+        with _transfer(f"cannot read {uri}"):
+            self._client("s3").download_fileobj(bucket, key, into)
+
     # ---- logs ------------------------------------------------------------------------------------------------------
 
     def log_streams(self, prefix: str, group: str = LOG_GROUP) -> list[str]:
@@ -376,6 +390,18 @@ class DryCloud(Cloud):
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+@contextlib.contextmanager
+def _transfer(doing: str) -> Iterator[None]:
+    from s3transfer.exceptions import RetriesExceededError
+
+    try:
+        yield
+    except CloudProblem as error:
+        raise explained(error, doing, "s3") from None
+    except RetriesExceededError as error:
+        raise UnreachableError(f"{doing}: {error.last_exception}", hint="try again in a minute") from None
 
 
 def _is_of(found: Mapping[str, Any], body: Mapping[str, Any], began: datetime) -> bool:

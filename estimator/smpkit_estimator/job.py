@@ -11,6 +11,7 @@ from typing import Any
 from smpkit.config.words import coloured
 from smpkit.errors import CheckpointError, DeadlineError, JobError, UnreachableError
 from smpkit_estimator.backend import Backend, Plan
+from smpkit_estimator.checkpoints import latest_checkpoint
 from smpkit_estimator.follow import UNREACHABLE_SECONDS, LogFilter, Notice, follow, snapshot
 from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.status import JobStatus
@@ -136,7 +137,7 @@ class Job:
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
-        return self._backend.latest_checkpoint(self.checkpoints)
+        return latest_checkpoint(self._backend.files(self.checkpoints))
 
     def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         """Return what would be sent for a new job that goes on from this one's checkpoints; sends nothing.

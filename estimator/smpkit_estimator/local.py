@@ -320,7 +320,7 @@ def _config_files(tree: Path, plan: LocalPlan, name: str) -> dict[str, Any]:
 
 
 def _environment(plan: LocalPlan, tree: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    variables = {**environ, **plan.job.environment, **plan.secrets}
+    variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
         found = [str(tree / "code"), *filter(None, [variables.get("PYTHONPATH")])]

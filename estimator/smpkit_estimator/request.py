@@ -157,7 +157,7 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
             **_secrets(job),
             **_token(job, context),
         },
-        "Environment": dict(job.environment),
+        "Environment": dict(job.variables),
         "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
         "VpcConfig": _vpc(job),
         "EnableNetworkIsolation": job.network.isolation,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
+from smpkit.errors import JobError, UnsupportedError
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.checkpoints import latest_checkpoint
 from smpkit_estimator.cloud import Cloud, DryCloud
 from smpkit_estimator.doctor import check_cloud, check_job
+from smpkit_estimator.files import Bucket, Files
 from smpkit_estimator.finding import Finding
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.resume import resumed_request
+from smpkit_estimator.run_folder import run_below, unpack_run
 from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.status import JobStatus
 from smpkit_estimator.submission import Submission, checked, plan_submission, send
@@ -83,8 +86,21 @@ class SageMaker:
         tags = self.cloud.tags(description["TrainingJobArn"])
         return checked(resumed_request(description, tags, new_name, self.clock.now(), changes or {}))
 
-    def latest_checkpoint(self, place: str) -> str | None:
-        return latest_checkpoint(self.cloud, place)
+    def files(self, place: str) -> Files:
+        if not place.startswith("s3://"):
+            raise UnsupportedError(f"{place} is no place in S3, where SageMaker keeps files")
+        return Bucket(self.cloud, place)
+
+    def run_folder(self, name: str, into: Path) -> Path:
+        found = self.details(name)
+        archive = f"{found['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{name}/output/output.tar.gz"
+        if not self.cloud.object_exists(archive):
+            raise JobError(f"job `{name}` has left no results yet", hint="SageMaker uploads them when the job is over")
+        with tempfile.TemporaryFile(prefix="smpkit-") as file:
+            self.cloud.fetch(archive, file)
+            file.seek(0)
+            unpack_run(file, into, archive)
+        return run_below(into, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         reached = check_cloud(self.cloud, needed=job is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +16,7 @@ from smpkit.errors import CheckpointError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit_estimator.backend import Backend, Plan
+    from smpkit_estimator.checkpoints import Transfer
     from smpkit_estimator.job import Job
 
 __all__ = ["resume"]
@@ -53,13 +54,15 @@ def resume(
     It has the same image, sources, data and settings as JOB.
 
     To go on elsewhere, give the job file for there: `smpkit resume JOB --backend slurm --with job.yaml --to
-    kubernetes`. `--backend` says where JOB is. Both must see its checkpoints at the same place.
+    kubernetes`. `--backend` says where JOB is. If that file has `checkpoints` at another place, in S3 or in a folder,
+    this machine copies the newest checkpoint there first; else both must see them at the same place.
     """
     from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     backend = chosen.open()
     old = Job(job, backend)
+    transfer: Transfer | None = None
     given = {
         "InstanceCount": instance_count,
         "InstanceType": instance_type,
@@ -71,7 +74,7 @@ def resume(
             raise UsageError(
                 "`--with` takes hosts and limits from its job file", hint="`--set` changes a setting there"
             )
-        backend, plan = _elsewhere(old, file, overrides, to, name, dry=dry_run)
+        backend, plan, transfer = _elsewhere(old, backend, file, overrides, to, name, dry=dry_run)
     elif to is not None or overrides:
         raise UsageError("`--to` and `--set` need `--with`", hint="give the job file for the other back end")
     else:
@@ -80,10 +83,16 @@ def resume(
     for note in plan.notes:
         console.note(f"note: {note}")
     if dry_run:
+        if transfer is not None:
+            console.note(f"note: copies first the {transfer}")
         click.echo(json.dumps(plan.shown(), indent=2))
         return 0
-    none = "No checkpoint there yet: starting from the beginning"
-    console.note(newest_checkpoint(old, found="Resuming from ", none=none))
+    if transfer is not None:
+        console.note(f"Copying the {transfer}")
+        transfer.run()
+    else:
+        none = "No checkpoint there yet: starting from the beginning"
+        console.note(newest_checkpoint(old, found="Resuming from ", none=none))
     started = Job(plan.job_names[0], backend)
     with tell_if_interrupted(started):
         result = backend.submit(plan)
@@ -96,21 +105,24 @@ def resume(
 
 
 def _elsewhere(
-    old: Job, file: Path, overrides: tuple[str, ...], to: str | None, name: str | None, *, dry: bool
-) -> tuple[Backend, Plan]:
-    """Plan a job file with the checkpoints of a job, wherever that ran.
+    old: Job, source: Backend, file: Path, overrides: tuple[str, ...], to: str | None, name: str | None, *, dry: bool
+) -> tuple[Backend, Plan, Transfer | None]:
+    """Plan a job file with the checkpoints of a job, wherever that ran; and the copy of the newest, if it takes one.
 
     Raises:
-        CheckpointError: there are none, as the other back end sees it.
+        CheckpointError: there are none, or the other place has another one of its name.
         ConfigError: the other back end cannot reach them, or cannot run the job file.
+        UnsupportedError: they are to be copied, and this machine cannot reach one of the places.
     """
     from smpkit.cli._job import read_job
     from smpkit.config.job import Checkpoints
+    from smpkit_estimator.checkpoints import latest_checkpoint, plan_transfer
 
     place = old.checkpoints
     loaded = read_job(file, overrides)
-    kept: dict[str, Any] = {} if loaded.config.checkpoints is None else loaded.config.checkpoints.model_dump()
-    moved = Checkpoints(**{**kept, "uri": place})
+    kept = loaded.config.checkpoints
+    there = place if kept is None else _absolute(kept.uri, loaded.folder)
+    moved = Checkpoints(**{**({} if kept is None else kept.model_dump()), "uri": there})
     config = loaded.config.model_copy(update={"checkpoints": moved})
     target = BackendChoice(name=to).open(config)
     # Commands that messages name are about the new job.
@@ -118,11 +130,21 @@ def _elsewhere(
     options = f" --backend {chosen}" if chosen is not None else ""
     click.get_current_context().obj = replace(_console.current(), options=options)
     plan = target.plan(config, loaded.folder, name=name, dry=dry)
+    if there.rstrip("/") != place.rstrip("/"):
+        transfer = plan_transfer(source.files(place), target.files(there))
+        if transfer is None:
+            raise CheckpointError(f"there is no checkpoint of `{old.name}` at {place} yet")
+        return target, plan, transfer
     try:
-        newest = target.latest_checkpoint(place)
+        newest = latest_checkpoint(target.files(place))
     except UnsupportedError:
-        return target, plan  # nobody here can look; `plan` has said whether the place can be reached
+        return target, plan, None  # nobody here can look; `plan` has said whether the place can be reached
     if newest is None:
         message = f"there is no checkpoint of `{old.name}` at {place}, as {target.title} sees it"
-        raise CheckpointError(message, hint="copy them, or mount the same file system there")
-    return target, plan
+        hint = "name another place there in the job file's `checkpoints`, to copy them; or mount the same file system"
+        raise CheckpointError(message, hint=hint)
+    return target, plan, None
+
+
+def _absolute(place: str, folder: Path) -> str:
+    return place if "://" in place else str((folder / place).absolute())

@@ -7,19 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._files import write_file
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.cli._run_folder import begin_run, end_run, shown
 from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
 from smpkit.config.words import coloured
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
@@ -47,6 +48,18 @@ class _DockerOptions:
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
+@click.option(
+    "--profile",
+    metavar="FIRST:LAST",
+    help="Put torch's profiler around these steps, from 0, and leave one trace of it and the events for Perfetto.",
+)
+@click.option(
+    "--pdb",
+    "debugged",
+    type=click.IntRange(0),
+    metavar="RANK",
+    help="Give this rank a debugger here, at `breakpoint()` and at errors; the other ranks wait for it.",
+)
 @click.option("--docker", is_flag=True, help="Run in the training image: the job's, or one that is built first.")
 @click.option(
     "--hosts", type=click.IntRange(1, 16), help="With --docker: containers. Default: as many as the job asks."
@@ -64,6 +77,8 @@ def run(
     overrides: tuple[str, ...],
     arguments: tuple[str, ...],
     events: bool,
+    profile: str | None,
+    debugged: int | None,
     docker: bool,
     hosts: int | None,
     interrupt_after: float | None,
@@ -80,7 +95,10 @@ def run(
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
     job = read_job(file, overrides)
+    if profile is not None:
+        job = _profiled(job, profile)
     if docker:
+        _refuse_debugger(debugged, "--docker")
         options = _DockerOptions(hosts, interrupt_after, gpus, events)
         return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
@@ -88,8 +106,38 @@ def run(
 
     nodes = nodes_here(os.environ)
     if nodes > 1:
+        _refuse_debugger(debugged, "several nodes")
         return _run_on_nodes(job, overrides, arguments, nodes)
-    return _run_here(job, overrides, arguments, events=events)
+    return _run_here(job, overrides, arguments, debugged, events=events)
+
+
+def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
+    """Tell the ranks which steps to profile."""
+    from smpkit.observe.profiles import PROFILE, steps_of
+
+    try:
+        steps_of(steps)
+    except ValueError as error:
+        raise UsageError(f"--profile: {error}") from None
+    config = job.config.model_copy(update={"environment": {**job.config.environment, PROFILE: steps}})
+    return replace(job, config=config)
+
+
+def _refuse_debugger(rank: int | None, what: str) -> None:
+    if rank is not None:
+        raise UsageError(f"`--pdb` does not go with {what}", hint="debug the job on this machine, without a container")
+
+
+def _debugged(rank: int | None, num_ranks: int) -> dict[str, str]:
+    """Return the variable that gives a rank this terminal."""
+    if rank is None:
+        return {}
+    if rank >= num_ranks:
+        raise UsageError(f"`--pdb {rank}`: the job has the ranks 0 to {num_ranks - 1}")
+    try:
+        return {"SMPKIT_PDB": f"{rank}:{os.ttyname(sys.stdin.fileno())}"}
+    except (OSError, ValueError):
+        raise UsageError("`--pdb` needs a terminal, and the input of this command is none") from None
 
 
 def _refuse_without_docker(**options: object) -> None:
@@ -101,18 +149,21 @@ def _refuse_without_docker(**options: object) -> None:
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
-def _run_here(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], *, events: bool) -> int:
+def _run_here(
+    job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], debugged: int | None, *, events: bool
+) -> int:
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run, run_local
 
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
+    environ = {**os.environ, **_debugged(debugged, plan.ranks)}
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
     run = begin_run(job, plan.ranks, plan.hosts, overrides)
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, run.path, arguments, events=events)
+    done = run_local(plan, run.path, arguments, environ=environ, events=events)
     end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_here(console, done, run)
     if done.exit_code == 0:
@@ -150,6 +201,7 @@ def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     elif done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
+    _leave_trace(console, run)
 
 
 # ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
@@ -170,6 +222,7 @@ def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[
     code = run_here(plan, run.path, arguments)
     end_run(run, time.monotonic() - began, _end_of(code, None, stopped=False))
     console.note(f"run: {shown(run.path)}")
+    _leave_trace(console, run)
     console.note(f"kept: {plan.runs[0].folder}")
     return int(code != 0)
 
@@ -237,6 +290,7 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
     for clash in done.clashes:
         console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
+    _leave_trace(console, run)
 
 
 # ---- what both say ---------------------------------------------------------------------------------------------------
@@ -262,6 +316,24 @@ def _show_places(
             console.note(f"{name}: {place}")
     inside = [place.name for place in (model, output_data, checkpoints) if place and place.parent == run.path.resolve()]
     console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
+
+
+def _leave_trace(console: _console.Console, run: Run) -> None:
+    """Put what was profiled and the events into one trace."""
+    from smpkit.observe.chrome_trace import chrome_trace
+    from smpkit.observe.merge import read_run
+    from smpkit.observe.profiles import profiles_of
+    from smpkit.observe.runs import EVENTS, TRACE
+
+    try:
+        profiles = profiles_of(run.path / EVENTS)
+        if not profiles:
+            return
+        write_file(run.path / TRACE, chrome_trace(read_run(run.path), profiles=profiles), "trace")
+    except SmpkitError as error:  # of a run that failed, which has been said
+        console.warn(f"no trace of the profiled steps: {error.message}")
+        return
+    console.note(f"trace: {shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -162,13 +162,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _last_values(run: Run) -> dict[str, float]:
     """Return the last value of each name that the run logged."""
-    path = run.path / "values.jsonl"
-    if not path.is_file():
-        return {}
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last one may break off
-    try:
-        logged = [json.loads(line)["values"] for line in lines]
-        return {str(name): float(value) for values in logged for name, value in values.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        _console.current().warn(f"`{path}` is damaged")
-        return {}
+    from smpkit.observe.values import read_values
+
+    return {name: value for logged in read_values(run.path) for name, value in logged.values.items()}

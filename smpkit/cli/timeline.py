@@ -33,7 +33,7 @@ __all__ = ["timeline"]
     "trace",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write a trace of all steps for ui.perfetto.dev; of one step, with --step.",
+    help="Also write a trace of all steps for ui.perfetto.dev; of one step, with --step. Profiles go into it.",
 )
 @click.option(
     "--svg",
@@ -56,7 +56,8 @@ def timeline(
     from smpkit.observe.merge import read_run
     from smpkit.observe.runs import open_run
 
-    run = read_run(open_run(name).path)
+    folder = open_run(name).path
+    run = read_run(folder)
     chosen = _chosen(run, number, pipeline)
     console = _console.current()
     for rank in run.truncated:
@@ -67,7 +68,7 @@ def timeline(
     else:
         click.echo("\n".join(_report(run, step, pipeline)))
     if trace is not None:
-        _write_trace(run, trace, None if number is None else [number])
+        _write_trace(run, folder, trace, None if number is None else [number])
         console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
     if picture is not None:
         write_file(picture, _svg(step), "picture")
@@ -95,10 +96,12 @@ def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _write_trace(run: Run, path: Path, numbers: Sequence[int] | None) -> None:
+def _write_trace(run: Run, folder: Path, path: Path, numbers: Sequence[int] | None) -> None:
     from smpkit.observe.chrome_trace import chrome_trace
+    from smpkit.observe.events import find_events
+    from smpkit.observe.profiles import profiles_of
 
-    write_file(path, chrome_trace(run, numbers), "trace")
+    write_file(path, chrome_trace(run, numbers, profiles_of(find_events(folder)[0].parent)), "trace")
 
 
 def _svg(step: ExecutedStep) -> str:

@@ -45,7 +45,11 @@ __all__ = [
     "JobConfig",
     "Network",
     "Secret",
+    "Tracker",
 ]
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
+"""Those of accelerate."""
 
 
 HOMOGENEOUS = "homogeneousCluster"
@@ -420,6 +424,9 @@ class JobConfig(Section):
     secrets: Annotated[dict[str, Secret], free_form(variable_problems)] = Field(default_factory=dict, max_length=50)
     """Variables for the script whose values stay out of job files, requests and logs: name -> where the value is."""
 
+    track: list[Tracker] = Field(default_factory=list, max_length=9)
+    """Trackers that get what the script gives to `smp.log`; each must be installed where the ranks run."""
+
     distribution: Distribution = Field(default_factory=Distribution)
     """SageMaker's `distribution` dict: model parallelism and launcher."""
 
@@ -558,6 +565,12 @@ class JobConfig(Section):
     def is_shell_script(self) -> bool:
         """Whether the job runs a shell script once on each host, and not ranks."""
         return self.entry_point.endswith(".sh")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that the ranks get, without secrets."""
+        own = {"SMPKIT_TRACK": ",".join(self.track)} if self.track else {}
+        return {**own, **self.environment}
 
     def num_processes(self, default_per_host: int) -> int:
         """Number of ranks, with `default_per_host` of them on a host if the job does not say."""

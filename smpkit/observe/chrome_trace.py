@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from smpkit.observe.events import ActionSpan, Counter, Mark, MemorySample, MessageSpan
 from smpkit.observe.executed import match_messages
 from smpkit.observe.merge import RankStep, Run
+from smpkit.observe.profiles import profile_events
 
 __all__ = ["chrome_trace"]
 
@@ -33,11 +34,19 @@ _LANES: Final = 100
 """Thread ids that each track has for spans that overlap."""
 
 
-def chrome_trace(run: Run, steps: Iterable[int] | None = None) -> str:
-    """Return the trace as JSON text; of all steps that every rank finished, unless some are named."""
+def chrome_trace(
+    run: Run, steps: Iterable[int] | None = None, profiles: Mapping[int, Mapping[str, Any]] | None = None
+) -> str:
+    """Return the trace as JSON text; of all steps that every rank finished, unless some are named.
+
+    Args:
+        profiles: of torch's profiler, by rank, from `smpkit.observe.profiles`.
+    """
     numbers = list(run.steps if steps is None else steps)
     events = [event for rank in range(run.mesh.size) for event in _Rank(run, rank).events(numbers)]
     events += [event for number in numbers for event in _flows(run, number, events)]
+    for rank, profile in (profiles or {}).items():
+        events += profile_events(run, rank, profile)
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": "smpkit"}}
     return json.dumps(content, separators=(",", ":"))
 

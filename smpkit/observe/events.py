@@ -210,7 +210,7 @@ class EventWriter:
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
-        path = folder / file_name(header.rank)
+        self.path = path = folder / file_name(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Unbuffered: what the disk did not take must not be tried again when the file is closed.

@@ -67,6 +67,9 @@ from smpkit.torch.distributed.objects import (
     send,
 )
 from smpkit.torch.distributed.signals import on_stop, stop_requested
+from smpkit.torch.launch import launch
+from smpkit.torch.log import log
+from smpkit.torch.memory_snapshots import record_memory, save_memory_snapshot
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
@@ -146,10 +149,12 @@ __all__ = [
     "is_initialized",
     "is_tracing",
     "latest_checkpoint",
+    "launch",
     "load",
     "load_pretrained",
     "local_rank",
     "local_size",
+    "log",
     "model_creation",
     "mp_barrier",
     "mp_rank",
@@ -163,11 +168,13 @@ __all__ = [
     "rank",
     "rdp_rank",
     "rdp_size",
+    "record_memory",
     "recv_from",
     "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
+    "save_memory_snapshot",
     "save_pretrained",
     "send",
     "set_activation_checkpointing",

@@ -138,7 +138,7 @@ def test_a_host_that_vanishes_ends_the_other(tmp_path: Path, lost: int) -> None:
         processes[lost].kill()
         status, _, err = ends(processes)[1 - lost]
     assert status == 1
-    assert f"{HOSTS[lost]}: the host was lost" in err
+    assert f"{HOSTS[lost]}: the host was lost: its launcher was killed" in err
 
 
 @pytest.mark.parametrize("asked", [0, 1])

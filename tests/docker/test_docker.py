@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
 from tests.docker.engine import base_image, image_options, running_engine, why_not
 
 HERE = Path(__file__).parent
@@ -128,6 +129,16 @@ def test_the_example_learns(image: str, tmp_path: Path, hosts: int, launcher: li
     assert code == 0, err
     before, after = re.search(r"held-out loss ([\d.]+) -> ([\d.]+) nats", out).groups()  # type: ignore[union-attr]
     assert float(after) < float(before) - 0.5
+
+
+@pytest.mark.full
+def test_a_job_that_is_stopped_goes_on_as_everywhere(image: str, tmp_path: Path) -> None:
+    a_job_that_is_stopped_goes_on(OnThisMachine(tmp_path, ("--docker",), {"image": image}))
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_ends_all_as_everywhere(image: str, tmp_path: Path) -> None:
+    a_rank_that_fails_ends_all(OnThisMachine(tmp_path, ("--docker",), {"image": image}), "algo-2")
 
 
 def test_a_host_that_is_killed_ends_the_other(image: str, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import yaml
 
 from smpkit.config.backend import Slurm
 from smpkit.testing import FakeKubernetes
+from tests.backend_body import uninterrupted
 from tests.kubernetes.conftest import PIPELINE, User
-from tests.slurm.test_slurm import uninterrupted
 
 __all__ = ["PIPELINE"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import os
 import re
 import signal
+import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,16 @@ import pytest
 import yaml
 
 from smpkit.testing import FakeKubernetes
-from tests.backend_body import a_job_that_fails, a_job_that_succeeds
+from tests.backend_body import (
+    OnCluster,
+    a_job_that_fails,
+    a_job_that_is_stopped_goes_on,
+    a_job_that_succeeds,
+    a_report_of_it,
+    uninterrupted,
+)
 from tests.kubernetes.conftest import PIPELINE, User
-from tests.slurm.test_slurm import FAILS, ODD, WAITS, uninterrupted
+from tests.slurm.test_slurm import FAILS, ODD, WAITS
 
 VERSIONS = ("1.30", "1.34", "1.37")
 """Of the API, whose published schema manifests must fit, strictly."""
@@ -148,6 +157,9 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
     digest = hashlib.sha256(base64.b64decode(sent["sourcedir.tar.gz"])).hexdigest()
     assert told["sourcedir.tar.gz"].endswith(f" bytes, sha256 {digest})")
     assert (user.shared / "out" / "pipe" / "model" / "losses.txt").read_text() == uninterrupted()
+    a_report_of_it(user.run, "pipe")
+    refused = user.run("report", "none", code=2)
+    assert "there is no job `none`" in refused.stderr
     assert user.status("pipe")["model_data"] == str(user.shared / "out" / "pipe" / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on pod-1: ")
@@ -199,23 +211,41 @@ def test_an_evicted_pod_goes_on_where_it_was(user: User) -> None:
     assert "resumed at step" in log.stdout
 
 
+@contextlib.contextmanager
+def silent(port: int) -> Iterator[None]:
+    """Drop what goes to and from a port of this machine, as when a node loses its power."""
+    rules = [["INPUT", "-i", "lo", "-p", "tcp", end, str(port), "-j", "DROP"] for end in ("--sport", "--dport")]
+    try:
+        for rule in rules:
+            subprocess.run(["iptables", "-A", *rule], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no packets can be dropped here: {error}")
+    try:
+        yield
+    finally:
+        for rule in rules:
+            subprocess.run(["iptables", "-D", *rule], check=True, capture_output=True)
+
+
 @pytest.mark.full
 def test_a_lost_pod_lets_the_others_start_again(user: User) -> None:
-    """No SIGTERM, no saving: the launcher that is left ends with 75, which the failure policy takes as worth a try."""
+    """No word at all: the launcher that is left ends with 75, which the failure policy takes as worth a try."""
     user.write(WAITS)
     user.run("submit", "job.yaml", "--name", "lost")
     user.until(lambda: user.told().count("ready") == 2, "both ranks")
     run = user.cluster.controller.runs[user.cluster.pods("lost")[1]]
     run.disrupted = True  # the node is gone: Kubernetes says so of its pods
-    run.kill()
+    with silent(user.port + 1):
+        run.kill()
+        user.until(lambda: "the host was lost: it fell silent" in user.told(), "the other host to notice")
     user.until(lambda: user.told().count("ready") == 4, "both ranks again")
     user.run("stop", "lost", "--wait")
     assert user.status("lost")["status"] == "Stopped"
 
 
-@pytest.mark.full
 def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
-    user.write(WAITS, environment={"SMPKIT_START_SECONDS": "30"})
+    """The others hear it at once, and end; nobody waits for a host that will not come again."""
+    user.write(WAITS)
     user.run("submit", "job.yaml", "--name", "killed")
     user.until(lambda: user.told().count("ready") == 2, "both ranks")
     os.kill(user.cluster.controller.runs[user.cluster.pods("killed")[1]].process.pid, signal.SIGKILL)
@@ -223,21 +253,15 @@ def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
     failure = user.status("killed")["failure"]
     assert failure["headline"] == "the container ended with exit code 137"
     assert "on pod-1" in failure["details"]
+    assert "pod-1: the host was lost: its launcher was killed" in user.run("logs", "killed", "--host", "pod-0").stdout
+    assert user.cluster.pods("killed") == sorted(user.cluster.controller.runs)
 
 
 def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})
-    user.run("submit", "job.yaml", "--name", "old")
-    user.until_logged("old", "step 2 on")
-    stopped = user.run("stop", "old", "--wait")
-    assert "newest checkpoint: " in stopped.stderr
-    assert user.status("old")["status"] == "Stopped"
-    assert user.run("wait", "old", code=1).stdout == ""
+    a_job_that_is_stopped_goes_on(
+        OnCluster(user, lambda name: (user.shared / "out" / name / "model" / "losses.txt").read_text())
+    )
     assert "Kubernetes deletes the pods of a stopped job" in user.run("logs", "old").stderr
-    resumed = user.run("resume", "old", "--name", "new", "--follow")
-    assert "Resuming from " in resumed.stderr
-    assert "resumed at step" in resumed.stdout
-    assert (user.shared / "out" / "new" / "model" / "losses.txt").read_text() == uninterrupted()
     refused = user.run("resume", "old", "--instance-type", "ml.x", code=2)
     assert "`--instance-type` is not for Kubernetes" in refused.stderr
     states = {item["name"]: item["status"] for item in json.loads(user.run("jobs", "--json").stdout)}
@@ -302,6 +326,25 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     for words in ("has claim and nfs", "must be `server:/path`"):
         assert words in refused
     assert not user.cluster.store.objects
+
+
+def test_commands_find_a_job_in_another_namespace(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubeconfig = json.loads((tmp_path / "kubeconfig").read_text())
+    kubeconfig["contexts"][0]["context"]["namespace"] = "mine"
+    (tmp_path / "mine").write_text(json.dumps(kubeconfig))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "mine"))
+    user.write("", quick=True, hosts=1, kubernetes={"namespace": "team"})
+    sent = user.run("submit", "job.yaml", "--name", "there", "--wait")
+    assert "--region" not in sent.stderr
+    assert user.status("there")["arn"] == "kubernetes:team/there"
+    user.run("logs", "there")
+    assert (
+        "there is no job `there` in namespace `mine`" in user.run("status", "there", "--region", "mine", code=2).stderr
+    )
+    user.cluster.forbidden.add("list jobs everywhere")
+    assert "in namespace `mine`" in user.run("status", "there", code=2).stderr
+    dry = user.run("submit", "job.yaml", "--dry-run")
+    assert "later commands find the job with `--region team`" in dry.stderr
 
 
 def test_sources_that_are_too_large_are_named_with_what_to_do(user: User) -> None:

@@ -17,21 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.backend_body import PIPELINE, SCRIPT
 from tests.leftovers import processes_with
 from tests.slurm.cluster import Cluster, missing, start
 
-SCRIPT = Path(__file__).parents[1] / "docker" / "job" / "train.py"
-"""The script that the tests in containers run as well."""
-
-PIPELINE: dict[str, Any] = {
-    "smdistributed": {
-        "modelparallel": {
-            "enabled": True,
-            "parameters": {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True},
-        }
-    },
-    "torch_distributed": {"enabled": True, "processes_per_host": 1},
-}
+__all__ = ["PIPELINE", "SCRIPT", "User"]
 
 
 @pytest.fixture(scope="session")

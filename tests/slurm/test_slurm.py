@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from smpkit_estimator.slurm.folder import read_json
-from tests.backend_body import a_job_that_fails, a_job_that_succeeds
+from tests.backend_body import (
+    OnCluster,
+    a_job_that_fails,
+    a_job_that_is_stopped_goes_on,
+    a_job_that_succeeds,
+    a_report_of_it,
+    uninterrupted,
+)
 from tests.slurm.conftest import PIPELINE, User
 
 ODD = "a,b 'q' \"d\"\nnew $HOME `x` \\ é%j"
@@ -56,6 +63,7 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
     shown = dry["runs"]["pipe"]
     assert {**spec, "created": ""} == {**shown, "created": ""}
     assert losses(user, "pipe") == uninterrupted()
+    a_report_of_it(user.run, "pipe")
     assert user.status("pipe")["model_data"] == str(user.place("pipe") / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on n2: ")
@@ -86,38 +94,9 @@ def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
     assert losses(user, "low") == uninterrupted()
 
 
-def uninterrupted() -> str:
-    """The losses of six steps in this process: mean over two microbatches of a batch of four."""
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    found = []
-    for step in range(6):
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step))
-        optimizer.zero_grad()
-        parts = [(model(x) - x).square().mean() for x in batch.chunk(2)]
-        for part in parts:
-            (part / 2).backward()
-        optimizer.step()
-        found.append(torch.stack([part.detach() for part in parts]).mean().item())
-    return "".join(f"{loss:.12f}\n" for loss in found)
-
-
 @pytest.mark.full
 def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
-    user.run("submit", "job.yaml", "--name", "old")
-    user.until_logged("old", "step 2 on")
-    stopped = user.run("stop", "old", "--wait")
-    assert "newest checkpoint: " in stopped.stderr
-    assert user.status("old")["status"] == "Stopped"
-    assert user.run("wait", "old", code=1).stdout == ""
-    resumed = user.run("resume", "old", "--name", "new", "--follow")
-    assert "Resuming from " in resumed.stderr
-    assert "resumed at step" in resumed.stdout
-    assert losses(user, "new") == uninterrupted()
+    a_job_that_is_stopped_goes_on(OnCluster(user, lambda name: losses(user, name)))
     refused = user.run("resume", "old", "--instance-type", "ml.x", code=2)
     assert "`--instance-type` is not for Slurm" in refused.stderr
 
@@ -155,7 +134,7 @@ def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> 
     os.kill(launcher, signal.SIGKILL)
     user.run("wait", "orphan", code=1)
     reason = user.status("orphan")["failure"]["reason"]
-    assert reason.startswith(f"the host was lost: its connection broke\non {node}; ")
+    assert reason.startswith(f"the host was lost: its launcher was killed\non {node}; ")
     user.until(lambda: not user.processes("orphan"), "the ranks to end", 30)
 
 

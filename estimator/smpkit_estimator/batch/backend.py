@@ -19,13 +19,14 @@ from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
 from smpkit_estimator.batch.plan import BatchPlan, plan_job, plan_resumed
 from smpkit_estimator.batch.requests import PLACE, QUEUE, definition, submission
 from smpkit_estimator.batch.status import state_of, status_of
-from smpkit_estimator.checkpoints import latest_checkpoint_in
 from smpkit_estimator.cloud import Cloud, DryCloud
 from smpkit_estimator.described import shown_spec
 from smpkit_estimator.doctor import check_cloud
+from smpkit_estimator.files import Files, folder_here
 from smpkit_estimator.finding import Finding, tried
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.names import base_name, unique_name
+from smpkit_estimator.run_folder import run_below
 from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.status import FINAL, JobStatus
 
@@ -140,12 +141,16 @@ class AwsBatch:
         chosen = new_name or unique_name(base_name(name), now)
         return plan_resumed(kept["job"], kept["sources"], chosen, now, self.cloud.region, changes or {})
 
-    def latest_checkpoint(self, place: str) -> str | None:
-        folder = Path(place)
-        if not folder.is_dir():
-            raise UnsupportedError(f"{place} is in a volume of the nodes, which this machine does not see")
-        found = latest_checkpoint_in(folder)
-        return None if found is None else str(found)
+    def files(self, place: str) -> Files:
+        return folder_here(place, "a volume of the nodes")
+
+    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        _, place = self._job(name)
+        places = json.loads(self.cloud.read(f"{place}/spec.json"))["places"]
+        if "output/data" not in places:
+            hint = "name a folder in a volume with `output`"
+            raise UnsupportedError(f"the results of job `{name}` went with its containers", hint=hint)
+        return run_below(folder_here(places["output/data"], "a volume of the nodes").path, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         reached = check_cloud(self.cloud, needed=job is not None)

@@ -178,7 +178,7 @@ def _spec(facts: BatchFacts, now: datetime, archive: str) -> dict[str, Any]:
         "name": facts.name,
         "created": now.isoformat(),
         "hyperparameters": sent,
-        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.environment},
+        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.variables},
         "inputs": {channel: each.uri for channel, each in job.inputs.items()},
         "channels": channels,
         "places": found,

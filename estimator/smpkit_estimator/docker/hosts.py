@@ -112,7 +112,7 @@ def start_command(run: Run, host: Host, arguments: Sequence[str], variables: Map
         *((path, f"/opt/ml/input/data/{name}", True) for name, path in run.plan.inputs.items()),
     ]
     passed = {
-        **run.plan.job.environment,
+        **run.plan.job.variables,
         **run.plan.secrets,
         "TRAINING_JOB_NAME": run.name,
         "TRAINING_JOB_ARN": f"arn:aws:sagemaker:local:000000000000:training-job/{run.name}",

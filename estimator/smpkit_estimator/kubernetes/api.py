@@ -108,11 +108,21 @@ class Api:
             if not token:
                 return
 
-    def may(self, verb: str, resource: str, group: str = "", subresource: str = "") -> bool:
-        """Tell whether this identity may do something in the namespace."""
+    def namespaces_of_jobs(self, selector: str) -> set[str]:
+        """Return the namespaces that have Jobs with these labels."""
         from kubernetes import client
 
-        attributes = {"namespace": self.namespace, "verb": verb, "resource": resource}
+        call = client.BatchV1Api(self._client).list_job_for_all_namespaces
+        page = self._called(call, "cannot list Jobs of all namespaces", label_selector=selector, limit=_PAGE)
+        return {each["metadata"]["namespace"] for each in page["items"]}
+
+    def may(
+        self, verb: str, resource: str, group: str = "", subresource: str = "", *, everywhere: bool = False
+    ) -> bool:
+        """Tell whether this identity may do something in the namespace, or in all of them."""
+        from kubernetes import client
+
+        attributes = {"namespace": "" if everywhere else self.namespace, "verb": verb, "resource": resource}
         attributes |= {"group": group, **({"subresource": subresource} if subresource else {})}
         review = {
             "apiVersion": "authorization.k8s.io/v1",

@@ -7,6 +7,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UnsupportedError, UsageError
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.checkpoints import latest_checkpoint_in
 from smpkit_estimator.clock import SystemClock
 from smpkit_estimator.described import shown_spec
+from smpkit_estimator.files import Files, folder_here
 from smpkit_estimator.finding import Finding
 from smpkit_estimator.kubernetes.api import Api, Object, connect
 from smpkit_estimator.kubernetes.doctor import check_cluster
@@ -26,6 +27,7 @@ from smpkit_estimator.kubernetes.manifests import JOB_LABEL, JOBSET, LONGEST_NAM
 from smpkit_estimator.kubernetes.plan import KubernetesPlan, plan_job, plan_resumed, proper_name
 from smpkit_estimator.kubernetes.status import STOPPED_AT, state_of, status_of
 from smpkit_estimator.names import base_name, unique_name
+from smpkit_estimator.run_folder import run_below
 from smpkit_estimator.status import FINAL, JobStatus
 
 __all__ = ["KubernetesCluster", "open_kubernetes"]
@@ -77,9 +79,15 @@ class KubernetesCluster:
             namespace, jobset = options.namespace or "default", options.workload == "jobset"
             notes.append(f"{error.message}: whether it has JobSets is not known, and the namespace may be another")
         plan = plan_job(job, folder, chosen, now, namespace=namespace, jobset=jobset, script_only=script_only)
-        if options.namespace is not None and options.namespace == self._access.region:
+        if options.namespace is not None and not self._may_look_everywhere():
             notes.append(f"later commands find the job with `--region {namespace}`, or in a context of that namespace")
         return KubernetesPlan(plan.facts, (*plan.notes, *notes))
+
+    def _may_look_everywhere(self) -> bool:
+        try:
+            return self._api.may("list", "jobs", "batch", everywhere=True)
+        except CloudError:
+            return False
 
     def submit(self, plan: KubernetesPlan) -> dict[str, Any]:
         *parts, workload = manifests(plan.facts, secrets.token_hex(32))
@@ -130,6 +138,7 @@ class KubernetesCluster:
         return {**shown_spec(spec), "job": job, "pods": pods}
 
     def logs(self, name: str, since: datetime | None = None) -> Log:
+        self._job(name)  # which finds its namespace
         return PodLog(self._api, name, self.clock, since, lambda: state_of(self._job(name))[0] in FINAL)
 
     def stop(self, name: str) -> None:
@@ -195,12 +204,16 @@ class KubernetesCluster:
             jobset=_is_jobset(job) or job["metadata"]["name"] != name,
         )
 
-    def latest_checkpoint(self, place: str) -> str | None:
-        folder = Path(place)
-        if not folder.is_dir():
-            raise UnsupportedError(f"{place} is in a volume of the cluster, which this machine does not see")
-        found = latest_checkpoint_in(folder)
-        return None if found is None else str(found)
+    def files(self, place: str) -> Files:
+        return folder_here(place, "a volume of the cluster")
+
+    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        self._job(name)  # which finds its namespace
+        places = self._files(name)["spec.json"]["places"]
+        if "output/data" not in places:
+            hint = "name a folder in a volume with `output`"
+            raise UnsupportedError(f"the results of job `{name}` went with its containers", hint=hint)
+        return run_below(folder_here(places["output/data"], "a volume of the cluster").path, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         options = job.backend.kubernetes if job is not None else None
@@ -213,21 +226,38 @@ class KubernetesCluster:
             yield job["metadata"]["labels"][JOB_LABEL], job
 
     def _job(self, name: str) -> Object:
-        """Return the Job whose pods are the hosts.
+        """Return the Job whose pods are the hosts; its namespace is that of all calls after this one.
 
         Raises:
             UsageError: there is none.
         """
+        selector = f"{MANAGED_BY}=smpkit,{JOB_LABEL}={name}"
+        hint = "`smpkit jobs` lists them; `--region` names another namespace"
+        message = f"there is no job `{name}` in namespace `{self._api.namespace}`"
         if name == proper_name(name):
-            found = next(iter(self._api.list("Job", f"{MANAGED_BY}=smpkit,{JOB_LABEL}={name}")), None)
+            found = next(iter(self._api.list("Job", selector)), None)
             if found is None and self._api.has_group(JOBSET.partition("/")[0]):
                 found = self._api.read("JobSet", name)
                 # Its Job is not made yet.
                 found = {**found, "status": {}} if found is not None else None
             if found is not None:
                 return found
-        hint = "`smpkit jobs` lists them; `--region` names another namespace"
-        raise UsageError(f"there is no job `{name}` in namespace `{self._api.namespace}`", hint=hint)
+            elsewhere = self._elsewhere(selector)
+            if len(elsewhere) == 1:
+                self._access = replace(self._access, region=elsewhere[0])
+                del self.__dict__["_api"]
+                return self._job(name)
+            if elsewhere:
+                hint = f"there are some in {', '.join(elsewhere)}; choose one with `--region`"
+        raise UsageError(message, hint=hint)
+
+    def _elsewhere(self, selector: str) -> Sequence[str]:
+        """Return the other namespaces that have such a job, unless the user chose one; none if nobody may look."""
+        if self._access.region is not None:
+            return []
+        with contextlib.suppress(CloudError):
+            return sorted(self._api.namespaces_of_jobs(selector) - {self._api.namespace})
+        return []
 
     def _files(self, name: str) -> dict[str, Any]:
         """Return what was sent beside the job: descriptions as objects, the sources in base64."""

@@ -196,7 +196,7 @@ def _spec(job: JobConfig, name: str, now: datetime) -> dict[str, Any]:
         "name": name,
         "created": now.isoformat(),
         "hyperparameters": sent,
-        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.environment},
+        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.variables},
         "inputs": {channel: each.uri for channel, each in job.inputs.items()},
         "channels": channels,
         "places": places,

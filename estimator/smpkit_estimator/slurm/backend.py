@@ -12,10 +12,11 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UnsupportedError
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.checkpoints import latest_checkpoint_in
 from smpkit_estimator.clock import SystemClock
+from smpkit_estimator.files import Files, Folder
 from smpkit_estimator.finding import Finding
 from smpkit_estimator.names import base_name, unique_name
+from smpkit_estimator.run_folder import run_below
 from smpkit_estimator.slurm.commands import Record, accounted, ask, controller_settings, records
 from smpkit_estimator.slurm.doctor import check_cluster
 from smpkit_estimator.slurm.folder import find_run, make_run, read_json, runs, unmake, write_json
@@ -163,9 +164,13 @@ class SlurmCluster:
         name = new_name or unique_name(base_name(name), now)
         return resumed_run(run, spec, name, now, changes)
 
-    def latest_checkpoint(self, place: str) -> str | None:
-        found = latest_checkpoint_in(Path(place))
-        return None if found is None else str(found)
+    def files(self, place: str) -> Files:
+        if "://" in place:
+            raise UnsupportedError(f"{place} is no folder that Slurm's nodes see")
+        return Folder(Path(place))
+
+    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        return run_below(Path(_spec(find_run(name))["places"]["output/data"]), name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         return check_cluster(job, write=write)

@@ -267,7 +267,7 @@ def _spec(
         "cluster": settings.get("ClusterName", ""),
         "created": now.isoformat(),
         "hyperparameters": sent,
-        "environment": {"SMPKIT_GRACE_SECONDS": str(grace), **job.environment},
+        "environment": {"SMPKIT_GRACE_SECONDS": str(grace), **job.variables},
         "inputs": dict(inputs),
         "channels": channels,
         "places": {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeKubernetes"]
 
 _PATH = re.compile(
-    r"/(?:api/v1|apis/(?P<group>[^/]+)/(?P<version>[^/]+))/namespaces/(?P<namespace>[^/]+)/(?P<plural>[a-z]+)"
+    r"/(?:api/v1|apis/(?P<group>[^/]+)/(?P<version>[^/]+))(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?"
 )
 _KINDS = {
@@ -67,7 +67,7 @@ class FakeKubernetes:
         self.namespace = namespace
         self.token = secrets.token_hex(16)
         self.forbidden: set[str] = set()
-        """What the token may not do, such as `create secrets`."""
+        """What the token may not do, such as `create secrets`, or `list jobs everywhere`."""
         self.lost_answers: set[str] = set()
         """What is done once without an answer, such as `create jobs`."""
         self.requests: list[tuple[str, str, Any]] = []
@@ -150,12 +150,17 @@ class FakeKubernetes:
             return {"kind": "APIGroupList", "groups": [_group(*each) for each in self.groups.items()]}, False
         if parts.path.endswith("/selfsubjectaccessreviews"):
             asked = body["spec"]["resourceAttributes"]
-            return {**body, "status": {"allowed": f"{asked['verb']} {asked['resource']}" not in self.forbidden}}, False
+            doing = f"{asked['verb']} {asked['resource']}" + ("" if asked.get("namespace") else " everywhere")
+            return {**body, "status": {"allowed": doing not in self.forbidden}}, False
         found = _PATH.fullmatch(parts.path)
-        if found is None or (found["group"] or "batch") not in self.groups or found["namespace"] != self.namespace:
+        if found is None or (found["group"] or "batch") not in self.groups:
             raise _Refused(404, "NotFound", f"the server could not find {parts.path}")
         verb = "list" if method == "GET" and not found["name"] else _VERBS[method]
-        doing = f"{verb} {found['plural']}"
+        if found["namespace"] not in (self.namespace, None):
+            if verb == "list":
+                return _page(_KINDS[found["plural"]], [], query), False
+            raise _Refused(404, "NotFound", f'{found["plural"]} "{found["name"]}" not found')
+        doing = f"{verb} {found['plural']}" + (" everywhere" if found["namespace"] is None else "")
         if doing in self.forbidden:
             text = f'{found["plural"]} is forbidden: User "me" cannot {verb} resource "{found["plural"]}"'
             raise _Refused(403, "Forbidden", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from botocore.exceptions import ClientError, ParamValidationError
 from botocore.model import Shape
@@ -95,6 +95,14 @@ class FakeClient:
             return answer
 
         return call
+
+    def upload_fileobj(self, content: BinaryIO, bucket: str, key: str, ExtraArgs: Any = None) -> None:  # noqa: N803
+        """As boto3 adds it to the client of S3."""
+        self.put_object(Bucket=bucket, Key=key, Body=content.read(), **(ExtraArgs or {}))
+
+    def download_fileobj(self, bucket: str, key: str, into: BinaryIO) -> None:
+        """As boto3 adds it to the client of S3."""
+        into.write(self.get_object(Bucket=bucket, Key=key)["Body"].read())
 
 
 def validate(value: Mapping[str, Any], shape: Shape) -> None:

@@ -51,6 +51,8 @@ class _World:
 
 
 _world: _World | None = None
+_PDB = "SMPKIT_PDB"
+_DEBUGGED_SECONDS = 7 * 86_400
 _generation = 0
 """How often a world was made: a new one must not read the old one's keys in the same store."""
 _at_exit_registered = False
@@ -75,6 +77,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if config is None and state.initialized:
         return
     cfg, notices = ModelParallelConfig.from_sources(config, os.environ.get(ENVIRONMENT_VARIABLE))
+    if os.environ.get(_PDB):  # somebody looks at a rank, and the others wait for it
+        cfg = cfg.model_copy(update={"timeout_seconds": _DEBUGGED_SECONDS})
     if state.initialized:
         if cfg == state.cfg:
             return

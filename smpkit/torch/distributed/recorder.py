@@ -53,6 +53,7 @@ from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
+from smpkit.torch.distributed.profiler import Profiler, profiler_of
 from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
 __all__ = [
@@ -151,10 +152,18 @@ class Recorder:
         writer: the file of this rank; None: nothing is written.
         max_steps: how many steps to record.
         sampling: chooses the steps to record; None: all, up to `max_steps`.
+        profiler: profiles some of them.
     """
 
-    def __init__(self, writer: EventWriter | None, max_steps: int, sampling: Sampling | None = None) -> None:
+    def __init__(
+        self,
+        writer: EventWriter | None,
+        max_steps: int,
+        sampling: Sampling | None = None,
+        profiler: Profiler | None = None,
+    ) -> None:
         self._writer = writer
+        self._profiler = profiler
         self._max_steps = max_steps
         self._sampling = sampling
         self._recording = True
@@ -288,12 +297,19 @@ class Recorder:
                 devices.wait_for_stream(state.device)
         if self._sampling is None and self._step == self._max_steps:
             self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
+        if self._profiler is not None:
+            self._profiler.before(self._step)
         self._began_ns = time.perf_counter_ns()
         if self._recording:
             self._hold(self._began_ns, self.memory.begin_step())
 
     def _is_wanted(self, name: str) -> bool:
-        return self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
+        wanted = self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
+        return wanted or (self._profiler is not None and self._profiler.wants(self._step))
+
+    def marked(self) -> AbstractContextManager[None]:
+        """Mark the step in the profile, if it is profiled."""
+        return nullcontext() if self._profiler is None else self._profiler.step(self._step)
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
@@ -314,6 +330,8 @@ class Recorder:
         self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
         self._write(self._events)
         self._clear()
+        if self._profiler is not None:
+            self._profiler.after(self._step)
 
     def _sum_up(self, end_ns: int) -> None:
         """Add the step to the sums of the run, if it was one that trains."""
@@ -367,6 +385,8 @@ class Recorder:
         self._recording = False
         self._listen()
         self._executor = None
+        if self._profiler is not None:
+            self._profiler.close()
         if self._writer is not None:
             with suppress(OSError):  # of a full disk, about which `_write` has warned
                 self._writer.close()
@@ -461,7 +481,9 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     text = variables.get(EVENTS_STEPS)
     steps = _DEFAULT_STEPS if text is None else _steps(text)
     sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
-    _recorder = Recorder(_writer(variables), steps, sampling)
+    writer = _writer(variables)
+    profiler = None if writer is None else profiler_of(variables, writer.path.parent)
+    _recorder = Recorder(writer, steps, sampling, profiler)
     if stop not in state.reset_hooks:
         state.reset_hooks.append(stop)
 
@@ -496,7 +518,8 @@ def recorded_step(name: str) -> AbstractContextManager[None]:
 def _recorded_step(recorder: Recorder, name: str) -> Iterator[None]:
     recorder.begin_step(name)
     try:
-        yield
+        with recorder.marked():
+            yield
     except BaseException as error:
         recorder.abandon_step(error)
         raise

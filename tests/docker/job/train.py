@@ -43,6 +43,7 @@ def main() -> None:
         loss = train_step(model, torch.randn(4, 8, generator=generator)).reduce_mean()
         optimizer.step()
         losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)))
+        smp.log({"loss": losses[-1]}, len(losses))
         print(f"step {len(losses)} on {os.environ['SM_CURRENT_HOST']}: {losses[-1]:.6f}", flush=True)
         time.sleep(arguments.seconds)
     smp.save_checkpoint(folder, f"step_{len(losses)}", user_content={"losses": losses})

@@ -1,0 +1,52 @@
+"""The folder with the measurements of a job's ranks, `run` among its other results, as `smpkit report` reads it."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from smpkit.errors import CloudError, JobError
+
+__all__ = ["NAME", "run_below", "unpack_run"]
+
+NAME = "run"
+"""The launcher names it to the ranks by SMPKIT_RUN_DIR, below SM_OUTPUT_DATA_DIR."""
+
+
+def run_below(results: Path, job: str) -> Path:
+    """Return the folder among a job's results.
+
+    Raises:
+        JobError: there is none.
+    """
+    folder = results / NAME
+    if not folder.is_dir():
+        hint = "ranks that call `smp.init` leave it; it is there when the first of them has ended"
+        raise JobError(f"job `{job}` has left no measurements: there is no folder {folder}", hint=hint)
+    return folder
+
+
+def unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
+    """Unpack that folder alone: its files, and no links.
+
+    Args:
+        place: where the archive is from, for errors.
+
+    Raises:
+        CloudError: it is damaged.
+    """
+    try:
+        with tarfile.open(fileobj=archive, mode="r:gz") as tar:
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                content = tar.extractfile(member) if member.isreg() else None
+                if parts[:1] != (NAME,) or ".." in parts or content is None:
+                    continue
+                target = into.joinpath(*parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise CloudError(f"cannot unpack {place}: {error}") from None

@@ -1,0 +1,268 @@
+"""`smp.launch`: run a function on several ranks, processes of this machine, and return what each returned.
+
+Ranks are forked from a server that has imported smpkit's runtime and used no GPU. So a world of four starts in a tenth
+of a second, and a notebook that has used its GPU can start ranks, too. The store that the ranks meet at lives in the
+calling process (as torchrun's agent store does), so no port is ever raced for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
+
+from smpkit.errors import JobError, UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FORKSERVER", "RankFailed", "Ranks", "launch", "preload"]
+
+_Result = TypeVar("_Result")
+
+FORKSERVER: Final = multiprocessing.get_context("forkserver")
+"""What starts processes: forks of a server that has imported `smpkit.torch`."""
+FORKSERVER.set_forkserver_preload(["smpkit.torch"])
+
+_SECONDS_AFTER_A_FAILURE: Final = 30
+"""How long the other ranks may take to report once one has failed: most fail because of the first."""
+_OF_LAUNCHERS: Final = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
+
+
+class RankFailed(JobError):
+    """A rank raised, died or never returned; the message has the traceback of each rank that failed."""
+
+
+def preload(*modules: str) -> None:
+    """Let the server that forks ranks import these modules once, instead of every rank.
+
+    Call it before the first ranks are started. The modules must not start threads or use a GPU: ranks are forks.
+    """
+    FORKSERVER.set_forkserver_preload(["smpkit.torch", *modules])
+
+
+def launch(
+    function: Callable[..., _Result],
+    *args: Any,
+    ranks: int,
+    timeout: float = 86_400,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[_Result]:
+    """Call `function(*args, **kwargs)` on `ranks` ranks of this machine; return what each returned, in rank order.
+
+    For notebooks and tests; a job file with `smpkit run` is for anything that you start again and again. What the ranks
+    print comes here. Ctrl-C, an error here and the end of this process end them.
+
+    ::
+
+        def train(steps):
+            smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True})
+            ...
+            return losses
+
+        losses, *_ = smp.launch(train, 100, ranks=4)
+
+    In a script, call it below `if __name__ == "__main__":`, since ranks import the script. Tensors that are returned
+    come as copies in host memory.
+
+    Args:
+        function: it calls `smp.init()` itself. One of a notebook is sent as it is, with what it refers to.
+        args, kwargs: sent to every rank.
+        ranks: how many; each gets a GPU where there are as many.
+        timeout: seconds after which ranks that still run are killed. Between ranks, `timeout_seconds` of the
+            configuration holds.
+        env: added to this process's environment, and torchrun's (`RANK`, `LOCAL_RANK`, ...).
+
+    Raises:
+        RankFailed: a rank raised, died or ran longer than `timeout`; it names each of them, with tracebacks.
+        UsageError: there are no ranks, or the function or an argument cannot be sent.
+    """
+    if ranks < 1:
+        raise UsageError(f"smp.launch was asked for {ranks!r} ranks", hint="smp.launch(train, ranks=4)")
+    call = _packed(function, args, kwargs)
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    environ = {"OMP_NUM_THREADS": str(threads), **kept, **(env or {})}
+    with Ranks(ranks) as started:
+        started.start(_called, call, environ=environ, num_threads=threads)
+        return started.collect(timeout)
+
+
+def _packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps((function, args, kwargs))
+    except (pickle.PicklingError, TypeError) as error:
+        hint = "pass what it takes to make such a thing, and make it on the rank"
+        raise UsageError(f"smp.launch cannot send its function or arguments to ranks: {error}", hint=hint) from None
+    return packed
+
+
+def _called(call: bytes) -> Any:
+    function, args, kwargs = pickle.loads(call)  # noqa: S301 - what `launch` has packed
+    return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """How a rank is to be set up."""
+
+    environ: Mapping[str, str]
+    dropped: tuple[str, ...]
+    """Beginnings of the names of variables that do not count."""
+    replace: bool
+    """Whether `environ` is all there is, and not added to what the server had when it was started."""
+    num_threads: int
+
+
+class Ranks:
+    """Ranks that run; at the end of a `with` block those that are left are killed."""
+
+    def __init__(self, size: int, hosts: int = 1, error: type[Exception] = RankFailed) -> None:
+        """Decide how many.
+
+        Args:
+            hosts: how many machines the ranks believe they are on; must divide `size`.
+            error: what `collect` raises.
+        """
+        self._size, self._local_size, self._error = size, size // hosts, error
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in self._ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            connection.close()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        environ: Mapping[str, str],
+        dropped: tuple[str, ...] = (),
+        replace: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Start `function(*args)` on all; for the other arguments see `_Orders`."""
+        for rank in range(self._size):
+            own = {**self._place(rank), **environ} if not replace else {**environ, **self._place(rank)}
+            ours, theirs = FORKSERVER.Pipe(duplex=False)
+            orders = _Orders(own, dropped, replace, num_threads)
+            # Processes of a daemon cannot start any, as those of a DataLoader.
+            process = FORKSERVER.Process(
+                target=_rank_main, args=(theirs, orders, function, args), daemon=not orders.replace
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _place(self, rank: int) -> dict[str, str]:
+        """Return torchrun's variables."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_RANK": str(rank % self._local_size),
+            "LOCAL_WORLD_SIZE": str(self._local_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def collect(self, timeout: float) -> list[Any]:
+        """Return what the ranks returned, in their order.
+
+        Raises:
+            RankFailed: or the other class that was given.
+        """
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        settle: float | None = None
+        while waiting:
+            until = min(deadline, settle) if settle else deadline
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                good, value = self._report_of(rank, connection)
+                (results if good else failures)[rank] = value
+            if failures and settle is None:
+                settle = time.monotonic() + _SECONDS_AFTER_A_FAILURE
+        for rank in waiting.values():
+            failures[rank] = (
+                f"still running after {timeout:.0f} s" if settle is None else "still running when another failed"
+            )
+        if failures:
+            stories = (f"--- rank {rank}: {story}" for rank, story in sorted(failures.items()))
+            raise self._error("\n".join(stories))
+        return [results[rank] for rank in range(self._size)]
+
+    def _report_of(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        try:
+            report: tuple[bool, Any] = pickle.loads(connection.recv_bytes())  # noqa: S301 - from a process of ours
+        except EOFError:
+            self._ranks[rank][0].join(_SECONDS_AFTER_A_FAILURE)
+            return False, f"died without a traceback (exit code {self._ranks[rank][0].exitcode})"
+        return report
+
+
+class _OnHost(pickle.Pickler):
+    """Copies tensors to the host: the caller compares there and needs no GPU of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return NotImplemented
+
+
+def _rank_main(connection: Connection, orders: _Orders, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if orders.replace:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    for name in list(os.environ) if orders.replace else [n for n in os.environ if n.startswith(orders.dropped)]:
+        del os.environ[name]
+    os.environ.update(orders.environ)
+    torch.set_num_threads(orders.num_threads)
+    try:
+        result = function(*args)
+        # Plain pickle, not `connection.send`: torch teaches that to pass tensors as files of a process that ends now.
+        content = io.BytesIO()
+        _OnHost(content).dump((True, result))
+    except BaseException:
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        os._exit(1)
+    connection.send_bytes(content.getvalue())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone: nobody waits for it any more."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with contextlib.suppress(OSError):
+            parent.join()
+        os._exit(1)

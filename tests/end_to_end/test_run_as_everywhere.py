@@ -1,0 +1,15 @@
+"""`smpkit run` does what every other place does with a job: the body is that of the clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
+
+
+def test_a_job_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    a_job_that_is_stopped_goes_on(OnThisMachine(tmp_path))
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    a_rank_that_fails_ends_all(OnThisMachine(tmp_path), "algo-1")
