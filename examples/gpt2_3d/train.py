@@ -53,17 +53,10 @@ def draw(text: torch.Tensor, count: int, length: int, generator: torch.Generator
     return text[starts[:, None] + torch.arange(length)]
 
 
-def checkpointed(gpt2: Any) -> None:
-    """Let each layer be recomputed in backward; tensor parallelism has other names for them."""
-    transformer = gpt2.transformer
-    smp.set_activation_checkpointing(getattr(transformer, "seq_layers", None) or transformer.h, strategy="each")
-
-
 def planned() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """What `smpkit plan --model train:planned` looks at: the job's model, and the arguments for a microbatch."""
     with smp.model_creation(tensor_parallelism=True):
         gpt2 = GPT2LMHeadModel(configuration(parse_arguments()))
-    checkpointed(gpt2)
     return gpt2, {name: torch.zeros(2, 64, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
@@ -82,7 +75,9 @@ def main() -> None:
     with smp.model_creation(tensor_parallelism=True):
         gpt2 = GPT2LMHeadModel(configuration(arguments))
     model = smp.DistributedModel(gpt2)
-    checkpointed(model.get_module())
+    transformer: Any = model.get_module().transformer
+    layers = transformer.seq_layers if smp.tp_size() > 1 else transformer.h
+    smp.set_activation_checkpointing(layers, strategy="each")
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate))
 
     text = python_sources()
