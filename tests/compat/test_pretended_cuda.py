@@ -101,6 +101,25 @@ def typed_constructor(kind: str) -> bool:
     return made.shape == (2, 3) and made.type() == name and isinstance(made, getattr(cuda, f"{kind}Tensor"))
 
 
+def other_names() -> bool:
+    """`torch.cuda.random.get_rng_state` is `torch.cuda.get_rng_state`: `Trainer` saves by the longer name."""
+    homes = (cuda.random, cuda.memory, cuda.streams, cuda.amp.autocast_mode, cuda.amp.grad_scaler)
+    exported = {**vars(cuda.amp), **vars(cuda)}
+    differ = [
+        name
+        for home in homes
+        for name in getattr(home, "__all__", ("Event", "Stream"))
+        if f"torch.cuda.{name}" in replaced_names() and getattr(home, name) is not exported[name]
+    ]
+    return not differ and cuda.random.get_rng_state().numel() > 0
+
+
+def replaced_names() -> set[str]:
+    from smpkit.torch.compat import pretended_cuda
+
+    return {name.replace(".amp.", ".") for name in pretended_cuda.REPLACEMENTS}
+
+
 def tensors() -> bool:
     x = torch.ones(2).cuda()
     half = x.type("torch.cuda.HalfTensor")
@@ -195,6 +214,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "torch.distributed.init_process_group": process_group,
     **dict.fromkeys(["torch.cuda.default_stream", "torch.Tensor.record_stream"], streams),
     "tensors": tensors,
+    "other names": other_names,
 }
 
 

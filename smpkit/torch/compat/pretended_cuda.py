@@ -39,7 +39,8 @@ def install() -> None:
     """Begin; for the life of this process."""
     for name, replacement in REPLACEMENTS.items():
         owner, attribute = _owner_of(name)
-        setattr(owner, attribute, replacement)
+        for place in {owner, _home_of(name, getattr(owner, attribute, None), owner)}:
+            setattr(place, attribute, replacement)
     _PretendedCudaMode().__enter__()  # type: ignore[no-untyped-call]
 
 
@@ -49,6 +50,13 @@ def _owner_of(name: str) -> tuple[Any, str]:
     for part in path[1:]:
         owner = getattr(owner, part)
     return owner, attribute
+
+
+def _home_of(name: str, original: Any, owner: Any) -> Any:
+    """Return the module of `torch.cuda` that defines what `torch.cuda` exports: scripts use both of its names."""
+    home = sys.modules.get(getattr(original, "__module__", ""))
+    defines = getattr(home, name.rpartition(".")[2], None) is original
+    return home if name.startswith("torch.cuda.") and defines else owner
 
 
 def _is_asked_by_script(depth: int = 2) -> bool:
