@@ -25,16 +25,14 @@ else:
     import tomli as tomllib
 
 import smpkit
+from scripts import links
+from scripts.links import BRANCH
 from tests.docs.blocks import PAGES, blocks_of, problem_of
 
 ROOT: Final = Path(__file__).parents[1]
 _BUILD: Final = ROOT / "build" / "site"
 """Copies of the pages, and the configuration."""
-_BRANCH: Final = "main"
 _README: Final = PurePosixPath("README.md")
-_FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-_LINK: Final = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
-_DEFINITION: Final = re.compile(r"^(\[[^]]+\]: )(\S+)$", re.MULTILINE)
 _LOADED: Final = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="(?:https?:)?//[^"]*"[^>]*>""")
 _TOLD: Final = ("Failed to get", "Warning:", "could not be")
 """What Zensical and the plug-ins print about a page that lost something, without failing."""
@@ -73,7 +71,7 @@ def relinked(text: str, source: PurePosixPath, places: Mapping[PurePosixPath, Pu
     """
     here = places[source].parent
 
-    def moved(address: str) -> str | None:
+    def moved(address: str, view: str = "blob") -> str | None:
         """Return where a link leads now; None: nowhere."""
         path, mark, anchor = address.partition("#")
         if not path or "://" in path or path.startswith("mailto:"):
@@ -81,29 +79,9 @@ def relinked(text: str, source: PurePosixPath, places: Mapping[PurePosixPath, Pu
         target = PurePosixPath(os.path.normpath(source.parent / path))
         if target in places:
             return f"{os.path.relpath(places[target], here)}{mark}{anchor}"
-        return f"{repository}/blob/{_BRANCH}/{target}" if repository else None
+        return f"{repository}/{view}/{BRANCH}/{target}" if repository else None
 
-    def link(match: re.Match[str]) -> str:
-        address = moved(match[2])
-        return match[1] if address is None else f"[{match[1]}]({address})"
-
-    def definition(match: re.Match[str]) -> str:
-        return f"{match[1]}{moved(match[2]) or match[2]}"
-
-    def prose(part: str) -> str:
-        return _DEFINITION.sub(definition, _LINK.sub(link, part))
-
-    return "".join(part if is_code else prose(part) for is_code, part in _parts(text))
-
-
-def _parts(text: str) -> Iterator[tuple[bool, str]]:
-    """Split a page into code blocks and the rest."""
-    end = 0
-    for match in _FENCE.finditer(text):
-        yield False, text[end : match.start()]
-        yield True, match[0]
-        end = match.end()
-    yield False, text[end:]
+    return links.relinked(text, moved, lambda address: moved(address, "raw") or address)
 
 
 def stage() -> None:
@@ -131,7 +109,7 @@ def _configuration(known: Mapping[str, str]) -> str:
     text = (ROOT / "zensical.toml").read_text(encoding="utf-8").replace('"ROOT', f'"{ROOT.as_posix()}')
     lines = []
     if "Repository" in known:
-        lines += [f'repo_url = "{known["Repository"]}"', f'edit_uri = "edit/{_BRANCH}/docs/"']
+        lines += [f'repo_url = "{known["Repository"]}"', f'edit_uri = "edit/{BRANCH}/docs/"']
         text = text.replace("features = [", 'features = [\n  "content.action.edit",', 1)
     if "Documentation" in known:
         lines.append(f'site_url = "{known["Documentation"]}/{smpkit.__version__}/"')
@@ -184,7 +162,7 @@ def _correct_edit_links(built: Path, repository: str) -> None:
     for source, place in pages().items():
         page = built / place.with_suffix(".html")
         if source.parts[0] != "docs" and source != _README:
-            wrong, right = f"/edit/{_BRANCH}/docs/{place}", f"/edit/{_BRANCH}/{source}"
+            wrong, right = f"/edit/{BRANCH}/docs/{place}", f"/edit/{BRANCH}/{source}"
             page.write_text(page.read_text(encoding="utf-8").replace(wrong, right), encoding="utf-8")
 
 

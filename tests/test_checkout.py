@@ -32,7 +32,9 @@ def test_the_small_build_of_torch_is_named_where_it_is_installed(page: str) -> N
 
 
 def test_no_results_of_examples_are_committed_or_would_be() -> None:
-    assert [name for name in git("ls-files", "examples") if Path(name).suffix not in (".py", ".yaml", ".md")] == []
+    assert [
+        name for name in git("ls-files", "examples") if Path(name).suffix not in (".py", ".yaml", ".md", ".ipynb")
+    ] == []
     assert git("check-ignore", "examples/gpt_text/runs/checkpoints/newest", "runs/pipeline/newest")[1:]
 
 

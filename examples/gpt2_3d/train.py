@@ -53,6 +53,13 @@ def draw(text: torch.Tensor, count: int, length: int, generator: torch.Generator
     return text[starts[:, None] + torch.arange(length)]
 
 
+def planned() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """What `smpkit plan --model train:planned` looks at: the job's model, and the arguments for a microbatch."""
+    with smp.model_creation(tensor_parallelism=True):
+        gpt2 = GPT2LMHeadModel(configuration(parse_arguments()))
+    return gpt2, {name: torch.zeros(2, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
 @smp.step
 def train_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens)["loss"]

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accounting import DeviceMeter
-from torch import Tensor, nn
+from budget import MIB, choose_layers, choose_slices, planned_device_bytes, planned_host_bytes, resident_bytes
+from model import make_model, num_parameters
 from torch.nn import functional
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.plan.offload.model import OffloadedModel, Update, device_peak_bytes, host_peak_bytes
-from smpkit.torch.offload.emulated import EmulatedLink
-
-MIB = 2**20
-BYTES = 256  # the vocabulary
+from smpkit.plan.offload.model import OffloadedModel
+from smpkit.testing import EmulatedLink
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device-budget-mib", type=float, default=8)
+    parser.add_argument("--host-gib", type=float, help="as many layers as the host's memory holds, not --layers")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=8)
@@ -39,48 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Embedding(nn.Module):
-    def __init__(self, width: int, length: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(BYTES, width), nn.Embedding(length, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = max(1, width // 64)
-
-    def forward(self, value: Tensor) -> Tensor:
-        parts = self.mix(self.norms[0](value)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        value = value + self.out(attended.transpose(1, 2).flatten(2))
-        return value + self.narrow(functional.gelu(self.wide(self.norms[1](value))))
-
-
-def planned_device_bytes(plan: OffloadedModel) -> float:
-    """Return what the plan says of the blocks, and the loss outside the model: scores, their softmax and gradient."""
-    return device_peak_bytes(plan) + 3 * plan.num_tokens * BYTES * plan.number_bytes
-
-
-def choose_slices(planned: OffloadedModel, budget_bytes: float) -> OffloadedModel:
-    """Return the plan with the fewest slices that stays within the budget; no layer is cut."""
-    for num_slices in range(1, planned.layers + 1):
-        largest = -(-planned.layers // num_slices)
-        plan = replace(planned, num_slices=num_slices, imbalance=largest * num_slices / planned.layers)
-        if planned_device_bytes(plan) <= budget_bytes:
-            return plan
-    raise SystemExit(f"even one layer at a time needs {planned_device_bytes(plan) / MIB:.1f} MiB; give a larger budget")
-
-
 def warm_up(device: torch.device) -> None:
     """Train a tiny model, so that code, kernels and threads, which every process needs once, are there."""
-    network = nn.Sequential(Embedding(64, 1), Block(64), nn.Linear(64, BYTES))
+    network = make_model(64, 1, 1)
     links = (EmulatedLink(), EmulatedLink()) if device.type == "cpu" else None
     model = OffloadModel(network, device, checkpoint_activation=True, links=links)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=1.0)
@@ -96,27 +54,24 @@ def main() -> None:
     warm_up(device)
     before = resident_bytes()
     torch.manual_seed(0)
-    network = nn.Sequential(
-        Embedding(options.width, options.length),
-        *[Block(options.width) for _ in range(options.layers)],
-        nn.Linear(options.width, BYTES),
-    )
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    budget = options.device_budget_mib * MIB
-    plan = choose_slices(
-        OffloadedModel(
-            num_parameters=num_parameters,
+
+    def planned(layers: int) -> OffloadedModel:
+        return OffloadedModel(
+            num_parameters=num_parameters(options.width, layers, options.length),
             num_slices=1,
             num_tokens=options.batch * options.length,
             num_microbatches=options.microbatches,
-            num_layers=options.layers,
+            num_layers=layers,
             width=options.width,
             number_bytes=4,
-        ),
-        budget,
-    )
-    state_mib = num_parameters * 12 / MIB  # fp32 weights and both moments of AdamW
-    print(f"{num_parameters / 1e6:.1f} million parameters: weights and AdamW's state take {state_mib:.1f} MiB")
+        )
+
+    layers = choose_layers(planned, options.host_gib * 2**30 - before) if options.host_gib else options.layers
+    budget = options.device_budget_mib * MIB
+    plan = choose_slices(planned(layers), budget)
+    network = make_model(options.width, layers, options.length)
+    print(f"{plan.num_parameters / 1e6:.1f} million parameters in {layers} layers")
+    print(f"weights and AdamW's state take {plan.num_parameters * 12 / MIB:.1f} MiB")
     print(f"device budget {budget / MIB:.1f} MiB: {plan.num_slices} slices, {plan.num_microbatches} microbatches")
 
     model = OffloadModel(
@@ -150,9 +105,7 @@ def main() -> None:
     host = resident_bytes() - before - (measured if device.type == "cpu" else 0)
     traffic = model.traffic
     print(f"device  planned {planned_device_bytes(plan) / MIB:6.1f} MiB  measured {measured / MIB:6.1f} MiB")
-    print(
-        f"host    planned {host_peak_bytes(plan, Update.JUST_IN_TIME) / MIB:6.1f} MiB  measured {host / MIB:6.1f} MiB"
-    )
+    print(f"host    planned {planned_host_bytes(plan) / MIB:6.1f} MiB  measured {host / MIB:6.1f} MiB")
     print(f"        measured beyond the {before / MIB:.0f} MiB that Python and torch hold after a warm-up")
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         print("        with freed memory that glibc keeps; MALLOC_MMAP_THRESHOLD_=65536 leaves it out")
@@ -162,15 +115,6 @@ def main() -> None:
     )
     if measured > budget:
         raise SystemExit(f"the device's budget of {budget / MIB:.1f} MiB was exceeded")
-
-
-def resident_bytes() -> int:
-    """Return the most memory that this process has held."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; its `ru_maxrss` begins with what the process held that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 import smpkit
+from smpkit.cli._commit import commit
 
 __all__ = ["redacted", "versions", "write_report"]
 
@@ -32,7 +33,9 @@ def write_report(error: BaseException, command: Sequence[str]) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a report needs, by name."""
-    known = {"smpkit": smpkit.__version__, "Python": f"{sys.version.split()[0]} on {platform.platform()}"}
+    source = commit()
+    known = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
+    known["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
     return known | {package: _version(package) for package in _PACKAGES}
 
 

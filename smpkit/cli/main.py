@@ -12,6 +12,7 @@ import click
 import smpkit
 from smpkit.cli import _console
 from smpkit.cli._boundary import exit_code_of
+from smpkit.cli._commit import commit
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -136,6 +137,12 @@ class _Commands(click.Group):
         sys.exit(exit_code_of(run))
 
 
+def _show_version(ctx: click.Context) -> None:
+    known = commit()
+    click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {known})" if known else ""))
+    ctx.exit()
+
+
 @click.group(
     "smpkit",
     cls=_Commands,
@@ -143,7 +150,14 @@ class _Commands(click.Group):
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.version_option(smpkit.__version__, prog_name="smpkit")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda ctx, _, asked: _show_version(ctx) if asked else None,
+    help="Show the version and exit.",
+)
 @click.option("-v", "--verbose", count=True, help="Say more; twice for everything.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 @click.pass_context

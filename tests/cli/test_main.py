@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from smpkit.cli._commit import commit
 from smpkit.cli.main import COMMANDS, cli
 from tests.cli.conftest import Smpkit, process
 
@@ -80,7 +81,9 @@ def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str
 def test_version_is_that_of_the_package() -> None:
     import smpkit
 
-    assert process("--version").stdout == f"smpkit, version {smpkit.__version__}\n"
+    source = commit()
+    expected = f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else "")
+    assert process("--version").stdout == f"{expected}\n"
 
 
 HEAVY = "{'torch', 'boto3', 'botocore', 'pydantic', 'yaml', 'rich', 'numpy'}"

@@ -1,0 +1,39 @@
+"""What hatchling does not do by itself: a README that reads well on a package index, and the commit that was built."""
+
+from __future__ import annotations
+
+import runpy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+
+class Readme(MetadataHookInterface):
+    """`[tool.hatch.metadata.hooks.custom]`: addresses come from `[project.urls]`, and none is invented."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the README, with absolute links, or with none."""
+        root = Path(self.root)
+        absolute = runpy.run_path(str(root / "scripts/links.py"))["absolute"]
+        repository = metadata.get("urls", {}).get("Repository", "").rstrip("/")
+        text = absolute((root / "README.md").read_text(encoding="utf-8"), repository)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+class Commit(BuildHookInterface[Any]):
+    """`[tool.hatch.build.hooks.custom]`: an sdist has the file already when a wheel is built from it."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the file to a wheel or an sdist from a clone; an editable install asks git when it is asked."""
+        known = runpy.run_path(str(Path(self.root) / "smpkit/cli/_commit.py"))
+        commit = known["commit_of"](Path(self.root))
+        if version == "editable" or commit is None:
+            return
+        # In a folder that the hook keeps as long as it lives, which is until the archive is written.
+        self._folder = tempfile.TemporaryDirectory(prefix="smpkit-build-")
+        file = Path(self._folder.name) / "commit.txt"
+        file.write_text(f"{commit}\n", encoding="ascii")
+        build_data["force_include"][str(file)] = known["FILE"]
