@@ -1,6 +1,6 @@
 """Leave out each synchronisation of the runtime, one at a time, and see that the simulated device finds it missing.
 
-`tests/sim/edges.py` finds them in the source, and `tests/sim/scenarios.py` has what runs. First each scenario runs once
+`tests/sim/edges.py` finds them in the source, and `tests/sim/scenarios/` has what runs. First each scenario runs once
 with everything in place, which tells what edges it comes to. Then an edge is left out in processes of their own, each
 of which runs one of these scenarios under several orders of the device, until there is a race, a wrong value, an error
 or a hang. The result is written to tests/sim_mutants.yaml; `why` there, of an edge that nothing finds, is written by

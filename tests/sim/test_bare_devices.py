@@ -22,7 +22,8 @@ from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.arena import Arena, Progress, SlabProvider, make_arena
 from smpkit.torch.offload.link import link_for
 from tests.sim.on_sim import ORDERS, naming, run_on_sim
-from tests.sim.scenarios import loss_of, make, run_scenario, train_step
+from tests.sim.scenarios import run_scenario
+from tests.sim.scenarios.activations import loss_of, make, train_step
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,7 @@
-"""What ranks do, each with a simulated device: the suite's own tests, run with `RANKS_ON_SIM` under several orders.
+"""What ranks do, each with a simulated device: tests of other folders, whose ranks `RANKS_ON_SIM` gives devices.
 
-Each of them compares with plain PyTorch; here the ranks' work is asynchronous, and a race is an error.
+Each of them compares with plain PyTorch; here the ranks' work is asynchronous, and a race is an error. Kinds of
+parallelism beside these: `tests.sim.scenarios.ranks`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +25,90 @@ import smpkit.torch as smp
 from smpkit.torch.offload.accelerator import AcceleratorLink
 from tests.ranks import RANKS_ON_SIM
 from tests.sim.on_sim import needs_sim, run_on_sim
+from tests.simulated import Order
+from tests.torch.checkpoints import test_background
+from tests.torch.data_parallel import test_reducer
+from tests.torch.pipeline import test_channels, test_transport
+from tests.transparency import test_pipeline, test_sharded_state
 
 _ROOT = Path(__file__).parents[2]
-
-_PIPELINE, _TRANSPARENCY = "tests/torch/pipeline", "tests/transparency"
+_TRANSPARENCY = "tests/transparency"
 _BACKGROUND = "tests/torch/checkpoints/test_background.py::test_the_files_are_those_of_a_blocking_save"
-QUICK = {
-    "lazy:0": [
-        f"{_TRANSPARENCY}/test_pipeline.py",
-        f"{_TRANSPARENCY}/test_sharded_state.py::test_over_a_pipeline_with_a_tied_weight",
-        f"{_BACKGROUND}[bf16]",
-    ],
-    "random:1": [
-        f"{_TRANSPARENCY}/test_pipeline_routing.py",
-    ],
-    "copies:0": [
-        f"{_PIPELINE}/test_transport.py",
-        f"{_PIPELINE}/test_channels.py",
-        "tests/torch/data_parallel/test_reducer.py",
-    ],
-}
-"""For the default suite: pipelines over 2 and 4 devices, sharded states and a tied weight; messages one by one, through
-channels and the hosts, steps that leave their record or are given up; reductions; weights that are trained on while a
-thread waits for their copies and writes them. Kinds of parallelism beside these: `tests.sim.scenarios`."""
-_HAS_NO_PLACE_HERE = (
-    *("full", "made_before_it_arrives"),  # as on a CPU
-    *("gpus_only", "models_train_over_channels", "delays_change_nothing"),  # of models that are trained above
-    *("sparse", "buffers_follow"),  # the device has no sparse tensors; batch norm without a gradient of its input
-    *("reentrant", "different_models", "does_not_come", "nobody_sends", "overlap_starts_them"),  # errors, and counts
-)
 
 
-def run(order: str, *tests: str, timeout: float) -> None:
+@pytest.fixture
+def ranks_on_sim(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let the ranks of a test have simulated devices, in the order that is its parameter."""
     needs_sim()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests]
-    environment = {**os.environ, RANKS_ON_SIM: order}
-    done = subprocess.run(
-        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    monkeypatch.setenv(RANKS_ON_SIM, request.param)
 
+
+def in_order(order: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ranks_on_sim", [order], indirect=True)
+
+
+@in_order("lazy:0")
+@pytest.mark.usefixtures("ranks_on_sim")
+@pytest.mark.parametrize(
+    ("size", "degree"), [pytest.param(2, 2, marks=pytest.mark.full), (4, 4), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_pipelines_over_two_and_four_devices_train(size: int, degree: int) -> None:
+    test_pipeline.test_training_equals_plain_pytorch(size, degree)
+
+
+@in_order("lazy:0")
+@pytest.mark.usefixtures("ranks_on_sim")
+def test_sharded_states_over_a_pipeline_with_a_tied_weight_train() -> None:
+    test_sharded_state.test_over_a_pipeline_with_a_tied_weight()
+
+
+@in_order("lazy:0")
+@pytest.mark.usefixtures("ranks_on_sim")
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_weights_with_masters_are_copied_while_they_are_trained_on(tmp_path: Path, half: str) -> None:
+    settings = {"pipeline_parallel_degree": 2, half: True}
+    test_background.test_the_files_are_those_of_a_blocking_save(tmp_path, settings)
+
+
+MESSAGES = (
+    test_transport.test_values_go_forward_and_gradients_back_under_tags_of_their_own,
+    test_transport.test_a_value_may_have_no_gradient,
+    test_transport.test_a_receive_lets_go_of_what_the_sender_has_taken_before,
+    partial(test_transport.test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one, 1),
+    partial(test_transport.test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one, 64),
+    test_transport.test_a_rank_that_gave_up_sooner_still_takes_what_is_on_its_way,
+    test_transport.test_objects_and_bytes_arrive,
+    test_transport.test_a_value_that_never_comes_is_named,
+    test_channels.test_values_are_taken_in_another_order_than_they_are_sent,
+    test_channels.test_what_a_given_up_step_has_sent_is_not_taken_for_the_next_ones,
+    test_channels.test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_travels,
+    partial(test_channels.test_microbatches_that_leave_the_record_leave_the_channels, 4),
+    partial(test_channels.test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver, 2),
+    partial(test_reducer.test_parameters_unused_on_some_ranks_or_all_end_as_in_one_process, overlap=True, view=False),
+    partial(test_reducer.test_parameters_unused_on_some_ranks_or_all_end_as_in_one_process, overlap=False, view=True),
+    test_reducer.test_several_backwards_in_a_step_are_all_reduced,
+    test_reducer.test_more_backwards_than_the_step_before_made_stay_right,
+    test_reducer.test_freezing_unfreezing_and_casting_after_wrapping_are_noticed,
+    test_reducer.test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wrong_result,
+    test_reducer.test_a_communication_hook_replaces_the_reduction_and_averages_itself,
+    test_reducer.test_an_exception_in_a_step_leaves_the_next_one_clean,
+    test_reducer.test_gradients_as_views_live_in_the_buckets_also_when_zeroed_in_place,
+    test_reducer.test_join_lets_ranks_end_at_different_steps_and_leaves_them_equal,
+    test_reducer.test_accumulation_sends_nothing_until_its_last_step,
+)
+"""Messages one by one, through channels and the hosts; steps that leave their record or are given up; reductions. Other
+tests of these files look at counts and refusals, or use what the device has not: sparse tensors, batch norm without a
+gradient of its input."""
+
+
+@in_order("copies:0")
+@pytest.mark.usefixtures("ranks_on_sim")
+@pytest.mark.parametrize("test", MESSAGES, ids=lambda test: getattr(test, "func", test).__name__.removeprefix("test_"))
+def test_messages_and_reductions(test: Callable[[], None]) -> None:
+    test()
+
+
+# --- whole files ----------------------------------------------------------------------------------------------------
 
 FULL = {
     "random:2": [f"{_TRANSPARENCY}/{each}.py" for each in ("test_pipeline_routing", "test_pipeline_schedules")],
@@ -75,41 +123,59 @@ FULL = {
 ONLY_ON_THE_CPU = "not models_of_every_shape and not autocast"
 
 
-@pytest.mark.parametrize("order", QUICK)
-def test_ranks_train_without_races(order: str) -> None:
-    run(order, *QUICK[order], "-k", " and ".join(f"not {each}" for each in _HAS_NO_PLACE_HERE), timeout=170)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("order", FULL)
-def test_more_ranks_train_without_races(order: str) -> None:
-    run(order, *FULL[order], "-m", "not full", "-k", ONLY_ON_THE_CPU, timeout=1200)
+def test_whole_files_train_without_races(order: str) -> None:
+    needs_sim()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
+    done = subprocess.run(
+        [*command, *FULL[order], "-m", "not full", "-k", ONLY_ON_THE_CPU],
+        cwd=_ROOT,
+        env={**os.environ, RANKS_ON_SIM: order},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
 
 
 # --- everything at once: the example on eight ranks -----------------------------------------------------------------
 
 
-def train_gpt2_3d(offload: bool) -> tuple[list[float], list[torch.Tensor], int]:
+@dataclass(frozen=True)
+class Sizes:
+    """How much a training of gpt2_3d has to do."""
+
+    layers: int
+    steps: int
+    microbatches: int
+
+
+SMALL, LARGE = Sizes(layers=2, steps=2, microbatches=2), Sizes(layers=4, steps=3, microbatches=4)
+
+
+def train_gpt2_3d(sizes: Sizes, *, offload: bool) -> tuple[list[float], list[torch.Tensor], int]:
     """Return losses, this rank's gradients, and how many bytes left its device; pipeline 2, tensor 2, data 2."""
     sys.path.insert(0, str(_ROOT / "examples/gpt2_3d"))
     memory, train = (importlib.import_module(name) for name in ("memory", "train"))
     AcceleratorLink.min_bytes = 0
     options = {"offload_activations": True, "activation_loading_horizon": 2} if offload else {}
-    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 4, "ddp": True}
-    smp.init({**degrees, "delayed_parameter_initialization": True, **options})
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True}
+    smp.init({**degrees, "microbatches": sizes.microbatches, "delayed_parameter_initialization": True, **options})
     torch.manual_seed(0)
     with smp.model_creation(tensor_parallelism=True):
-        gpt2 = GPT2LMHeadModel(train.configuration(argparse.Namespace(context=16, width=16, layers=4)))
+        gpt2 = GPT2LMHeadModel(train.configuration(argparse.Namespace(context=16, width=16, layers=sizes.layers)))
     model = smp.DistributedModel(gpt2)
     transformer: Any = model.get_module().transformer
     smp.set_activation_checkpointing(transformer.seq_layers, strategy="each")
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     generator = torch.Generator().manual_seed(smp.dp_rank())
     losses = []
-    for _ in range(3):
+    for _ in range(sizes.steps):
         optimizer.zero_grad()
-        tokens = torch.randint(256, (8, 16), generator=generator)
+        tokens = torch.randint(256, (2 * sizes.microbatches, 16), generator=generator)
         losses.append(train.train_step(model, tokens).reduce_mean().item())
         optimizer.step()
     gradients = [each.grad.clone() for _, each in model.local_named_parameters() if each.grad is not None]
@@ -118,13 +184,24 @@ def train_gpt2_3d(offload: bool) -> tuple[list[float], list[torch.Tensor], int]:
     return losses, gradients, offloaded
 
 
-@pytest.mark.full
+def train_both_ways(sizes: Sizes) -> int:
+    """Train with and without offloading, compare, and return how many bytes left this rank's device."""
+    expected, theirs, _ = train_gpt2_3d(sizes, offload=False)
+    losses, gradients, offloaded = train_gpt2_3d(sizes, offload=True)
+    assert losses == expected
+    assert len(gradients) == len(theirs)
+    assert all(map(torch.equal, gradients, theirs))
+    return offloaded
+
+
 @pytest.mark.timeout(600)
-def test_eight_ranks_of_all_kinds_offload_without_races() -> None:
-    plain = run_on_sim(train_gpt2_3d, False, size=8, order=("lazy", 0), timeout=280)
-    for order in (("lazy", 0), ("random", 1)):
-        ours = run_on_sim(train_gpt2_3d, True, size=8, order=order, timeout=280)
-        for (losses, gradients, offloaded), (expected, theirs, _) in zip(ours, plain, strict=True):
-            assert losses == expected
-            assert all(map(torch.equal, gradients, theirs))
-            assert offloaded > 0
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        (("random", 1), SMALL),
+        pytest.param(("lazy", 0), LARGE, marks=pytest.mark.full),
+        pytest.param(("random", 1), LARGE, marks=pytest.mark.full),
+    ],
+)
+def test_eight_ranks_of_all_kinds_offload_without_races(order: Order, sizes: Sizes) -> None:
+    assert min(run_on_sim(train_both_ways, sizes, size=8, order=order, timeout=280)) > 0

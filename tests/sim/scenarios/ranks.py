@@ -1,0 +1,152 @@
+"""Pipelines, tensor and data parallelism over ranks, each of which has a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import smpkit.torch as smp
+from smpkit.testing import simulated_device
+from smpkit.torch.offload import accelerator
+from tests.sim.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order
+from tests.sim.scenarios.steps import smp_fails, smp_step
+from tests.torch import small_steps
+
+
+def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
+    """Return the losses of a small training, and its last weights."""
+    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
+    net = small_steps.Net
+    device = "cpu" if kind.marked else DEVICE
+    found = []
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(device)),
+        small_steps.begin(kind) as training,
+    ):
+        for number in range(steps):
+            torch.manual_seed(number)
+            found.append(training.step(small_steps.batch(number)).detach().cpu())
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
+    """Return the losses of a small training whose batches are results of the device, and on a stream of the user's."""
+    net = small_steps.Net
+    found = []
+    stream = torch.Stream(DEVICE)
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
+        small_steps.begin(kind) as training,
+        stream,
+    ):
+        for number in range(3):
+            torch.manual_seed(number)
+            x = small_steps.batch(number).to(DEVICE)
+            for _ in range(3):
+                x = x * 1.5
+            found.append(training.step(x).detach())
+        found = [each.cpu() for each in found]
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_offloaded(horizon: int | str) -> list[Tensor]:
+    """Return what a small training over a pipeline gives whose activations leave the device."""
+    config = {"offload_activations": True, "activation_loading_horizon": horizon}
+    kind = replace(small_steps.KINDS["pipeline"], config={**small_steps.KINDS["pipeline"].config, **config})
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        return trained(replace(kind, checkpointed=True))
+
+
+def trained_with_a_hook() -> list[Tensor]:
+    """Return the weights after a training whose gradients are averaged by a communication hook."""
+    smp.init({"ddp": True, "microbatches": 2})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(2 * number + smp.dp_rank()))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_on_uneven_inputs() -> list[Tensor]:
+    """Return the weights after a training in which one rank has more batches than the other."""
+    smp.init({"ddp": True, "microbatches": 1})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for number in range(2 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            smp_step(model, small_steps.batch(number))
+            optimizer.step()
+            torch.ones(WIDTH, device=DEVICE).add_(1)
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_after_an_exception() -> list[Tensor]:
+    """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
+    smp.init(dict(small_steps.KINDS["pipeline"].config))
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = small_steps.Net()
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                smp_fails(model, small_steps.batch(number))
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(number))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
+    """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
+    simulated_device.set_policy("eager")
+    expected = run()
+    simulated_device.set_policy(*present_order())
+    assert_same(run(), expected)
+
+
+_FIND_MOST = ("pipeline", "interleaved", "tensor", "data, sharded state")
+"""Of tests/sim_mutants.yaml."""
+for _kind, _of_kind in small_steps.KINDS.items():
+    if _of_kind.ranks > 1:
+        _run = partial(same_as_in_order, partial(trained, _of_kind))
+        add(f"ranks, {_kind}", _run, ranks=_of_kind.ranks, is_quick=_kind in _FIND_MOST)
+for _kind in ("pipeline", "interleaved"):
+    _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
+    add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
+add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
+for _horizon in (2, "auto"):
+    _trains = partial(trained_offloaded, _horizon)
+    _run = partial(same_as_in_order, _trains)
+    add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
+add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
+_run = partial(same_as_in_order, trained_on_uneven_inputs)
+add("ranks, data, uneven inputs", _run, ranks=2)
