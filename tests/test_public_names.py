@@ -23,7 +23,7 @@ DOCUMENTED = """
     DistributedModel DistributedOptimizer partition set_partition
     delay_param_initialization save load save_checkpoint resume_from_checkpoint
     latest_checkpoint save_pretrained load_pretrained CheckpointReader on_stop stop_requested state
-    checkpoint checkpoint_sequential set_activation_checkpointing offload_report
+    checkpoint checkpoint_sequential set_activation_checkpointing offload_report progress
     clip_grad_norm_
     model_creation set_tensor_parallelism tensor_parallelism tp_register tp_register_with_module register_parameter
 """.split()  # noqa: SIM905

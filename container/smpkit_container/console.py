@@ -16,6 +16,7 @@ from typing import BinaryIO, Protocol
 
 from smpkit.config.words import coloured, plain
 from smpkit_container.lines import Piece
+from smpkit_container.log_files import LogFiles
 
 __all__ = ["Console"]
 
@@ -78,6 +79,8 @@ class Console:
         self._status = ""
         self._status_rank = -1
         self._last_progress: dict[int, float] = {}
+        self.files: LogFiles | None = None
+        """Where lines are kept, too."""
         self.broken = False
         """Whether nobody reads the output any more."""
 
@@ -100,6 +103,8 @@ class Console:
         if not piece.passing:
             if self._status_rank == rank:
                 self.clear()  # the progress bar ended, or its rank printed something else
+            if self.files is not None:
+                self.files.rank_line(rank, piece.text)
             self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
         elif self._terminal:
             self._set_status(f"[rank {rank}] {plain(piece.text)}")
@@ -107,8 +112,18 @@ class Console:
         elif self._progress_is_due(rank):
             self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
 
+    def live(self, text: str) -> None:
+        """Say how the run goes: on a terminal in the bottom line, unless a rank's progress bar is there."""
+        if not self._terminal:
+            self.say(text)
+        elif self._status_rank < 0 or not self._status:
+            self._set_status(text)
+            self._status_rank = -1
+
     def say(self, text: str) -> None:
         """Print words of the launcher itself, on stderr; some quote what a rank or another host said."""
+        if self.files is not None:
+            self.files.own_line(text)
         self._print("err", "\n".join(map(coloured, text.split("\n"))))
 
     def clear(self) -> None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smpkit.config.words import plain
-from smpkit_container.hints import hint_of
+from smpkit.observe.status import RankStatus
+from smpkit.observe.summary import KindBytes
+from smpkit.observe.summary_text import amount
+from smpkit_container.hints import hint_of, ran_out_of_memory
 from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RootCause, signal_name
@@ -55,6 +58,7 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
     hint = hint_of(end)
+    notes += _memory_lines(end)
     reason = [
         _cut(plain(headline), _MAX_MESSAGE_CHARACTERS),
         place,
@@ -178,6 +182,35 @@ def _notes(cause: RootCause, code: Path) -> list[str]:
         lines.append(f"rank {end.rank} was still running" + (", here:" if end.stack else ""))
         lines += [f"  {line}" for line in _own_lines(end.stack, code)]
     return lines
+
+
+def _memory_lines(end: RankEnd) -> list[str]:
+    """Say what a rank that ran out of memory held, what was planned, and where it was."""
+    doing = end.doing
+    if doing is None or not ran_out_of_memory(end):
+        return []
+    lines = []
+    if doing.held is not None:
+        lines.append(f"held {_kinds(doing.held)}")
+    if doing.planned is not None:
+        lines.append(f"plan {_kinds(doing.planned)}")
+    return [*lines, f"was in {_whereabouts(doing)}"]
+
+
+def _kinds(held: KindBytes) -> str:
+    known = [f"{name} {amount(num_bytes)}" for name, num_bytes in vars(held).items() if num_bytes]
+    return f"{amount(held.on_device)}: {', '.join(known)}"
+
+
+def _whereabouts(doing: RankStatus) -> str:
+    if doing.step < 0:
+        return "no step: the first one had not begun"
+    places = [f"step {doing.step}"]
+    if doing.action:
+        places.append(f"{doing.action} of microbatch {doing.microbatch}")
+    if doing.layer:
+        places.append(f"`{plain(doing.layer)}`")
+    return ", ".join(places)
 
 
 def _followers(ranks: Sequence[int]) -> str:

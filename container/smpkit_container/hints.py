@@ -7,7 +7,7 @@ import signal
 
 from smpkit_container.root_cause import RankEnd
 
-__all__ = ["hint_of"]
+__all__ = ["hint_of", "ran_out_of_memory"]
 
 _MEMORY = (
     "use more microbatches, checkpoint or offload activations, or raise a degree; `smpkit plan --model` shows what a"
@@ -31,8 +31,17 @@ def hint_of(end: RankEnd) -> str | None:
             'torch has no GPU here: leave `.to("cuda")` out, as `smp.DistributedModel` moves the model and the step'
             " its inputs to the rank's device, or write `.to(smp.state.device)`"
         )
-    ran_out = error is not None and (_OUT_OF_MEMORY.search(error.name) or _OUT_OF_MEMORY.search(error.message))
-    return _MEMORY if ran_out or (error is None and end.status == -signal.SIGKILL) else None
+    if not ran_out_of_memory(end):
+        return None
+    return _MEMORY if end.doing is None or not end.doing.remedy else end.doing.remedy
+
+
+def ran_out_of_memory(end: RankEnd) -> bool:
+    """Tell whether a rank ended for want of memory, or probably did: the kernel kills without a word."""
+    error = end.error
+    if error is None:
+        return end.status == -signal.SIGKILL
+    return any(_OUT_OF_MEMORY.search(text) for text in (error.name, error.message))
 
 
 def _argument_hint(said: str) -> str | None:

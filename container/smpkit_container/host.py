@@ -28,9 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from smpkit.observe.status import STATUS_DIR, read_status
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, packed
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
+from smpkit_container.live import Live
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News, Peers
 from smpkit_container.rank_link import RankLink
@@ -111,7 +113,8 @@ def run_host(
                 selector=selector,
                 awake=awake,
                 ranks=ranks,
-                welcome=packed("welcome", program=list(program), variables=dict(variables)),
+                welcome=packed("welcome", program=list(program), variables={**variables, STATUS_DIR: str(place)}),
+                place=place,
                 console=console,
                 timeouts=timeouts,
                 peers=peers,
@@ -168,6 +171,7 @@ class _Host:
         awake: Wakeup,
         ranks: range,
         welcome: bytes,
+        place: Path,
         console: Console,
         timeouts: Timeouts,
         peers: Peers | None,
@@ -176,6 +180,9 @@ class _Host:
         self._peers = peers
         self._expected = ranks
         self._welcome_message = welcome
+        self._place = place
+        self._live = Live(place, ranks, terminal=console.is_terminal)
+        self._has_output = False
         self._listener = listener
         self._selector = selector
         self._awake = awake
@@ -200,12 +207,22 @@ class _Host:
         for connection in self._peers.connections if self._peers else ():
             self._watch(connection, partial(self._hear, connection))
         while not self._finished():
-            self._handle_events(min([self._deadline, *(rank.silent_at for rank in self._ranks)]))
+            self._handle_events(min([self._deadline, self._live.due, *(rank.silent_at for rank in self._ranks)]))
             self._rouse_watchers()
             self._advance()
+            self._show_live()
         if self._peers is not None:
             self._conclude(self._peers)
         return self._dismiss()
+
+    def _show_live(self) -> None:
+        if self._phase is not Phase.RUNNING:
+            self._live.due = float("inf")
+            return
+        started = sum(rank.started for rank in self._ranks)
+        line = self._live.next_line(started, has_output=self._has_output)
+        if line is not None:
+            self._console.live(line)
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
@@ -442,6 +459,7 @@ class _Host:
 
     def _show(self, rank: RankLink, stream: str, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
+            self._has_output = True
             if not piece.passing:
                 rank.last_lines.append(piece.text)
             self._console.show(rank.number, stream, piece)
@@ -456,6 +474,7 @@ class _Host:
             self._show(rank, stream, splitter.close())
         self._forget_process(rank)
         rank.status, rank.ended_seconds, rank.silent_at = status, seconds, float("inf")
+        rank.doing = read_status(self._place, rank.number)
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit.modules import module_command
+from smpkit.observe.runs import RUN_DIR
 from smpkit_container.arguments import script_arguments
 from smpkit_container.channel import ADDRESS_VARIABLE
 from smpkit_container.command import (
@@ -28,6 +29,8 @@ from smpkit_container.failure import Failure, launcher_failure, peer_failure, ra
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
 from smpkit_container.intermediate import live_upload
+from smpkit_container.log_files import LogFiles
+from smpkit_container.lost_summary import leave_summary
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
@@ -78,8 +81,10 @@ def launch(
         SmpkitError: the job cannot be started as described.
     """
     timeouts = timeouts_from(environ)
-    environ = with_smdistributed(environment, environ, console)
     topology = read_topology(environment)
+    if environ.get(RUN_DIR):
+        console.files = LogFiles(Path(environ[RUN_DIR]), "" if topology.node_rank == 0 else topology.host)
+    environ = with_smdistributed(environment, environ, console)
     with _meeting_port(topology) as port:
         token = job_token(environment)
         plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
@@ -98,6 +103,8 @@ def launch(
         uploads.close(_LAST_UPLOADS_SECONDS if not outcome.stop_signal else _LAST_UPLOADS_OF_STOPPED_SECONDS)
     failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints, lost_code)
     if failure is not None:
+        if environ.get(RUN_DIR):
+            leave_summary(Path(environ[RUN_DIR]), environment.job_name, outcome, plan.topology, failure)
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from smpkit.observe.status import RankStatus
 from smpkit_container.channel import Inbox, packed
 from smpkit_container.lines import LineSplitter
 from smpkit_container.root_cause import RankEnd, RankError
@@ -36,6 +37,8 @@ class RankLink:
         self.ended_seconds = 0.0
         self.peak_bytes = 0
         self.stopped = False
+        self.doing: RankStatus | None = None
+        """What it did as it ended, if it uses smpkit."""
         self.watcher = 0
         """The process of the watcher; 0 before its hello."""
         self.process = -1
@@ -95,6 +98,7 @@ class RankLink:
             peak_bytes=self.peak_bytes,
             stack=self.notes[1].decode("utf-8", errors="replace"),
             status_is_lost=self.status_is_lost,
+            doing=self.doing,
         )
 
 

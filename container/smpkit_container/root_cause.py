@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from smpkit.observe.status import RankStatus
+
 __all__ = ["RankEnd", "RankError", "RootCause", "find_root_cause", "signal_name"]
 
 _CONSEQUENCE_NAMES = frozenset({
@@ -74,6 +76,8 @@ class RankEnd:
     """The most memory of the host that its process held at once; 0 if that is not known."""
     status_is_lost: bool = False
     """Whether nobody knows how it ended, because its watcher was killed for not telling."""
+    doing: RankStatus | None = None
+    """What it did as it ended, if it uses smpkit."""
 
     @property
     def failed(self) -> bool:

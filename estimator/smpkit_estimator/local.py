@@ -1,4 +1,8 @@
-"""Run a job on this machine: a temporary `/opt/ml`-like tree, and the launcher that the training image runs."""
+"""Run a job on this machine: an `/opt/ml`-like tree, and the launcher that the training image runs.
+
+The tree is temporary and holds links: what the job writes goes to the folders that the job file names, or else into the
+folder of the run.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit.modules import module_command
+from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
 from smpkit_estimator.platform_files import config_files
 
 __all__ = [
-    "EVENTS",
     "LocalPlan",
     "LocalRun",
     "local_inputs",
@@ -34,11 +38,14 @@ __all__ = [
     "run_local",
 ]
 
-EVENTS = "events"
-"""The folder of recorded events, among the script's other results: so the temporary tree is kept."""
-
 _HOST = "algo-1"
-_WRITABLE = ("model", "output/data", "output/intermediate", "checkpoints")
+_PLACES: Mapping[str, str] = {
+    "model": "model",
+    "output/data": "output",
+    "output/intermediate": "intermediate",
+    "checkpoints": CHECKPOINTS,
+}
+"""Where the script may write, and where that is in the folder of the run if the job file names no other place."""
 _INTERRUPTED = 128 + signal.SIGINT
 _MAX_LOCAL_RANKS = 4096  # as the launcher has it
 
@@ -51,7 +58,7 @@ class LocalPlan:
     source: Path
     inputs: Mapping[str, Path]
     output: Path | None
-    """Folder for the results that the job file names; None = inside the temporary tree."""
+    """Folder for the results that the job file names; None: that of the run."""
     checkpoints: Path | None
     ranks: int
     """Over all hosts."""
@@ -75,8 +82,6 @@ class LocalRun:
     """Where the script's `SM_MODEL_DIR` was, if anything was written there; so for the next two."""
     output_data: Path | None
     checkpoints: Path | None
-    tree: Path | None
-    """The temporary tree, if it was kept because something was written to it (or on request)."""
     stopped: bool = False
     """Whether a signal asked the run to stop; the launcher has said how that went."""
     launcher_killed: bool = False
@@ -137,10 +142,10 @@ def plan_local_run(
 
 def run_local(
     plan: LocalPlan,
+    folder: Path,
     arguments: Sequence[str] = (),
     *,
     environ: Mapping[str, str] | None = None,
-    keep: bool = False,
     events: bool = False,
 ) -> LocalRun:
     """Run the job and wait for it; its output goes to this process's stdout and stderr.
@@ -148,28 +153,27 @@ def run_local(
     Ctrl-C, SIGTERM and SIGHUP are passed on to the launcher, which stops the ranks. Must be called in the main thread.
 
     Args:
+        folder: that of the run, which exists.
         arguments: more arguments for the script, after those made of hyperparameters.
         environ: the environment of the launcher, on top of which the job's own goes; default: this process's.
-        keep: keep the temporary tree in any case.
-        events: let every rank record what it does, in the folder `events` beside the script's other results.
+        events: let every rank record every step; without it some of them, as far as that costs next to nothing.
     """
     tree = Path(tempfile.mkdtemp(prefix=f"smpkit-{plan.job.name}-"))
     try:
-        _build(tree, plan)
-    except BaseException:
-        _remove(tree)
-        raise
-    command = [*module_command("smpkit_container"), "train", *(["--", *arguments] if arguments else [])]
-    began = time.monotonic()
-    variables = _environment(plan, tree, os.environ if environ is None else environ)
-    if events:
-        variables["SMPKIT_EVENTS_DIR"] = str(tree / "output" / "data" / EVENTS)
-    status, signals = _wait_for(command, variables)
-    killed = status < 0 and -status not in signals
-    if killed:
-        _leave_reason(tree, -status)
-    exit_code = status if status >= 0 else 128 - status
-    done = _collect(tree, exit_code, time.monotonic() - began, keep)
+        _build(tree, plan, folder)
+        command = [*module_command("smpkit_container"), "train", *(["--", *arguments] if arguments else [])]
+        began = time.monotonic()
+        variables = _environment(plan, tree, folder, os.environ if environ is None else environ)
+        if events:
+            variables["SMPKIT_EVENTS_DIR"] = str(folder / EVENTS)
+        status, signals = _wait_for(command, variables)
+        killed = status < 0 and -status not in signals
+        if killed:
+            _leave_reason(tree, -status)
+        exit_code = status if status >= 0 else 128 - status
+        done = _collect(tree, folder, exit_code, time.monotonic() - began)
+    finally:
+        shutil.rmtree(tree, ignore_errors=True)  # links in it are deleted as links, never what they point to
     return replace(done, stopped=bool(signals), launcher_killed=killed)
 
 
@@ -266,8 +270,8 @@ def local_place(what: str, location: str | None, folder: Path, notes: list[str])
 # ---- the tree ------------------------------------------------------------------------------------------------------
 
 
-def _build(tree: Path, plan: LocalPlan) -> None:
-    """Lay out the tree; places that the job file names are links, so the script writes to them directly."""
+def _build(tree: Path, plan: LocalPlan, folder: Path) -> None:
+    """Lay out the tree; places for results are links, so the script writes to them directly."""
     config = tree / "input" / "config"
     config.mkdir(parents=True)
     (tree / "input" / "data").mkdir()
@@ -275,10 +279,12 @@ def _build(tree: Path, plan: LocalPlan) -> None:
     _place_code(tree / "code", plan)
     for name, path in plan.inputs.items():
         (tree / "input" / "data" / name).symlink_to(path)
-    _place(tree / "model", plan.output and plan.output / "model")
-    _place(tree / "output" / "data", plan.output and plan.output / "data")
-    _place(tree / "checkpoints", plan.checkpoints)
-    for name, value in _config_files(tree, plan).items():
+    named = {"checkpoints": plan.checkpoints}
+    if plan.output is not None:
+        named |= {"model": plan.output / "model", "output/data": plan.output / "data"}
+    for name, place in _PLACES.items():
+        _place(tree / name, named.get(name) or folder / place)
+    for name, value in _config_files(tree, plan, folder.name).items():
         (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
@@ -292,21 +298,18 @@ def _place_code(code: Path, plan: LocalPlan) -> None:
         (code / path.name).symlink_to(path)
 
 
-def _place(link: Path, target: Path | None) -> None:
-    if target is None:
-        link.mkdir(parents=True)
-    else:
-        target.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target, target_is_directory=True)
+def _place(link: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target.absolute(), target_is_directory=True)
 
 
-def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
+def _config_files(tree: Path, plan: LocalPlan, name: str) -> dict[str, Any]:
     return config_files(
         plan.job,
         hosts=[_HOST],
         host=_HOST,
         submit_directory=str(tree / "code"),
-        job_name=tree.name,
+        job_name=name,
         ranks_per_host=plan.ranks,  # this machine has the ranks of all hosts
         interface="lo",
         checkpoints=str(tree / "checkpoints"),
@@ -316,7 +319,7 @@ def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
 # ---- the process ---------------------------------------------------------------------------------------------------
 
 
-def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(plan: LocalPlan, tree: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {**environ, **plan.job.environment, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
@@ -326,7 +329,9 @@ def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dic
         **variables,
         "SMPKIT_BASE_DIR": str(tree),
         "SMPKIT_DIE_WITH_PARENT": "1",
-        "TRAINING_JOB_NAME": tree.name,
+        "TRAINING_JOB_NAME": folder.name,
+        "PET_LOG_DIR": str(tree / "torchrun"),  # else torchrun leaves a folder behind
+        RUN_DIR: str(folder.absolute()),
     }
 
 
@@ -392,15 +397,14 @@ def _leave_reason(tree: Path, number: int) -> None:
         failure.write_text(f"the launcher was killed by {signal.Signals(number).name}{why}", encoding="utf-8")
 
 
-def _collect(tree: Path, exit_code: int, seconds: float, keep: bool) -> LocalRun:
-    """Sum up; the tree stays if it holds anything that would be lost otherwise."""
-    own = tree.resolve()
-    written = {name: (tree / name).resolve() if _has_files(tree / name) else None for name in _WRITABLE}
-    kept = keep or any(path is not None and path.is_relative_to(own) for path in written.values())
+def _collect(tree: Path, folder: Path, exit_code: int, seconds: float) -> LocalRun:
+    """Sum up, and remove the places in the folder of the run to which nothing was written."""
+    written = {name: (tree / name).resolve() if _has_files(tree / name) else None for name in _PLACES}
     failure = tree / "output" / "failure"
     text = failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else None
-    if not kept:
-        _remove(tree)
+    for place in _PLACES.values():
+        if (folder / place).is_dir() and not _has_files(folder / place):
+            shutil.rmtree(folder / place, ignore_errors=True)
     return LocalRun(
         exit_code=exit_code,
         seconds=seconds,
@@ -408,14 +412,8 @@ def _collect(tree: Path, exit_code: int, seconds: float, keep: bool) -> LocalRun
         model=written["model"],
         output_data=written["output/data"],
         checkpoints=written["checkpoints"],
-        tree=own if kept else None,
     )
 
 
 def _has_files(folder: Path) -> bool:
     return any(not path.is_dir() for path in folder.resolve().rglob("*"))
-
-
-def _remove(tree: Path) -> None:
-    """Delete the tree; links in it are deleted as links, never what they point to."""
-    shutil.rmtree(tree, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What commands that read a job file share: the argument, `--set`, and reading with its warnings.
+"""What commands that read a job file share: the argument, `--set` with its short forms, and reading with its warnings.
 
 ::
 
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,25 +18,60 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._run_completion import complete_hyperparameter, complete_parameter
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
 
-__all__ = ["job_arguments", "looks_like_a_file", "read_job"]
+__all__ = ["job_arguments", "looks_like_a_file", "override_options", "read_job"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def job_arguments(function: _Function) -> _Function:
-    """Give a command the argument FILE (as `file`) and the option `--set` (as `overrides`)."""
-    override = click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML.",
-    )
-    return click.argument("file", type=click.Path(path_type=Path))(override(function))
+    """Give a command the argument FILE (as `file`) and `--set`, `-p` and `-H` (together as `overrides`)."""
+    return click.argument("file", type=click.Path(path_type=Path))(override_options(function))
+
+
+def override_options(function: _Function) -> _Function:
+    """Give a command `--set`, `-p` and `-H`; it gets them in this order as `overrides`, as `load_job` takes them."""
+
+    @functools.wraps(function)
+    def command(*args: Any, parameters: tuple[str, ...], hyperparameters: tuple[str, ...], **kwargs: Any) -> Any:
+        kwargs["overrides"] = (
+            *kwargs["overrides"],
+            *(f"-p {each}" for each in parameters),
+            *(f"-H {each}" for each in hyperparameters),
+        )
+        return function(*args, **kwargs)
+
+    for option in (
+        click.option(
+            "-H",
+            "hyperparameters",
+            multiple=True,
+            metavar="KEY=VALUE",
+            shell_complete=complete_hyperparameter,
+            help="Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`.",
+        ),
+        click.option(
+            "-p",
+            "parameters",
+            multiple=True,
+            metavar="KEY=VALUE",
+            shell_complete=complete_parameter,
+            help="Change a modelparallel parameter for this call, such as `microbatches=8`.",
+        ),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML.",
+        ),
+    ):
+        command = option(command)
+    return command  # type: ignore[return-value]
 
 
 def read_job(file: Path, overrides: Sequence[str]) -> LoadedJob:

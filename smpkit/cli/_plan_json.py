@@ -60,4 +60,5 @@ def _plain_model(made: Planned) -> dict[str, Any]:
         "graph": None if made.plan.recorded is None else _plan_values.plain(made.plan.recorded),
         "offload": offload,
         "features": [asdict(each) for each in made.features],
+        "automatic": None if made.automatic is None else {name: str(each) for name, each in made.automatic.items()},
     }

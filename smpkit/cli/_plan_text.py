@@ -42,6 +42,11 @@ def report(made: Planned) -> Iterator[str]:
     if made.features:
         yield ""
         yield from _features(made)
+    if made.automatic is not None:
+        from smpkit.cli._tune_text import layer_lines
+
+        yield ""
+        yield from fold('strategy="auto" would ', layer_lines(made.automatic), width(), "; ")
 
 
 def _features(made: Planned) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smpkit.plan.decide import Plan
     from smpkit.plan.memory import ModelFacts
     from smpkit.plan.offload.forecast import Speed
+    from smpkit.plan.tune.chain import Choice
     from smpkit.plan.tune.features import Feature
 
 __all__ = ["Planned", "World", "describe", "describe_each", "plan_of", "speed_of", "world_of"]
@@ -52,6 +53,8 @@ class Planned:
     speed: Speed | None = None
     features: tuple[Feature, ...] = ()
     """What features save and cost, if compute and activations are known."""
+    automatic: Mapping[str, Choice] | None = None
+    """What layers of strategy "auto" would do, if a limit of memory is given and they fit."""
 
     def fits(self, stage: int) -> bool:
         return self.limit_gib is None or self.plan.memory[stage].total_bytes <= self.limit_gib * GIB
@@ -142,11 +145,15 @@ def plan_of(world: World, options: dict[str, Any], model: ModelFacts | None = No
     speed, optimizer = speed_of(options), options["optimizer"]
     plan = decide(world.parameters, world.ranks, model, speed, optimizer)
     found: list[Feature] = []
+    chosen: Mapping[str, Choice] | None = None
     if model.traced:
-        from smpkit.plan.tune.features import features
+        from smpkit.plan.tune.features import automatic, features
 
         found = features(world.parameters, world.ranks, model, speed, optimizer, plan)
-    return Planned(world, plan, optimizer, options["memory_gib"], speed, tuple(found))
+        limit_gib = world.parameters.memory_budget_gib or options["memory_gib"]
+        if limit_gib is not None:
+            chosen = automatic(world.parameters, model, plan, speed, limit_gib * GIB)
+    return Planned(world, plan, optimizer, options["memory_gib"], speed, tuple(found), chosen)
 
 
 def speed_of(options: dict[str, Any]) -> Speed:

@@ -117,10 +117,14 @@ def _details(tuned: Tuned, best: Prediction) -> Iterator[str]:
         rows.append([f"stage {stage}", *cells, f"{memory.total_bytes / _GIB:.2f}", f"{share:.0%}"])
     yield from table(rows, width())
     proven = "no other choice fits and is faster" if not best.gap else f"another could be {best.gap:.1%} faster"
-    lines = [f"{choice}: {', '.join(_runs(names))}" for choice, names in _by_choice(best.choices).items()]
-    yield from fold("layers    ", [*lines, f"({proven})"], width(), "; ")
+    yield from fold("layers    ", [*layer_lines(best.choices), f"({proven})"], width(), "; ")
     settings = [f"{key}: {_word(value)}" for key, value in _changes(best, tuned.given).items()]
     yield from fold("settings  ", settings or ["as they are"], width())
+
+
+def layer_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """Return for each choice the layers that do it, in words."""
+    return [f"{choice}: {', '.join(_runs(names))}" for choice, names in _by_choice(choices).items()]
 
 
 def _by_choice(choices: Mapping[str, Choice]) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from smpkit.cli._backend import BackendChoice, backend_options
-from smpkit.cli._job import looks_like_a_file, read_job
+from smpkit.cli._job import looks_like_a_file, override_options, read_job
 from smpkit.cli._show import HostsOfOneKind
 from smpkit.cli._time import AMOUNT, PRICE
 from smpkit.config.job import JobConfig
@@ -33,7 +33,7 @@ __all__ = ["cost"]
 )
 @click.option("--currency", default="USD", show_default=True, help="Currency of the price.")
 @click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting, as of `validate`.")
+@override_options
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON.")
 @backend_options
 def cost(

@@ -61,7 +61,7 @@ COMMANDS: dict[str, Entry] = {
         "Show what a job is doing, or why it failed.",
         "Run",
     ),
-    "logs": Entry("smpkit.cli.logs:logs", "Print the log of a job, by rank or host if asked.", "Run"),
+    "logs": Entry("smpkit.cli.logs:logs", "Print the log of a run or a job, by rank or host if asked.", "Run"),
     "wait": Entry(
         "smpkit.cli.wait:wait",
         "Wait for a job; the exit code is its fate.",
@@ -81,6 +81,7 @@ COMMANDS: dict[str, Entry] = {
     "export": Entry(
         "smpkit.cli.export:export", "Write a checkpoint in the sharded layout of another library.", "After"
     ),
+    "runs": Entry("smpkit.cli.runs:runs", "List the runs below this folder, or show one, or compare several.", "After"),
     "timeline": Entry(
         "smpkit.cli.timeline:timeline", "Show a step as it was executed, beside the planned one.", "After"
     ),

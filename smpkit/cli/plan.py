@@ -10,6 +10,7 @@ import click
 
 from smpkit.cli import _console, _plan_offload_model
 from smpkit.cli._files import write_file
+from smpkit.cli._job import override_options
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _OPTIMIZERS: Final = ("sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting of FILE for this call.")
+@override_options
 @click.option("--pipeline-parallel-degree", "--pp", type=int, help="Without FILE: ranks that a model is cut over.")
 @click.option("--tensor-parallel-degree", "--tp", type=int, help="Without FILE: ranks that layers are split over.")
 @click.option("--microbatches", type=int, help="Without FILE: into how many parts a batch is cut.")

@@ -11,6 +11,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
+from smpkit.cli._job import override_options
 from smpkit.errors import CheckpointError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = ["resume"]
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
 @click.option("--with", "file", type=click.Path(path_type=Path), help="Start this job file, with JOB's checkpoints.")
 @click.option("--to", metavar="NAME", help="With --with: the back end. Default: the job file's.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="With --with: change a setting.")
+@override_options
 @click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

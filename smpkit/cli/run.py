@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli._run_folder import begin_run, end_run, shown
 from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
 from smpkit.config.words import coloured
@@ -22,6 +23,7 @@ from smpkit.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
+    from smpkit.observe.runs import Run
     from smpkit_estimator.docker.image import Recipe
     from smpkit_estimator.docker.run import DockerRun
     from smpkit_estimator.local import LocalPlan, LocalRun
@@ -38,15 +40,13 @@ class _DockerOptions:
     hosts: int | None
     interrupt_after: float | None
     gpus: bool
-    keep: bool
     events: bool
 
 
 @click.command()
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--keep", is_flag=True, help="Keep the temporary tree that stands for /opt/ml, also if nothing is in it.")
-@click.option("--events", is_flag=True, help="Record what every rank does, for `smpkit timeline`.")
+@click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
 @click.option("--docker", is_flag=True, help="Run in the training image: the job's, or one that is built first.")
 @click.option(
     "--hosts", type=click.IntRange(1, 16), help="With --docker: containers. Default: as many as the job asks."
@@ -63,7 +63,6 @@ def run(
     file: Path,
     overrides: tuple[str, ...],
     arguments: tuple[str, ...],
-    keep: bool,
     events: bool,
     docker: bool,
     hosts: int | None,
@@ -73,22 +72,24 @@ def run(
 ) -> int:
     """Run the job on this machine, with the launcher of the training image or in the image itself.
 
-    Inside a Slurm allocation of several nodes it runs on these.
+    Inside a Slurm allocation of several nodes it runs on these. What the run leaves is in `runs/NAME-TIME` beside the
+    job file: the job as it ran, its plan, events, logs by rank and a summary, and the results for which the job file
+    names no other place. `smpkit runs` lists them.
 
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
     job = read_job(file, overrides)
     if docker:
-        options = _DockerOptions(hosts, interrupt_after, gpus, keep, events)
-        return _run_in_docker(job, arguments, recipe_from(recipe), options)
+        options = _DockerOptions(hosts, interrupt_after, gpus, events)
+        return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
     from smpkit_estimator.slurm.allocation import nodes_here
 
     nodes = nodes_here(os.environ)
     if nodes > 1:
-        return _run_on_nodes(job, arguments, nodes)
-    return _run_here(job, arguments, keep, events)
+        return _run_on_nodes(job, overrides, arguments, nodes)
+    return _run_here(job, overrides, arguments, events=events)
 
 
 def _refuse_without_docker(**options: object) -> None:
@@ -100,7 +101,7 @@ def _refuse_without_docker(**options: object) -> None:
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
-def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bool) -> int:
+def _run_here(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], *, events: bool) -> int:
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run, run_local
 
@@ -109,12 +110,24 @@ def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bo
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
+    run = begin_run(job, plan.ranks, plan.hosts, overrides)
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, arguments, keep=keep, events=events)
-    _conclude_here(console, done, events)
+    done = run_local(plan, run.path, arguments, events=events)
+    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
+    _conclude_here(console, done, run)
     if done.exit_code == 0:
         return 0
     return 130 if done.interrupted else 1
+
+
+def _end_of(exit_code: int, failure: str | None, *, stopped: bool) -> str:
+    """Say how a run ended, for its summary."""
+    if stopped:
+        return "stopped"
+    if exit_code == 0:
+        return "finished"
+    lines = (failure or "").strip().splitlines()
+    return f"failed: {lines[0] if lines else f'exit code {exit_code}'}"
 
 
 def _check_launcher(plan: LocalPlan) -> None:
@@ -128,7 +141,7 @@ def _check_launcher(plan: LocalPlan) -> None:
         raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
 
 
-def _conclude_here(console: _console.Console, done: LocalRun, events: bool) -> None:
+def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit_container.failure import duration
 
@@ -136,25 +149,27 @@ def _conclude_here(console: _console.Console, done: LocalRun, events: bool) -> N
         _console.print_failure(str(done.failure), "the ranks were ended with it; look at the system's log")
     elif done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
-    _show_places(console, done.model, done.output_data, done.checkpoints)
-    if done.tree is not None:
-        console.note(f"kept: {done.tree}")
-    if events:
-        _hint_at_timeline(console, done.output_data)
+    _show_places(console, run, done.model, done.output_data, done.checkpoints)
 
 
 # ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
 
 
-def _run_on_nodes(job: LoadedJob, arguments: tuple[str, ...], nodes: int) -> int:
+def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], nodes: int) -> int:
     from smpkit_estimator.slurm.allocation import plan_here, run_here
 
     plan = plan_here(job.config, job.folder, nodes)
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
+    parameters, per_node = job.config.distribution.model_parallel, job.config.distribution.processes_per_host
+    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+    run = begin_run(job, nodes * (per_node or -(-needed // nodes)), nodes, overrides)
     console.note(f"Running `{job.config.name}` on the {nodes} nodes of Slurm's job {os.environ['SLURM_JOB_ID']}")
-    code = run_here(plan, arguments)
+    began = time.monotonic()
+    code = run_here(plan, run.path, arguments)
+    end_run(run, time.monotonic() - began, _end_of(code, None, stopped=False))
+    console.note(f"run: {shown(run.path)}")
     console.note(f"kept: {plan.runs[0].folder}")
     return int(code != 0)
 
@@ -162,7 +177,9 @@ def _run_on_nodes(job: LoadedJob, arguments: tuple[str, ...], nodes: int) -> int
 # ---- in the training image, with one container for each host ---------------------------------------------------------
 
 
-def _run_in_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, options: _DockerOptions) -> int:
+def _run_in_docker(
+    job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], recipe: Recipe, options: _DockerOptions
+) -> int:
     """Build or take the image, run the containers, say how it ended; return the exit code."""
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.docker.engine import check
@@ -179,18 +196,21 @@ def _run_in_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, opt
     image = job.config.image or build_image(recipe)
     for note in plan.notes:
         console.note(f"note: {note}")
+    run = begin_run(job, plan.ranks, plan.hosts, overrides)
     where = "1 container" if hosts == 1 else f"{hosts} containers"
     console.note(f"Running `{plan.job.name}` in {where} of {image}: {_summary(plan)}")
     done = run_in_docker(
         plan,
         image,
+        run.path,
         arguments,
         show=_show_line,
         gpus=options.gpus,
         interrupt_after=options.interrupt_after,
         events=options.events,
     )
-    _conclude_docker(console, done, options)
+    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.interrupted))
+    _conclude_docker(console, done, options, run)
     if done.interrupted:
         return 130
     return 1 if done.exit_code else 0
@@ -202,7 +222,7 @@ def _show_line(host: str, stream: str, line: str) -> None:
     click.echo(shown, file=sys.stderr if stream == "err" else sys.stdout)
 
 
-def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions) -> None:
+def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions, run: Run) -> None:
     from smpkit_container.failure import duration
 
     if done.interrupted:
@@ -216,14 +236,7 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
         console.warn(f"the job ended before it could be interrupted after {options.interrupt_after:g} s")
     for clash in done.clashes:
         console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
-    _show_places(console, done.model, done.output_data, done.checkpoints)
-    if options.events:
-        _hint_at_timeline(console, done.output_data)
-    inside = [place for place in (done.model, done.output_data, done.checkpoints) if place is not None]
-    if options.keep or any(place.is_relative_to(done.tree) for place in inside):
-        console.note(f"kept: {done.tree}")
-    else:
-        shutil.rmtree(done.tree, ignore_errors=True)
+    _show_places(console, run, done.model, done.output_data, done.checkpoints)
 
 
 # ---- what both say ---------------------------------------------------------------------------------------------------
@@ -241,17 +254,15 @@ def _summary(plan: LocalPlan) -> str:
 
 
 def _show_places(
-    console: _console.Console, model: Path | None, output_data: Path | None, checkpoints: Path | None
+    console: _console.Console, run: Run, model: Path | None, output_data: Path | None, checkpoints: Path | None
 ) -> None:
-    """Say where everything is that the job left."""
+    """Say where everything is that the job left; what is in the folder of the run is said by naming that."""
     for name, place in {"model": model, "other results": output_data, "checkpoints": checkpoints}.items():
-        if place is not None:
+        if place is not None and not place.is_relative_to(run.path.resolve()):
             console.note(f"{name}: {place}")
+    inside = [place.name for place in (model, output_data, checkpoints) if place and place.parent == run.path.resolve()]
+    console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
 
 
-def _hint_at_timeline(console: _console.Console, output_data: Path | None) -> None:
-    """Say what can be done with recorded events."""
-    from smpkit_estimator.local import EVENTS
-
-    if output_data is not None and (output_data / EVENTS).is_dir():
-        console.hint(f"`smpkit timeline {output_data / EVENTS}` shows what the ranks did")
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

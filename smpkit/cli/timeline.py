@@ -12,6 +12,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._files import write_file
 from smpkit.cli._layout import table, width
+from smpkit.cli._run_completion import complete_run
 from smpkit.errors import SmpkitError, UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ __all__ = ["timeline"]
 
 
 @click.command()
-@click.argument("folder", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that all ranks finished.")
+@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that trains.")
 @click.option("--pipeline", "pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print the step as JSON, times in seconds.")
 @click.option(
@@ -42,18 +43,20 @@ __all__ = ["timeline"]
     help="Also draw the step as an SVG, planned above executed.",
 )
 def timeline(
-    folder: Path, number: int | None, pipeline: int, as_json: bool, trace: Path | None, picture: Path | None
+    name: str | None, number: int | None, pipeline: int, as_json: bool, trace: Path | None, picture: Path | None
 ) -> None:
     """Show a step as it was executed, beside the planned one.
 
-    RUN_DIR is what `smpkit run --events` printed: a folder with events, or a run's output folder. Any other job records
-    events where the variable SMPKIT_EVENTS_DIR names a folder on every host. The planned step has the actions of the
-    schedule, each as long as measured, over links that cost nothing.
+    RUN is a run's name, its folder, a job's name for the last one of it, or any folder with events; without it, it is
+    the last run below this folder. `smpkit run` records some steps, all with `--events`; any other job records them
+    where the variable SMPKIT_EVENTS_DIR or SMPKIT_RUN_DIR names a folder on every host. The planned step has the
+    actions of the schedule, each as long as measured, over links that cost nothing.
     """
     from smpkit.observe.executed import executed_step
     from smpkit.observe.merge import read_run
+    from smpkit.observe.runs import open_run
 
-    run = read_run(folder)
+    run = read_run(open_run(name).path)
     chosen = _chosen(run, number, pipeline)
     console = _console.current()
     for rank in run.truncated:
@@ -78,7 +81,14 @@ def _chosen(run: Run, number: int | None, pipeline: int) -> int:
         raise SmpkitError("no step was finished by all ranks", hint="let the job run at least one step")
     if number is not None and number not in run.steps:
         raise UsageError(f"there is no step {number} that all ranks finished", hint=f"use {_range(run.steps)}")
-    return run.steps[-1] if number is None else number
+    if number is not None:
+        return number
+    trains = (each for each in reversed(run.steps) if _has_backward(run, each, pipeline))
+    return next(trains, run.steps[-1])
+
+
+def _has_backward(run: Run, number: int, pipeline: int) -> bool:
+    return any(action.kind == "B" for action in run.step(run.pipelines[pipeline][0], number).actions)
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._job import override_options
 from smpkit.cli.plan import _OPTIMIZERS
 from smpkit.errors import SmpkitError
 
@@ -22,7 +23,7 @@ _PRECISIONS: Final = ("bf16", "fp16", "fp32")
 
 @click.command()
 @click.argument("file", metavar="JOB", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting of JOB for this call.")
+@override_options
 @click.option("--model", required=True, metavar="MODULE:FACTORY", help="What returns the model and a microbatch.")
 @click.option("--machine", metavar="TYPE", help="Instance type with published facts. Default: what JOB says.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `smpkit calibrate` has written.")

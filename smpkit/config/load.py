@@ -1,4 +1,4 @@
-"""From a file to a checked configuration: defaults < file < environment variables < `--set`."""
+"""From a file to a checked configuration: defaults < file < environment variables < `--set`, `-p`, `-H`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[s
 
     Args:
         path: a YAML file, or strict JSON if it is called `.json`.
-        overrides: `key=value` each, as of `--set`; values are read as YAML.
+        overrides: `key=value` each, as of `--set`; values are read as YAML. One that begins with `-p ` is below the
+            modelparallel parameters, one with `-H ` below the hyperparameters.
         environ: variables to look for `SMPKIT_JOB__...` in; the process's if None.
 
     Raises:
@@ -215,6 +216,12 @@ ENVIRONMENT_PREFIX = "SMPKIT_JOB__"
 # Names below these belong to the user: they keep their spelling, and dots in them are part of the name.
 _FREE_FORM = frozenset({"hyperparameters", "environment"})
 
+_EXAMPLES: Mapping[str, str] = {
+    "--set": "for example `compute.spot=true`",
+    "-p": "for example `microbatches=8`",
+    "-H": "for example `steps=100`",
+}
+
 # Where a distribution holds the library's block, in its full and in its short form.
 _BLOCKS: tuple[KeyPath, ...] = (("smdistributed", "modelparallel"), ())
 
@@ -280,17 +287,39 @@ class Sources:
         self._set(path, text, printable(name))
 
     def set_override(self, override: str) -> None:
-        """Apply one `key=value`."""
-        key, separator, text = override.partition("=")
-        source = f"--set {printable(key)}"
-        parts = tuple(key.strip().split("."))
+        """Apply one `key=value`, `-p key=value` or `-H key=value`."""
+        flag, given = "--set", override
+        if override[:3] in ("-p ", "-H "):
+            flag, given = override[:2], override[3:]
+        key, separator, text = given.partition("=")
+        source = f"{flag} {printable(key)}"
+        # Hyperparameters have any names, also with dots.
+        parts = (key.strip(),) if flag == "-H" else tuple(key.strip().split("."))
         if not separator or not all(parts):
-            problem = LocatedProblem((), "must have the form `key=value`", "for example `compute.spot=true`", source)
+            problem = LocatedProblem((), "must have the form `key=value`", _EXAMPLES[flag], source)
             self.problems.append(problem)
             return
-        if parts[0] in _FREE_FORM and len(parts) > 1:
+        if flag == "-H":
+            parts = ("hyperparameters", *parts)
+        elif flag == "-p":
+            parts = (*map(str, self._parameters_path()), *parts)
+        elif parts[0] in _FREE_FORM and len(parts) > 1:
             parts = (parts[0], ".".join(parts[1:]))
         self._set(parts, text, source)
+
+    def _parameters_path(self) -> KeyPath:
+        """Return where this file has its modelparallel parameters, or where they belong; then it is switched on."""
+        if self.distribution is None:
+            return ()
+        full, short = ((*self.distribution, *block) for block in _BLOCKS)
+        for block in (full, short):
+            if isinstance(_get(self.value, (*block, "parameters")), dict):
+                return (*block, "parameters")
+        if _get(self.value, full) is None and _get(self.value, (*short, "enabled")) is not None:
+            return (*short, "parameters")
+        if _get(self.value, (*full, "enabled")) is None:
+            self._set((*full, "enabled"), "true", "-p")
+        return (*full, "parameters")
 
     def _set(self, path: KeyPath, text: str, source: str) -> None:
         # Environment variables are always text, so `1` needs no quotes inside quotes here.

@@ -136,8 +136,19 @@ class ModelParallelConfig(Section):
     the letters, the library never did.)
     """
 
-    offload_activations: bool = False
-    """Move the activations of checkpointed layers to host memory until backward needs them."""
+    offload_activations: bool | Literal["auto"] = False
+    """Move the activations of checkpointed layers to host memory until backward needs them.
+
+    `auto` is an extension of smpkit: only of those layers where that is faster than what else fits, by times and bytes
+    that the first steps measure. On a CPU it offloads nothing.
+    """
+
+    memory_budget_gib: float | None = Field(default=None, gt=0)
+    """What everything on a rank's device may take where layers are chosen for, in GiB. An extension of smpkit.
+
+    Read with `strategy="auto"` of `smp.set_activation_checkpointing` and with `offload_activations: auto`. None: 95 %
+    of the device; ranks on CPUs share the memory of their host.
+    """
 
     activation_loading_horizon: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """How many pipeline tasks ahead of its backward an offloaded activation is brought back; at least 1.
@@ -222,14 +233,15 @@ class ModelParallelConfig(Section):
         key: ("is unknown to v1", f"a key of SMP v2: {what_to_do}") for key, what_to_do in V2_KEYS.items()
     }
 
-    @field_validator("activation_loading_horizon", mode="wrap")
+    @field_validator("activation_loading_horizon", "offload_activations", mode="wrap")
     @classmethod
-    def _horizon(cls, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+    def _or_auto(cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         """Tell what is wrong in one sentence instead of one per member of the union."""
         try:
             return handler(value)
         except ValidationError:
-            message = f"must be an integer of at least 1, or `auto`, got {typed(value)}"
+            valid = "`true`, `false`" if info.field_name == "offload_activations" else "an integer of at least 1,"
+            message = f"must be {valid} or `auto`, got {typed(value)}"
             raise validation_error(cls.__name__, [Problem((), message)]) from None
 
     @field_validator("pipeline", mode="after")

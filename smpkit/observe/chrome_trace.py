@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from smpkit.observe.events import ActionSpan, Counter, Mark, MessageSpan
+from smpkit.observe.events import ActionSpan, Counter, Mark, MemorySample, MessageSpan
 from smpkit.observe.executed import match_messages
 from smpkit.observe.merge import RankStep, Run
 
@@ -60,7 +60,9 @@ class _Rank:
             yield from self._step(self.run.step(self.rank, number))
         window = [self.run.step(self.rank, number).span for number in numbers]
         for event in self.run.logs[self.rank].events:
-            if isinstance(event, Counter | Mark) and any(s.start_ns <= event.at_ns <= s.end_ns for s in window):
+            if isinstance(event, Counter | MemorySample | Mark) and any(
+                s.start_ns <= event.at_ns <= s.end_ns for s in window
+            ):
                 yield self._moment(event)
         yield from self._names()
 
@@ -131,11 +133,19 @@ class _Rank:
     def _value(self, name: str, value: int, at_ns: int) -> TraceEvent:
         return {"ph": "C", "name": name, "pid": self.rank, "ts": _microseconds(at_ns), "args": {"value": value}}
 
-    def _moment(self, event: Counter | Mark) -> TraceEvent:
+    def _moment(self, event: Counter | MemorySample | Mark) -> TraceEvent:
+        if isinstance(event, MemorySample):
+            return self._memory(event)
         if isinstance(event, Counter):
             return self._value(event.name, event.value, event.at_ns)
         at = _microseconds(event.at_ns)
         return {"ph": "i", "name": event.name, "s": "p", "pid": self.rank, "tid": 0, "ts": at}
+
+    def _memory(self, sample: MemorySample) -> TraceEvent:
+        """Return a counter of several values, which Perfetto stacks: what the device holds."""
+        kinds = ("weights", "gradients", "states", "activations", "parked")
+        held = {kind: max(0, getattr(sample, kind)) for kind in kinds}
+        return {"ph": "C", "name": "device", "pid": self.rank, "ts": _microseconds(sample.at_ns), "args": held}
 
     def _names(self) -> Iterator[TraceEvent]:
         """Name and order the process and its tracks."""

@@ -32,6 +32,7 @@ __all__ = [
     "EventsError",
     "Header",
     "Mark",
+    "MemorySample",
     "MessageSpan",
     "PlannedSchedule",
     "RankLog",
@@ -148,6 +149,29 @@ class Counter:
 
 
 @dataclass(frozen=True)
+class MemorySample:
+    """Bytes that a rank holds at one moment of a step, by kind; -1 where that cannot be measured."""
+
+    step: int
+    at_ns: int
+    weights: int
+    gradients: int
+    states: int
+    """Of the optimizer, with its float32 weights."""
+    activations: int
+    """What the step has allocated and is none of the others."""
+    parked: int
+    """Activations on the device that leave it, or have come back."""
+    offloaded: int
+    """Activations on the host."""
+    other: int
+    """What was there before the step and is none of the others."""
+    bytes_out: int
+    """Sent from the device to the host since the step began."""
+    bytes_back: int
+
+
+@dataclass(frozen=True)
 class Mark:
     """Something that happened at one moment."""
 
@@ -155,7 +179,7 @@ class Mark:
     at_ns: int
 
 
-Event = ActionSpan | MessageSpan | WorkSpan | StepSpan | PlannedSchedule | Counter | Mark
+Event = ActionSpan | MessageSpan | WorkSpan | StepSpan | PlannedSchedule | Counter | MemorySample | Mark
 
 _TYPES: Final[Mapping[str, type[Event]]] = {
     "action": ActionSpan,
@@ -164,6 +188,7 @@ _TYPES: Final[Mapping[str, type[Event]]] = {
     "step": StepSpan,
     "schedule": PlannedSchedule,
     "counter": Counter,
+    "memory": MemorySample,
     "mark": Mark,
 }
 _TYPE_NAMES: Final = {kind: name for name, kind in _TYPES.items()}
@@ -236,7 +261,7 @@ def find_events(folder: Path) -> list[Path]:
         EventsError: there is no such folder, or there are none in it.
     """
     if not folder.is_dir():
-        raise EventsError(f"there is no folder `{folder}`", hint="name the folder that `smpkit run --events` printed")
+        raise EventsError(f"there is no folder `{folder}`", hint="`smpkit runs` lists the runs here")
     for place in _PLACES:
         inside = folder / place
         found = {int(name[1]): path for path in _listing(inside) if (name := _NAME.fullmatch(path.name))}
@@ -244,7 +269,7 @@ def find_events(folder: Path) -> list[Path]:
             return [found[rank] for rank in sorted(found)]
     raise EventsError(
         f"there are no events in `{folder}`",
-        hint="record them with `smpkit run --events`, or with the variable SMPKIT_EVENTS_DIR",
+        hint="`smpkit run` records them, and any other job with the variable SMPKIT_EVENTS_DIR",
     )
 
 

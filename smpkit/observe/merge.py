@@ -17,6 +17,7 @@ from smpkit.observe.events import (
     EventsError,
     Header,
     Mark,
+    MemorySample,
     MessageSpan,
     PlannedSchedule,
     RankLog,
@@ -40,6 +41,7 @@ class RankStep:
     actions: tuple[ActionSpan, ...]
     messages: tuple[MessageSpan, ...]
     works: tuple[WorkSpan, ...]
+    samples: tuple[MemorySample, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def _steps(events: Sequence[Event]) -> dict[int, RankStep]:
     actions: defaultdict[int, list[ActionSpan]] = defaultdict(list)
     messages: defaultdict[int, list[MessageSpan]] = defaultdict(list)
     works: defaultdict[int, list[WorkSpan]] = defaultdict(list)
+    samples: defaultdict[int, list[MemorySample]] = defaultdict(list)
     for event in events:
         if isinstance(event, ActionSpan):
             actions[event.step].append(event)
@@ -98,12 +101,15 @@ def _steps(events: Sequence[Event]) -> dict[int, RankStep]:
             messages[event.step].append(event)
         elif isinstance(event, WorkSpan):
             works[event.step].append(event)
+        elif isinstance(event, MemorySample):
+            samples[event.step].append(event)
     return {
         span.number: RankStep(
             span,
             tuple(sorted(actions[span.number], key=lambda each: each.start_ns)),
             tuple(sorted(messages[span.number], key=lambda each: each.start_ns)),
             tuple(sorted(works[span.number], key=lambda each: each.start_ns)),
+            tuple(sorted(samples[span.number], key=lambda each: each.at_ns)),
         )
         for span in _of(events, StepSpan)
     }
@@ -165,6 +171,6 @@ def _shifted(log: RankLog, offset_ns: int) -> RankLog:
 def _moved(event: Event, offset_ns: int) -> Event:
     if isinstance(event, PlannedSchedule):
         return event
-    if isinstance(event, Counter | Mark):
+    if isinstance(event, Counter | MemorySample | Mark):
         return replace(event, at_ns=event.at_ns - offset_ns)
     return replace(event, start_ns=event.start_ns - offset_ns, end_ns=event.end_ns - offset_ns)

@@ -73,7 +73,9 @@ from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import delay_param_initialization
 from smpkit.torch.placement.manual import partition, set_partition
+from smpkit.torch.progress import progress
 from smpkit.torch.recompute.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
+from smpkit.torch.run_summary import install as _end_with_summary
 from smpkit.torch.step import StepOutput, step
 from smpkit.torch.tensor_parallel.marking import model_creation, set_tensor_parallelism, tensor_parallelism
 from smpkit.torch.tensor_parallel.registry import tp_register, tp_register_with_module
@@ -83,6 +85,8 @@ if TYPE_CHECKING:
     from smpkit.torch.checkpoints.reader import CheckpointReader
     from smpkit.torch.checkpoints.resume import latest_checkpoint, resume_from_checkpoint
     from smpkit.torch.checkpoints.save import save_checkpoint
+
+_end_with_summary()
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -155,6 +159,7 @@ __all__ = [
     "partition",
     "pp_rank",
     "pp_size",
+    "progress",
     "rank",
     "rdp_rank",
     "rdp_size",

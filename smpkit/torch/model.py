@@ -30,8 +30,9 @@ from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.data_parallel.join import JoinContext
 from smpkit.torch.data_parallel.reducer import CommHook
+from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.offload_model.model import OffloadModel
-from smpkit.torch.offloading import Offloading
+from smpkit.torch.offloading import Offloading, offloads
 from smpkit.torch.optim.empty_updates import UpdateCheck
 from smpkit.torch.optim.gradient_norm import warn_of_torch_clipping
 from smpkit.torch.pipeline.one_stage import OneStage
@@ -167,9 +168,11 @@ class DistributedModel(nn.Module):
             self.participants.add(UnwrittenCheck(module, self.holds))
         self.updates = UpdateCheck(module)
         self.participants.add(self.updates)
-        self.offloading = Offloading(self.module) if state.cfg.offload_activations else None
+        self.offloading = Offloading(self.module) if offloads() else None
         if self.offloading is not None:
             self.participants.add(self.offloading)
+        self.activations = AutomaticActivations(self, None if self.offloading is None else self.offloading.engine)
+        self.participants.add(self.activations)
         # Replicas come last: they are compared and copied where the weights will stay. `prepare` does it for a
         # pipeline.
         self.data_parallel: DataParallel | None = None
@@ -299,6 +302,14 @@ class DistributedModel(nn.Module):
         if random is not None and self._saved_random:
             random.seed, random.step = self._saved_random["seed"] + state.rdp_rank, self._saved_random["step"]
             self._saved_random = {}
+
+    def activation_choices(self) -> dict[str, str]:
+        """Return what each layer of this rank does with its activations: `keep`, `offload` or `recompute`.
+
+        Of layers with `strategy="auto"`, and with `offload_activations: auto` of all that are checkpointed; by their
+        names in the model. Empty before the first step that trains.
+        """
+        return {name: str(choice) for name, choice in self.activations.choices.items()}
 
     @property
     def _mode_text(self) -> str:

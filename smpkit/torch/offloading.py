@@ -1,8 +1,9 @@
-"""`offload_activations: true`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
+"""`offload_activations`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,10 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core import devices
 from smpkit.torch.core import offload_hooks as active
 from smpkit.torch.core.microbatches import StepProgress
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
@@ -20,9 +23,16 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.report import OffloadReport, StepReport
 from smpkit.torch.offload.saved_storage import Group
+from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
-__all__ = ["Offloading", "offload_report"]
+__all__ = ["Offloading", "offload_report", "offloads"]
+
+
+def offloads() -> bool:
+    """Return whether this process offloads activations: with `auto` only from a device that is not the host."""
+    wanted = state.cfg.offload_activations
+    return devices.has_streams(state.device) if wanted == "auto" else wanted
 
 
 class Offloading(StepParticipant):
@@ -71,13 +81,20 @@ class Offloading(StepParticipant):
         """Forget a step that an exception ended."""
         self._engine.abandon_step()
 
+    @property
+    def engine(self) -> ActivationEngine:
+        """What offloads."""
+        return self._engine
+
     def report(self) -> OffloadReport:
         """Return what was moved, held and waited for so far."""
         return self._engine.stats.report()
 
     def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
-        found = torch.tensor([self._engine.num_checkpointed_calls], device="cpu")
+        # Layers that are chosen for may all be kept.
+        marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
+        found = torch.tensor([self._engine.num_checkpointed_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
@@ -113,6 +130,11 @@ def _record(step: StepReport) -> None:
         current_recorder.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
         current_recorder.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
         current_recorder.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for stall in step.stalls:
+            seconds[stall.layer] += stall.seconds
+        for layer, stalled in seconds.items():
+            current_recorder.on_counter(f"offload stall of {layer}, ns", round(1e9 * stalled), at_ns)
 
 
 def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:

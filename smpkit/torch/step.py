@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, overload
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgress
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.distributed.recorder import current_recorder, recorded_step
+from smpkit.torch.distributed.recorder import latest_recorder, note_training, recorded_step
 from smpkit.torch.pipeline.one_stage import OneStage
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
@@ -55,7 +56,7 @@ class StepFunction:
         Raises:
             UsageError: inside another step, or with a batch that `microbatches` does not divide.
         """
-        if current_recorder() is None:
+        if latest_recorder() is None:
             return self._call(args, kwargs)
         with recorded_step(getattr(self, "__name__", "step")):  # a functools.partial has none
             return self._call(args, kwargs)
@@ -94,6 +95,8 @@ class StepFunction:
         self._backwards_per_microbatch = run.expected_backwards
         for end in parts.end_step:
             end(run)
+        if run.total_backwards:
+            note_training(lambda: _size_of(calls))
         return collate(outputs)
 
     def _body(self, call: MicrobatchCall) -> Any:
@@ -102,6 +105,18 @@ class StepFunction:
         if not isinstance(output, torch.Tensor):
             _materialise(output)
         return output
+
+
+def _size_of(calls: Sequence[MicrobatchCall]) -> tuple[int, int]:
+    """Return how many samples and tokens a step has; 0 where its arguments do not tell."""
+    first = calls[0]
+    tensors = [leaf for leaf in tree_leaves((first.args, first.kwargs)) if isinstance(leaf, torch.Tensor)]
+    shaped = [tensor for tensor in tensors if tensor.dim()]
+    if not shaped:
+        return 0, 0
+    # Whole numbers on two axes are a text: the batch and its positions.
+    texts = [each for each in shaped if each.dim() == 2 and not each.is_floating_point() and each.dtype != torch.bool]
+    return len(calls) * shaped[0].shape[0], len(calls) * texts[0].numel() if texts else 0
 
 
 def _materialise(output: Any) -> None:

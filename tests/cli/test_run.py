@@ -44,7 +44,8 @@ def test_success_says_what_ran_and_how_long(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "--set", "hyperparameters.lr=0.1", "--", "--more", "x y")
     assert code == 0
     assert sorted(out.splitlines()) == [f"[rank {rank}] ['--lr', '0.1', '--more', 'x y']" for rank in range(2)]
-    first, last = err.splitlines()
+    first, last, place = err.splitlines()
+    assert re.fullmatch(r"run: runs/train-\d{8}-\d{6}", place)
     assert first == "Running `train` on this machine: 2 ranks with mpirun, no model parallelism"
     assert last.startswith("Finished after ")
 
@@ -62,7 +63,7 @@ def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: 
     assert (code, out) == (1, "")
     assert "(rank 1 on algo-1, exit 1)\n\n    Traceback (most recent call last):\n" in err
     assert err.count("ValueError: boo") == 1
-    assert err.endswith("rank 0 stopped because of it\n")
+    assert "\nrank 0 stopped because of it\nrun: runs/train-" in err
 
 
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ DEFAULTS: dict[str, object] = {
     "ddp_port": None,
     "ddp_dist_backend": "auto",
     "offload_activations": False,
+    "memory_budget_gib": None,
     "activation_loading_horizon": 4,
     "_shard_offloaded_activations": True,
     "fp16": False,
@@ -138,6 +139,10 @@ def test_trap_1_alias_conflict_raises_even_across_sources() -> None:
         ("pipeline", 1),
         ("activation_loading_horizon", True),
         ("activation_loading_horizon", "4"),
+        ("offload_activations", "True"),
+        ("offload_activations", 1),
+        ("memory_budget_gib", "24"),
+        ("memory_budget_gib", 0),
         ("sdp_reduce_bucket_size", 5e8),
         ("partitions", True),
     ],
@@ -203,6 +208,8 @@ def test_checkpoint_attentions_is_switched_off_in_a_pipeline() -> None:
 
 
 def test_extensions_are_accepted() -> None:
+    made = config({"offload_activations": "auto", "memory_budget_gib": 40})
+    assert (made.offload_activations, made.memory_budget_gib) == ("auto", 40.0)
     made = config({"activation_loading_horizon": "auto", "ddp": True, "ddp_dist_backend": "gloo", "timeout_seconds": 5})
     assert (made.activation_loading_horizon, made.ddp_dist_backend, made.timeout_seconds) == ("auto", "gloo", 5)
 
@@ -302,7 +309,8 @@ FREE = optional(
     memory_weight=st.one_of(st.floats(0, 1), st.sampled_from([0, 1])),
     placement_strategy=st.sampled_from(["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]),
     pipeline=st.sampled_from(["simple", "interleaved", "_only_forward"]),
-    offload_activations=st.booleans(),
+    offload_activations=st.one_of(st.booleans(), st.just("auto")),
+    memory_budget_gib=st.floats(0.1, 1000),
     activation_loading_horizon=st.one_of(st.integers(1, 100), st.just("auto")),
     skip_tracing=st.booleans(),
     tensor_parallel_seed=st.integers(0, 2**31),
@@ -390,6 +398,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
         st.floats(min_value=1, exclude_min=True), st.floats(max_value=0, exclude_max=True), st.just("0.5")
     ),
     "sdp_gradient_clipping": st.one_of(st.just(float("inf")), st.just(float("nan")), st.just(-1.0), st.none()),
+    "memory_budget_gib": st.sampled_from([0, -1.0, float("inf"), float("nan"), "24", True]),
     **dict.fromkeys(
         (key for key, default in DEFAULTS.items() if isinstance(default, bool)),
         st.one_of(st.integers(0, 1), st.sampled_from(["true", "yes", ""]), st.none(), st.just({})),

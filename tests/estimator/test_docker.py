@@ -26,7 +26,8 @@ def run_of(tmp_path: Path, hosts: int, **settings: object) -> Run:
     job = JobConfig.model_validate({"entry_point": "train.py", "distribution": block, **settings})
     plan = plan_local_run(job, tmp_path, hosts=hosts)
     names = [f"algo-{number}" for number in range(1, hosts + 1)]
-    return Run(plan, "image", "run-1", tmp_path, tuple(Host(n, f"run-1-{n}", tmp_path / n) for n in names))
+    hosts_of = tuple(Host(n, f"run-1-{n}", tmp_path / n) for n in names)
+    return Run(plan, "image", "run-1", tmp_path, hosts_of, plan.checkpoints or tmp_path / "checkpoints")
 
 
 def test_ranks_are_spread_over_the_containers(tmp_path: Path) -> None:

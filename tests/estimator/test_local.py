@@ -48,8 +48,11 @@ def test_secrets_come_from_the_users_own_environment(tmp_path: Path, monkeypatch
     assert run(tmp_path, source, secrets=secrets).exit_code == 0
 
 
-def run(folder: Path, source: str, keep: bool = False, **settings: Any) -> LocalRun:
-    return run_local(plan(folder, source, **settings), ("--more",), keep=keep)
+def run(folder: Path, source: str, **settings: Any) -> LocalRun:
+    (folder / "runs" / "one").mkdir(parents=True, exist_ok=True)
+    done = run_local(plan(folder, source, **settings), folder / "runs" / "one", ("--more",))
+    assert not list((folder / "trees").glob("*")), "something is left in the temporary folder"
+    return done
 
 
 def test_what_is_not_on_this_machine_is_named_all_at_once(tmp_path: Path) -> None:
@@ -113,26 +116,26 @@ for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR", "SMPKIT_CHECKPOINT_DIR"):
 
 def test_folders_of_the_job_file_are_used_directly(tmp_path: Path) -> None:
     done = run(tmp_path, WRITES, output="./out", checkpoints="./ckpt")
-    assert (done.exit_code, done.failure, done.tree) == (0, None, None)
+    assert (done.exit_code, done.failure) == (0, None)
     assert done.model == tmp_path / "out" / "model"
     assert done.output_data == tmp_path / "out" / "data"
     assert done.checkpoints == tmp_path / "ckpt"
     assert (tmp_path / "ckpt" / "file").read_text() == "SMPKIT_CHECKPOINT_DIR"
 
 
-def test_nothing_that_was_written_is_lost(tmp_path: Path) -> None:
-    done = run(tmp_path, WRITES)
-    assert done.tree is not None
-    assert done.model == done.tree / "model"
-    assert (done.tree / "checkpoints" / "file").is_file()
+def test_what_the_job_file_names_no_place_for_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    done, folder = run(tmp_path, WRITES), tmp_path / "runs" / "one"
+    assert (done.model, done.output_data) == (folder / "model", folder / "output")
+    assert (folder / "checkpoints" / "file").is_file()
+    assert not (folder / "intermediate").exists()
 
 
-def test_tree_without_results_is_removed(tmp_path: Path) -> None:
+def test_of_a_run_without_results_nothing_but_its_logs_is_left(tmp_path: Path) -> None:
     source = "import os; open('base', 'w').write(os.environ['SM_MODEL_DIR'])"
     done = run(tmp_path, source)
-    assert (done.tree, done.model) == (None, None)
+    assert (done.model, done.output_data, done.checkpoints) == (None, None, None)
     assert not Path((tmp_path / "base").read_text()).parent.exists()
-    assert run(tmp_path, source, keep=True).tree is not None
+    assert {path.name for path in (tmp_path / "runs" / "one").iterdir()} <= {"logs"}
 
 
 def test_the_script_sees_the_platform(tmp_path: Path) -> None:
@@ -164,7 +167,6 @@ def test_failure_comes_back_with_the_exit_code(tmp_path: Path) -> None:
     assert done.exit_code == 3
     assert done.failure is not None
     assert done.failure.startswith("the script exited with code 3\nrank 0 on algo-1, exit 3")
-    assert done.tree is None
 
 
 def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     (tmp_path / "lib" / "one.py").write_text("X = 'from a dependency'")
     written = {"entry_point": "train.py", "source_dir": "src", "dependencies": ["lib"]}
     plan = plan_local_run(JobConfig.model_validate(written), tmp_path)
-    assert run_local(plan).exit_code == 0
+    assert run_local(plan, tmp_path / "run").exit_code == 0
     clash = JobConfig.model_validate({**written, "dependencies": ["lib", "src/train.py", "none"]})
     with pytest.raises(ConfigError) as caught:
         plan_local_run(clash, tmp_path)

@@ -52,3 +52,12 @@ def test_ranks_give_what_they_give_when_nothing_is_late() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_grid(name: str) -> None:
     run_on_sim(run_under, name, [ORDERS[0], ORDERS[3]], order=None, timeout=150)
+
+
+CHOSEN = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 and name.startswith("auto")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CHOSEN)
+def test_ranks_choose_for_layers(name: str) -> None:
+    run_on_sim(run_under, name, [ORDERS[0], ORDERS[3]], size=SCENARIOS[name].ranks, order=None, timeout=170)

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit
+from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.testing import EmulatedLink
-from smpkit.torch.memory import Fitted, trainer_callback
+from smpkit.torch.memory import Fitted, lightning_callback, trainer_callback
 from tests.ranks import run_ranks
 
 STEPS = 8
@@ -306,3 +307,52 @@ def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
         found = trained([fits])
     assert all(map(torch.equal, found, trained([])))
     assert Choice.KEEP not in fits.fitted.choices.values()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_in_lightning(tmp_path: Path) -> None:
+    """`training_step` is no call of the module, and what it calls is a part of it."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs `pip install lightning`")
+    model = Transformer()
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = copy.deepcopy(model)
+            self.losses: list[float] = []
+
+        def training_step(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.net(x).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    def run(callbacks: list[Any], checkpoint: str | None = None) -> Module:
+        torch.manual_seed(1)
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=2 if checkpoint else 1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks, default_root_dir=tmp_path,
+        )  # fmt: skip
+        data = torch.randn(4 * STEPS, 16, 32, generator=torch.Generator().manual_seed(2))
+        trainer.fit(module, torch.utils.data.DataLoader([*data], batch_size=4), ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return module
+
+    expected = run([])
+    gib = some_gib(model, 0.5)
+    fits = lightning_callback(device_gib=gib, link=link(), lead=1)
+    found = run([fits])
+    assert found.losses == expected.losses
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+    assert "training_step" not in vars(found)
+    chosen = fits.fitted.state_dict()
+    assert {Choice.KEEP, Choice.OFFLOAD} <= set(fits.fitted.choices.values())
+    again = lightning_callback(device_gib=gib, link=link(), lead=1)
+    run([again], str(tmp_path / "last.ckpt"))
+    assert again.fitted.state_dict() == chosen
+    with pytest.raises(UsageError, match="nothing has been chosen yet"):  # it has not measured
+        again.fitted.report()

@@ -40,6 +40,8 @@ class Run:
     name: str
     tree: Path
     hosts: tuple[Host, ...]
+    checkpoints: Path
+    """One folder for all hosts, which outlives them, as the platform's copy in S3 does."""
     gpus: bool = False
 
     @property
@@ -50,11 +52,6 @@ class Run:
     def code(self) -> Path:
         """The sources: where they are, or with the job's dependencies beside them, in a copy."""
         return self.tree / "code" if self.plan.dependencies else self.plan.source
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder for all hosts, which outlives them, as the platform's copy in S3 does."""
-        return self.plan.checkpoints or self.tree / "checkpoints"
 
 
 def lay_out(run: Run) -> None:

@@ -19,9 +19,10 @@ from types import FrameType
 from typing import IO
 
 from smpkit.errors import LaunchError
+from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
 from smpkit_estimator.docker.engine import check, docker, quietly
 from smpkit_estimator.docker.hosts import STOP_SECONDS, Host, Run, lay_out, start_command
-from smpkit_estimator.local import EVENTS, LocalPlan
+from smpkit_estimator.local import LocalPlan
 
 __all__ = ["DockerRun", "Show", "merge", "run_in_docker"]
 
@@ -33,6 +34,10 @@ _FOLLOW_SECONDS = 60.0
 """For the other hosts to end after one failed; they learn of it within seconds."""
 
 _DOCKER_FAILED = 125
+
+_RECORDS = "run"
+"""The folder, among the script's other results, into which the ranks write what belongs into the folder of the run."""
+_IN_CONTAINER = f"/opt/ml/output/data/{_RECORDS}"
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,12 @@ class DockerRun:
     checkpoints: Path | None
     clashes: tuple[str, ...]
     """Files that several hosts wrote differently under one name."""
-    tree: Path
 
 
 def run_in_docker(
     plan: LocalPlan,
     image: str,
+    folder: Path,
     arguments: Sequence[str] = (),
     *,
     show: Show,
@@ -69,6 +74,7 @@ def run_in_docker(
     The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills them.
 
     Args:
+        folder: that of the run, which exists; for results where the job file names no place.
         show: is given the output, line by line, from several threads but one at a time.
         interrupt_after: seconds after the first line of output, when the script is at work, until the containers are
             stopped as if spot instances were taken away; new ones then go on with nothing but the checkpoints.
@@ -77,8 +83,8 @@ def run_in_docker(
         LaunchError: there is no Docker, or the containers could not be started.
     """
     check()
-    run = _prepared(plan, image, gpus)
-    variables = {"SMPKIT_EVENTS_DIR": f"/opt/ml/output/data/{EVENTS}"} if events else {}
+    run = _prepared(plan, image, folder, gpus)
+    variables = {RUN_DIR: _IN_CONTAINER, **({"SMPKIT_EVENTS_DIR": f"{_IN_CONTAINER}/{EVENTS}"} if events else {})}
     began = time.monotonic()
     rehearsed = False
     try:
@@ -93,7 +99,10 @@ def run_in_docker(
     finally:
         quietly([("rm", "--force", *(host.container for host in run.hosts)), ("network", "rm", run.network)])
         _own(run)
-    return _collected(run, codes, time.monotonic() - began, bool(received), rehearsed)
+    try:
+        return _collected(run, folder, codes, time.monotonic() - began, bool(received), rehearsed)
+    finally:
+        shutil.rmtree(run.tree, ignore_errors=True)
 
 
 class _Attempt:
@@ -183,13 +192,13 @@ class _Attempt:
         ]
 
 
-def _prepared(plan: LocalPlan, image: str, gpus: bool) -> Run:
+def _prepared(plan: LocalPlan, image: str, folder: Path, gpus: bool) -> Run:
     tree = Path(tempfile.mkdtemp(prefix=f"smpkit-{plan.job.name}-")).resolve()
     name = f"smpkit-{plan.job.name[:30].lower()}-{secrets.token_hex(4)}"
     hosts = tuple(
         Host(f"algo-{number}", f"{name}-algo-{number}", tree / f"algo-{number}") for number in range(1, plan.hosts + 1)
     )
-    return Run(plan, image, name, tree, hosts, gpus)
+    return Run(plan, image, name, tree, hosts, (plan.checkpoints or folder / CHECKPOINTS).absolute(), gpus)
 
 
 def _forget(run: Run) -> None:
@@ -227,8 +236,14 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _collected(run: Run, codes: Mapping[str, int], seconds: float, interrupted: bool, rehearsed: bool) -> DockerRun:
-    places = {"model": run.tree / "model", "output/data": run.tree / "data"}
+def _collected(
+    run: Run, folder: Path, codes: Mapping[str, int], seconds: float, interrupted: bool, rehearsed: bool
+) -> DockerRun:
+    for host in run.hosts:
+        records = host.folder / "output" / "data" / _RECORDS
+        merge([(host.name, records)], folder)
+        shutil.rmtree(records, ignore_errors=True)
+    places = {"model": folder / "model", "output/data": folder / "output"}
     if run.plan.output is not None:
         places = {"model": run.plan.output / "model", "output/data": run.plan.output / "data"}
     clashes = [
@@ -251,7 +266,6 @@ def _collected(run: Run, codes: Mapping[str, int], seconds: float, interrupted: 
         output_data=_filled(places["output/data"]),
         checkpoints=_filled(run.checkpoints),
         clashes=tuple(clashes),
-        tree=run.tree,
     )
 
 

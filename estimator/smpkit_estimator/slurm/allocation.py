@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError
+from smpkit.observe.runs import RUN_DIR
 from smpkit_estimator.clock import SystemClock
 from smpkit_estimator.names import unique_name
 from smpkit_estimator.slurm.commands import ask, controller_settings
@@ -53,10 +54,13 @@ def plan_here(job: JobConfig, folder: Path, nodes: int) -> SlurmPlan:
     return plan_runs(alone, folder, unique_name(job.name, now), now, controller_settings(), nodes=nodes)
 
 
-def run_here(plan: SlurmPlan, arguments: Sequence[str]) -> int:
+def run_here(plan: SlurmPlan, folder: Path, arguments: Sequence[str]) -> int:
     """Run it, showing what the ranks print; return its exit code. SIGINT and SIGTERM ask the ranks to save and end.
 
     Must be called in the main thread.
+
+    Args:
+        folder: that of the run beside the job file, for summary, events and logs; on the nodes, too, if they see it.
     """
     [run] = plan.runs
     make_run(run.folder, run.spec, plan.script, plan.secrets, plan.sources)
@@ -64,6 +68,7 @@ def run_here(plan: SlurmPlan, arguments: Sequence[str]) -> int:
     command = [*srun_words(plan.batch), str(run.folder), *extra]
     command.insert(1, "--overlap")  # the shell of the allocation may be a step, too
     environ = {**os.environ, "SMPKIT_FIRST_HOST": _first_address(), "SMPKIT_SHOW_LOG": "1"}
+    environ[RUN_DIR] = str(folder.absolute())
     with _stops_asked(os.environ["SLURM_JOB_ID"]):
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
         return process.wait()

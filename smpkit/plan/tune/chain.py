@@ -57,6 +57,12 @@ class ChainLayer:
     """What autograd keeps of it."""
     input_bytes: int
     """0: it cannot be recomputed, and is kept."""
+    may_keep: bool = True
+    """Whether it may do without recomputation."""
+
+    def swaps_with(self, other: ChainLayer) -> bool:
+        """Return whether either may do what was chosen for the other."""
+        return self.may_keep == other.may_keep and bool(self.input_bytes) == bool(other.input_bytes)
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,8 @@ def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, win
     ahead = [0.0]
     for layer in reversed(layers):
         options = _options(layer, limits.allowed, largest, window)
+        if not options:
+            return [], True
         ahead.append(ahead[-1] + min(_parts(layer, choice, limits.live)[1] for choice in options))
     ahead.reverse()
     states: list[_State] = [(0.0, 0.0, 0.0, None)]
@@ -242,7 +250,7 @@ def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, win
 
 
 def _options(layer: ChainLayer, allowed: Collection[Choice], largest: int, window: int) -> list[Choice]:
-    found = [Choice.KEEP]
+    found = [Choice.KEEP] if layer.may_keep or not layer.input_bytes else []
     if layer.input_bytes and layer.saved_bytes <= largest:
         found += [Choice.RECOMPUTE] if Choice.RECOMPUTE in allowed else []
         found += [Choice.OFFLOAD] if Choice.OFFLOAD in allowed and layer.input_bytes <= window else []

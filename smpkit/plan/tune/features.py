@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from smpkit.config.modelparallel import ModelParallelConfig
@@ -12,9 +13,9 @@ from smpkit.plan.decide import Plan, decide
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.tune.chain import Choice
-from smpkit.plan.tune.predict import layers_of, scaled, with_choices
+from smpkit.plan.tune.predict import RuledOut, choose_layers, layers_of, scaled, with_choices
 
-__all__ = ["Feature", "features", "peak_of", "remedy", "step_of"]
+__all__ = ["Feature", "automatic", "features", "peak_of", "remedy", "step_of"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,19 @@ def remedy(found: list[Feature], limit_bytes: float) -> Feature | None:
     """Return the one change by which the model fits, of several the one that costs least time; None: none does."""
     fitting = [each for each in found if not each.is_on and each.peak_bytes <= limit_bytes]
     return min(fitting, key=lambda each: each.cost, default=None)
+
+
+def automatic(
+    config: ModelParallelConfig, model: ModelFacts, plan: Plan, speed: Speed, limit_bytes: float
+) -> dict[str, Choice] | None:
+    """Return what layers of strategy "auto" would do within this memory; None: nothing fits, or there are none."""
+    layers = layers_of(model)
+    if not layers:
+        return None
+    costs = {unit.cost.name: unit.cost for unit in model.units}
+    present = {name: Choice.RECOMPUTE if costs[name].boundary_bytes else Choice.KEEP for name in layers}
+    found = choose_layers(config, plan, layers, present, (limit_bytes, inf), speed, on_host=False)
+    return None if isinstance(found, RuledOut) else found[0]
 
 
 def peak_of(plan: Plan) -> int:

@@ -27,6 +27,8 @@ __all__ = [
     "Layer",
     "Prediction",
     "RuledOut",
+    "allowed_choices",
+    "choose_layers",
     "half_of",
     "in_precision",
     "layers_of",
@@ -228,7 +230,7 @@ class _Predicting:
                 plan = decide(
                     self._config,
                     self._job.ranks,
-                    with_choices(self._model, self._layers, choices),
+                    with_choices(self._model, self._layers, choices, mixed=self._config.offload_activations == "auto"),
                     self._speed,
                     self._job.optimizer,
                 )
@@ -266,51 +268,9 @@ class _Predicting:
 
     def _choose(self, plan: Plan, present: Mapping[str, Choice]) -> tuple[dict[str, Choice], float] | RuledOut:
         """Choose for the layers of each stage, as `plan` has cut the model."""
-        assert plan.assignment is not None
-        choices, gaps = dict(present), [0.0]
-        remedy = Choice.OFFLOAD if self._config.offload_activations else Choice.RECOMPUTE
-        for stage, memory in enumerate(plan.memory):
-            units = [each for each in plan.assignment.names(stage) if each in self._layers]
-            kept = plan.assignment.loads[stage].activation_bytes
-            live = self._live(plan, stage)
-            fixed = _static_bytes(memory)
-            others = kept - sum(self._activation(each, present[each]) for each in units)
-            limits = ChainLimits(
-                live,
-                usable_bytes(self._machine) - fixed - others * live,
-                self._host_limit / self._machine.ranks_per_host,
-                self._machine.link,
-                allowed=frozenset({Choice.KEEP, remedy}),
-            )
-            layers = [self._chain_layer(each) for each in units]
-            found = choose(layers, limits)
-            if found is None:
-                needed = fixed + others * live + smallest_bytes(layers, limits)
-                missing = needed - usable_bytes(self._machine)
-                what = "nothing kept" if units else "no layer that could be recomputed"
-                reason = f"stage {stage} needs {_gib(needed)} with {what}, of which {_gib(fixed)} are no activations"
-                return RuledOut("memory", reason, max(1, round(missing)) if missing < 1e18 else 0)
-            choices.update(zip(units, found.choices, strict=True))
-            gaps.append(found.gap)
-        return choices, max(gaps)
-
-    def _live(self, plan: Plan, stage: int) -> float:
-        """Return how many microbatches a stage holds at its peak, a chunk of one counting as a part."""
-        if self._config.virtual_pipeline_degree == 1:
-            # The peak of a split backward is more than of whole microbatches: see `peak_live_shares`.
-            splits = 1.0 + plan.timeline.schedule.splits_backward
-            return min(plan.timeline.peak_live_microbatches[stage] * splits, 2.0 * self._config.microbatches)
-        segments = plan.timeline.schedule.peak_live_segments[stage]
-        return segments / self._config.virtual_pipeline_degree
-
-    def _activation(self, name: str, choice: Choice) -> int:
-        layer = self._layers[name]
-        return layer.saved_bytes if choice is Choice.KEEP else layer.input_bytes
-
-    def _chain_layer(self, name: str) -> ChainLayer:
-        layer = self._layers[name]
-        seconds = layer.flops / self._speed.flops_per_second
-        return ChainLayer(seconds, 2 * seconds, layer.saved_bytes, layer.input_bytes)
+        machine = self._machine
+        room = usable_bytes(machine), self._host_limit / machine.ranks_per_host
+        return choose_layers(self._config, plan, self._layers, present, room, self._speed, on_host=machine.on_host)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -424,8 +384,87 @@ def layers_of(model: ModelFacts) -> dict[str, Layer]:
     return found
 
 
-def with_choices(model: ModelFacts, layers: Mapping[str, Layer], choices: Mapping[str, Choice]) -> ModelFacts:
-    """Return the model in which layers are recomputed, unless they are kept."""
+def choose_layers(
+    config: ModelParallelConfig,
+    plan: Plan,
+    layers: Mapping[str, Layer],
+    present: Mapping[str, Choice],
+    room: tuple[float, float],
+    speed: Speed,
+    *,
+    on_host: bool,
+) -> tuple[dict[str, Choice], float] | RuledOut:
+    """Choose for the layers of each stage, as the runtime does with strategy "auto".
+
+    Args:
+        plan: has cut the model, with the layers as in `present`.
+        room: bytes of a rank, on its device and on the host.
+        on_host: ranks compute on the host.
+
+    Returns:
+        The choices, and by which share others could be faster; or why nothing fits.
+    """
+    assert plan.assignment is not None
+    choices, gaps = dict(present), [0.0]
+    allowed = allowed_choices(config, on_host=on_host)
+    for stage, memory in enumerate(plan.memory):
+        units = [each for each in plan.assignment.names(stage) if each in layers]
+        live = _live(config, plan, stage)
+        kept = plan.assignment.loads[stage].activation_bytes
+        others = kept - sum(_activation(layers[each], present[each]) for each in units)
+        fixed = _static_bytes(memory)
+        limits = ChainLimits(live, room[0] - fixed - others * live, room[1], speed.link, allowed=allowed)
+        chain = [_chain_layer(layers[each], speed) for each in units]
+        found = choose(chain, limits)
+        if found is None:
+            needed = fixed + others * live + smallest_bytes(chain, limits)
+            missing = needed - room[0]
+            what = "nothing kept" if units else "no layer that could be recomputed"
+            reason = f"stage {stage} needs {_gib(needed)} with {what}, of which {_gib(fixed)} are no activations"
+            return RuledOut("memory", reason, max(1, round(missing)) if missing < 1e18 else 0)
+        choices.update(zip(units, found.choices, strict=True))
+        gaps.append(found.gap)
+    return choices, max(gaps)
+
+
+def _live(config: ModelParallelConfig, plan: Plan, stage: int) -> float:
+    """Return how many microbatches a stage holds at its peak, a chunk of one counting as a part."""
+    if config.virtual_pipeline_degree == 1:
+        # The peak of a split backward is more than of whole microbatches: see `peak_live_shares`.
+        splits = 1.0 + plan.timeline.schedule.splits_backward
+        return min(plan.timeline.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
+    return plan.timeline.schedule.peak_live_segments[stage] / config.virtual_pipeline_degree
+
+
+def _activation(layer: Layer, choice: Choice) -> int:
+    return layer.saved_bytes if choice is Choice.KEEP else layer.input_bytes
+
+
+def _chain_layer(layer: Layer, speed: Speed) -> ChainLayer:
+    seconds = layer.flops / speed.flops_per_second
+    return ChainLayer(seconds, 2 * seconds, layer.saved_bytes, layer.input_bytes)
+
+
+def allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
+    """Return what the runtime chooses among for layers of strategy "auto".
+
+    Args:
+        on_host: ranks compute on the host, where `offload_activations: auto` offloads nothing.
+    """
+    if config.offload_activations is True:
+        return frozenset({Choice.KEEP, Choice.OFFLOAD})
+    both = frozenset({Choice.KEEP, Choice.RECOMPUTE})
+    return both | {Choice.OFFLOAD} if config.offload_activations == "auto" and not on_host else both
+
+
+def with_choices(
+    model: ModelFacts, layers: Mapping[str, Layer], choices: Mapping[str, Choice], *, mixed: bool = False
+) -> ModelFacts:
+    """Return the model in which layers are recomputed, unless they are kept.
+
+    Args:
+        mixed: some inputs are offloaded and others are not; else `offload_activations` says it for all of them.
+    """
     units = []
     for unit in model.units:
         layer = layers.get(unit.cost.name)
@@ -433,10 +472,11 @@ def with_choices(model: ModelFacts, layers: Mapping[str, Layer], choices: Mappin
             units.append(unit)
             continue
         recomputed = choices[unit.cost.name] is not Choice.KEEP
+        stays = mixed and choices[unit.cost.name] is Choice.RECOMPUTE
         cost = replace(
             unit.cost,
             activation_bytes=layer.input_bytes if recomputed else layer.saved_bytes,
-            boundary_bytes=layer.input_bytes if recomputed else 0,
+            boundary_bytes=layer.input_bytes if recomputed and not stays else 0,
             recomputed_bytes=layer.saved_bytes if recomputed else 0,
             recomputed_flops=layer.flops if recomputed else 0.0,
         )

@@ -229,6 +229,7 @@ class _Search:
             changes += [
                 {"offload_activations": True, "activation_loading_horizon": horizon} for horizon in ("auto", 4, 2)
             ]
+            changes += [{"offload_activations": "auto", "activation_loading_horizon": "auto"}]
         if stages > 1:
             changes += [{"pipeline": name} for name in ("zero_bubble", "interleaved")]
             changes += [{"memory_weight": weight} for weight in (0.0, 0.2, 0.5)]

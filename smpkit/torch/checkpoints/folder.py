@@ -34,6 +34,7 @@ from typing import Any, BinaryIO, Final
 from smpkit.config.regular_files import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
+from smpkit.plan.tune.chain import Choice
 
 __all__ = [
     "INDEX",
@@ -87,6 +88,7 @@ class Index:
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
+        activations: what each layer does with its activations, where that was chosen automatically.
         checksums: CRC-32 by file; of a safetensors file, that of its header, which holds those of its tensors.
     """
 
@@ -100,6 +102,7 @@ class Index:
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
+    activations: Mapping[str, str] = field(default_factory=dict)
     checksums: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,6 +112,8 @@ class Index:
             raise ValueError("a size or a count is no whole number")
         if not all(isinstance(text, str) for text in (self.tag, self.save_id, self.partition or "")):
             raise ValueError("a name is no text")
+        if not set(self.activations.values()) <= set(Choice):
+            raise ValueError("a layer's choice is unknown")
         for name in (*self.files, *self.elsewhere, *self.checksums):
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")

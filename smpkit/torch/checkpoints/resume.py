@@ -19,7 +19,7 @@ from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_opti
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
-from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, wrapped_model
+from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, degrees, wrapped_model
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
@@ -262,6 +262,8 @@ def _load_partial(
         load_loss_scale(optimizer, reader)
     model.load_random_state(index.random)
     _resume_partition(model, index)
+    if all(index.degrees.get(kind) == degree for kind, degree in degrees().items()):
+        model.activations.load(index.activations)
     return {} if content is None else content
 
 

@@ -52,6 +52,7 @@ from smpkit.torch.checkpoints.state_entries import (
     Optimizer,
     StateEntry,
     all_or_raise,
+    degrees,
     model_entries,
     optimizer_entries,
     wrapped_model,
@@ -116,7 +117,9 @@ def save_checkpoint(
             write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
         snapshot = None if blocking else Snapshot()
         own = all_or_raise(failure, lambda: _prepare(save, job, snapshot))
-        contents = _Contents(own, allgather(_Part.of(own)), job.model.random_state(), _partition_of(job.model))
+        contents = _Contents(
+            own, allgather(_Part.of(own, job.model)), job.model.random_state(), _partition_of(job.model)
+        )
         if snapshot is None:
             _complete(save, contents, failure, num_kept_partial_checkpoints, allgather)
             return None
@@ -185,11 +188,13 @@ class _Part:
 
     host: str
     pieces: Mapping[str, Any]
+    activations: Mapping[str, str]
+    """What its layers do, by name."""
 
     @classmethod
-    def of(cls, own: Sequence[_File]) -> _Part:
+    def of(cls, own: Sequence[_File], model: Model) -> _Part:
         """Describe this rank's files."""
-        return cls(socket.gethostname(), merge_pieces(each.pieces for each in own))
+        return cls(socket.gethostname(), merge_pieces(each.pieces for each in own), model.activations.saved())
 
 
 @dataclass(frozen=True)
@@ -372,16 +377,13 @@ def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written]
         tag=save.tag,
         save_id=save.save_id,
         order=max(orders, default=0) + 1,
-        degrees={
-            "pipeline": state.pp_size,
-            "tensor": state.tp_size,
-            "virtual pipeline": state.cfg.virtual_pipeline_degree,
-        },
+        degrees=degrees(),
         smpkit=metadata.version("smpkit"),
         files=sizes,
         elsewhere=elsewhere,
         random=contents.random,
         partition=contents.partition,
+        activations={name: choice for part in contents.parts for name, choice in part.activations.items()},
         checksums=checksums,
     )
     files.write_index(save.staged, index)

@@ -43,6 +43,7 @@ __all__ = [
     "chunks_in",
     "chunks_of",
     "copy_chunks",
+    "degrees",
     "model_entries",
     "opaque_state_name",
     "optimizer_entries",
@@ -74,6 +75,8 @@ class Model(Protocol):
     def owns(self, parameter: Any) -> bool: ...
     def random_state(self) -> Mapping[str, int]: ...
     def load_random_state(self, kept: Mapping[str, int]) -> None: ...
+    @property
+    def activations(self) -> Any: ...
 
 
 class Optimizer(Protocol):
@@ -99,6 +102,15 @@ def wrapped_model(model: Model | None = None) -> Model:
     if found is None:
         raise UsageError("there is no model to save or load", hint="wrap it with smp.DistributedModel(...) first")
     return found  # type: ignore[no-any-return]
+
+
+def degrees() -> dict[str, int]:
+    """Return the degrees of this job, as checkpoints name them."""
+    return {
+        "pipeline": state.pp_size,
+        "tensor": state.tp_size,
+        "virtual pipeline": state.cfg.virtual_pipeline_degree,
+    }
 
 
 @dataclass(frozen=True)

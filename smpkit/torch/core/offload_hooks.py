@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
 __all__ = [
+    "OffloadUse",
     "Offloader",
     "begin_action",
     "current_offloader",
@@ -25,6 +27,20 @@ __all__ = [
     "offload_inputs",
     "reserve",
 ]
+
+
+@dataclass(frozen=True)
+class OffloadUse:
+    """What an engine holds, and has moved since the step began, in bytes."""
+
+    parked: int = 0
+    """On the device."""
+    offloaded: int = 0
+    """On the host."""
+    mapped: int = 0
+    """Taken from the host, in use or not."""
+    bytes_out: int = 0
+    bytes_back: int = 0
 
 
 class Offloader(Protocol):
@@ -44,6 +60,9 @@ class Offloader(Protocol):
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Allocate host memory for blocks of these sizes."""
+
+    def use(self) -> OffloadUse:
+        """Count what is held and was moved."""
 
 
 _engine: Offloader | None = None

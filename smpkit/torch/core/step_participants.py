@@ -66,6 +66,11 @@ class StepParticipants:
         self._parts.append(part)
         self._collect()
 
+    def remove(self, part: StepParticipant) -> None:
+        """Leave out a part that has nothing more to do, from the next phase on."""
+        self._parts.remove(part)
+        self._collect()
+
     def _collect(self) -> None:
         self.begin_step: Sequence[Callable[[StepProgress], None]] = self._methods("begin_step")
         self.begin_microbatch: Sequence[Callable[[int], None]] = self._methods("begin_microbatch")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import sysconfig
+import time
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -13,6 +16,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from smpkit.observe.runs import RUN_DIR, WARNINGS
 from smpkit.torch.core.runtime import state
 
 __all__ = ["ScriptLine", "script_line", "warn_user"]
@@ -42,6 +46,7 @@ def warn_user(text: str, line: ScriptLine | None = None, by_rank: int = 0) -> No
     """
     if _rank() != by_rank:
         return
+    _keep(text, by_rank)
     if line is not None:
         warnings.warn_explicit(text, UserWarning, *line)
         return
@@ -55,6 +60,14 @@ def warn_user(text: str, line: ScriptLine | None = None, by_rank: int = 0) -> No
         module=module,
         registry=names.setdefault("__warningregistry__", {}),
     )
+
+
+def _keep(text: str, rank: int) -> None:
+    """Keep a warning in the folder of the run, if there is one that takes it: it is in the log anyway."""
+    if folder := os.environ.get(RUN_DIR):
+        line = json.dumps({"rank": rank, "time": time.time(), "text": text}) + "\n"
+        with contextlib.suppress(OSError), (Path(folder) / WARNINGS).open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 def script_line() -> ScriptLine:

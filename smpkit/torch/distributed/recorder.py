@@ -1,11 +1,13 @@
-"""Record what this rank does where `SMPKIT_EVENTS_DIR` names a folder, for `smpkit timeline`.
+"""Record what this rank does, for `smpkit timeline`, and sum it up for the block at the end of the run.
 
 While a step runs, an event is a tuple appended to a list; it becomes a line of `events_<rank>.jsonl` after the step.
 GPU work is timed by the GPU: a span lies between two events of its stream, whose times are read when the step has
 ended, so that nothing in it waits. The host, which only launches the work, would time the launch.
 
-Recording ends after `SMPKIT_EVENTS_STEPS` steps (1000), so that a job of days does not fill the disk: an action or
-message takes about 120 bytes.
+In the folder of a run (`SMPKIT_RUN_DIR`) a sample of the steps is recorded: the first ones, then fewer and fewer
+(`run_meter.Sampling`). In the folder that `SMPKIT_EVENTS_DIR` names, all are, up to `SMPKIT_EVENTS_STEPS` (1000), so
+that a job of days does not fill the disk: an action or message takes about 120 bytes. Without either nothing is
+written, but the same sample is summed up.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -28,29 +31,41 @@ from smpkit.observe.events import (
     ActionSpan,
     Counter,
     Event,
+    EventsError,
     EventWriter,
     Header,
     Mark,
+    MemorySample,
     MessageSpan,
     PlannedSchedule,
     StepSpan,
     WorkSpan,
 )
+from smpkit.observe.runs import EVENTS, RUN_DIR
+from smpkit.observe.summary import KindBytes
+from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
+from smpkit.plan.remedy import best_remedy
 from smpkit.plan.schedule.actions import Schedule, to_json
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
+from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
 __all__ = [
     "EVENTS_DIR",
     "EVENTS_STEPS",
     "Recorder",
     "current_recorder",
+    "latest_recorder",
+    "note_memory",
+    "note_training",
     "recorded_backward",
     "recorded_microbatch",
+    "recorded_optimizer",
     "recorded_step",
     "recorded_work",
     "start",
@@ -65,6 +80,10 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
+_NOTICEABLE: Final = 1.02
+"""By how much more a rank must hold than its status page says for the page to be written again."""
+_KINDS: Final = tuple(field.name for field in fields(KindBytes))
+_ON_DEVICE: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
 SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
@@ -95,17 +114,56 @@ class RecordedExecutor(Protocol):
     def last_schedule(self) -> Schedule | None: ...
 
 
+def _on_device(held: HeldBytes) -> int:
+    values = (getattr(held, name) for name in _ON_DEVICE)
+    return sum(value for value in values if value != UNKNOWN)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+class MostHeld:
+    """The most bytes that a rank has held in a step: of each kind, and at once with offloaded ones and without."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, int] = {}
+        """The moments of these may differ."""
+        self.on_device = 0
+        self.with_offloaded = 0
+        """What it would have been with everything kept on the device."""
+
+    def add(self, samples: Iterable[HeldBytes]) -> None:
+        """Take in what was measured during a step."""
+        for held in samples:
+            known = {name: value for name, value in vars(held).items() if value != UNKNOWN}
+            for name, value in known.items():
+                self.kinds[name] = max(value, self.kinds.get(name, 0))
+            on_device = _on_device(held)
+            self.on_device = max(self.on_device, on_device)
+            self.with_offloaded = max(self.with_offloaded, on_device + held.offloaded)
+
+
 class Recorder:
     """Collects the events of one step at a time and hands them to the file.
 
     Args:
-        writer: the file of this rank.
+        writer: the file of this rank; None: nothing is written.
         max_steps: how many steps to record.
+        sampling: chooses the steps to record; None: all, up to `max_steps`.
     """
 
-    def __init__(self, writer: EventWriter, max_steps: int) -> None:
+    def __init__(self, writer: EventWriter | None, max_steps: int, sampling: Sampling | None = None) -> None:
         self._writer = writer
         self._max_steps = max_steps
+        self._sampling = sampling
+        self._recording = True
+        self._is_training = False
+        self._shown = 0
+        self.has_failed = False
+        """Whether the latest step has ended with an exception."""
+        self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
+        self.most = MostHeld()
         self._peers = state.group(CommGroup.PP_GROUP)
         self._step = -1
         self._name = ""
@@ -117,19 +175,22 @@ class Recorder:
         self._backwards: list[tuple[int, int]] = []
         self._timed: list[tuple[SpanCallback, Timestamp, Timestamp]] = []
         """Spans whose times are read at the end of the step, in the order in which they ended."""
+        self.memory = HeldMemory()
+        self._held: list[tuple[Timestamp, HeldBytes]] = []
         self._schedules: dict[str, str] = {}
         """By text, the keys of the schedules that have been written."""
 
     @property
     def active(self) -> bool:
-        """Whether steps are still recorded."""
-        return self._step < self._max_steps
+        """Whether the present step is recorded; between steps, the latest one."""
+        return self._recording
 
     # --- hooks of a running step --------------------------------------------------------------------------------------
 
     def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Note an action (the executor's hook)."""
+        """Note an action, and what it has left in memory (the executor's hook)."""
         self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
+        self._hold(end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD)))
 
     def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         """Note a message to or from a rank of this pipeline (the transport's hook)."""
@@ -151,39 +212,100 @@ class Recorder:
         """Note a whole microbatch, where there is no pipeline: what comes before its backward is its forward."""
         backwards, self._backwards = self._backwards, []
         forward_end_ns = backwards[0][0] if backwards else end_ns
-        self.on_action(Kind.FORWARD, 0, index, start_ns, forward_end_ns)
+        self._actions.append((str(Kind.FORWARD), 0, index, start_ns, forward_end_ns))
         if backwards:
-            self.on_action(Kind.BACKWARD, 0, index, forward_end_ns, backwards[-1][1])
+            self._actions.append((str(Kind.BACKWARD), 0, index, forward_end_ns, backwards[-1][1]))
+
+    def note_memory(self) -> None:
+        """Note what is in memory now."""
+        self._hold(_now(), self.memory.now())
+
+    def _hold(self, at: Timestamp, held: HeldBytes) -> None:
+        """Keep a sample, and let the status page have it if it is the largest so far."""
+        self._held.append((at, held))
+        size = _on_device(held) - max(0, held.other)
+        if size > self._shown:
+            self._shown = round(size * _NOTICEABLE)
+            self._show(held)
+
+    def _show(self, held: HeldBytes) -> None:
+        page = status.current_page()
+        if page is not None:
+            kinds = {name: max(0, value) for name, value in vars(held).items() if name in _KINDS}
+            page.write(KindBytes(**kinds), status.planned(), self._remedy(kinds))
+
+    def _remedy(self, kinds: Mapping[str, int]) -> str:
+        """Say which setting would save most of what this rank holds."""
+        model_kinds = {name: kinds[name] for name in ("weights", "gradients", "states", "activations")}
+        replicas = state.dp_size
+        best = best_remedy(state.cfg, replicas, **model_kinds, is_checkpointed=status.checkpoints)
+        if best is None:
+            return ""
+        most = "up to " if best.is_bound else ""
+        return f"`{best.setting}` saves most: {most}{amount(best.saved_bytes)} of this rank's memory"
 
     @contextmanager
     def timing(self, callback: SpanCallback) -> Iterator[None]:
-        """Time the block, and call `callback` with its times at the end of the step; not after an exception."""
+        """Time the block, and call `callback` with its times at the end of the step; not after an exception.
+
+        What is in memory before and after it is noted, too.
+        """
         start = _now()
+        self._hold(start, self.memory.now())
         yield
-        self._timed.append((callback, start, _now()))
+        end = _now()
+        self._hold(end, self.memory.now())
+        self._timed.append((callback, start, end))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
     def attach(self, executor: RecordedExecutor) -> None:
         """Record the actions and messages of a pipeline's executor from now on."""
         self._executor = executor
-        executor.recorder = self.on_action
-        executor.stage.transport.recorder = self.on_message
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of actions and messages while a step is recorded, and only then: each costs a little."""
+        if self._executor is not None:
+            self._executor.recorder = self.on_action if self._recording else None
+            self._executor.stage.transport.recorder = self.on_message if self._recording else None
 
     def begin_step(self, name: str) -> None:
         """Start a step; its events are kept until `end_step`."""
-        self._clear()
         self._step += 1
         self._name = name
-        if not self.active:
-            self._finish()
+        if (page := status.current_page()) is not None:
+            page.begin_step(self._step)
+        self._is_training = self.has_failed = False
+        was_recording = self._recording
+        self._recording = self._is_wanted(name)
+        if was_recording:
+            self._clear()
+        if was_recording or self._recording:
+            self._listen()
+            if self._sampling is not None:
+                # Else what the device has left to do of the step before, such as the optimizer's part, counts here.
+                devices.wait_for_stream(state.device)
+        if self._sampling is None and self._step == self._max_steps:
+            self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
         self._began_ns = time.perf_counter_ns()
+        if self._recording:
+            self._hold(self._began_ns, self.memory.begin_step())
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
-        if not self.active:
+        if not self._recording:
+            if self._is_training:
+                self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
             return
         end_ns = self._read_times()
+        self._sum_up(end_ns)
+        if self._writer is None:
+            self._clear()
+            return
         key = self._schedule_key()
         step = self._step
         self._events += [ActionSpan(step, *action) for action in self._actions]
@@ -193,27 +315,61 @@ class Recorder:
         self._write(self._events)
         self._clear()
 
+    def _sum_up(self, end_ns: int) -> None:
+        """Add the step to the sums of the run, if it was one that trains."""
+        if not self._is_training:
+            return
+        actions = [ActionSpan(self._step, *action) for action in self._actions]
+        messages = [self._message(*message) for message in self._messages]
+        works = [event for event in self._events if isinstance(event, WorkSpan)]
+        pipeline = self._executor is not None
+        parts = parts_of(self._began_ns, end_ns, actions, messages, works, is_pipeline=pipeline)
+        self.meter.add_step(self._began_ns, end_ns, parts)
+        if self.meter.num_steps == WARM_UP + 1:
+            self.most = MostHeld()  # until its first step, a rank of a pipeline holds the whole model
+        self.most.add(held for _, held in self._held)
+
+    def note_training(self, samples: int, tokens: int) -> None:
+        """Note that the present step trains, and how much it takes in on this rank; 0 where that is unknown."""
+        self._is_training = True
+        if samples:
+            self.meter.samples, self.meter.tokens = samples, tokens
+
     def abandon_step(self, error: BaseException) -> None:
         """Write what was recorded of a step that an exception ended.
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
-        if not self.active:
+        self.has_failed = True
+        if _is_out_of_memory(error):
+            with suppress(Exception):  # there may be no memory for this either, and the error itself must get out
+                self._show(self._largest())
+        if not self._recording or self._writer is None:
+            self._clear()
             return
         for callback, start, end in self._timed:
             if isinstance(start, int) and isinstance(end, int):
                 callback(self, start, end)
         self._events += [ActionSpan(self._step, *action) for action in self._actions]
         self._events += [self._message(*message) for message in self._messages]
+        self._events += [self._sample(at_ns, held) for at_ns, held in self._held if isinstance(at_ns, int)]
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
         self._write(self._events)
         self._clear()
 
+    def _largest(self) -> HeldBytes:
+        """Return what was held when it was most in the present step, or is now."""
+        samples = [*(held for _, held in self._held), self.memory.now()]
+        return max(samples, key=_on_device)
+
     def close(self) -> None:
         """Close the file."""
-        self._detach()
-        with suppress(OSError):  # of a full disk, about which `_write` has warned
-            self._writer.close()
+        self._recording = False
+        self._listen()
+        self._executor = None
+        if self._writer is not None:
+            with suppress(OSError):  # of a full disk, about which `_write` has warned
+                self._writer.close()
 
     def _read_times(self) -> int:
         """Wait for the GPU, convert the times of its events to the host's clock, and return the end of its work."""
@@ -229,34 +385,30 @@ class Recorder:
 
         for callback, start, end in self._timed:
             callback(self, on_host(start), on_host(end))
+        self._events += [self._sample(on_host(at), held) for at, held in self._held]
         return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:
         """Write events to the file; if the disk is full, training goes on without a record."""
+        if self._writer is None:
+            return
         try:
             self._writer.write(events)
         except OSError as error:
             _log.warning("recording ended: events cannot be written: %s", error.strerror)
-            self._max_steps = -1
-            self._detach()
+            with suppress(OSError):
+                self._writer.close()
+            self._writer, self._sampling = None, self._sampling or Sampling()
 
     def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
 
+    def _sample(self, at_ns: int, held: HeldBytes) -> MemorySample:
+        return MemorySample(self._step, at_ns, **vars(held))
+
     def _clear(self) -> None:
         self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
-
-    def _finish(self) -> None:
-        """After the last step that is recorded, stop, and write that to the file."""
-        if self._step == self._max_steps:
-            self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
-            self._detach()
-
-    def _detach(self) -> None:
-        if self._executor is not None:
-            self._executor.recorder = None
-            self._executor.stage.transport.recorder = None
-            self._executor = None
+        self._held = []
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
@@ -289,22 +441,42 @@ def current_recorder() -> Recorder | None:
     return _recorder if _recorder is not None and _recorder.active else None
 
 
+def latest_recorder() -> Recorder | None:
+    """Return the recorder of this process, whether or not it records at the moment; None before `smp.init()`."""
+    return _recorder
+
+
 def start(environ: Mapping[str, str] | None = None) -> None:
-    """Record from now on, if the environment asks for it; every rank calls this, from `smp.init()`.
+    """Record from now on; every rank calls this, from `smp.init()`.
 
     Raises:
         ConfigError: SMPKIT_EVENTS_STEPS is not a positive number.
-        EventsError: the file cannot be made.
+        EventsError: the file in SMPKIT_EVENTS_DIR cannot be made.
         DeadlineError, RemoteError: a rank did not come to the barrier that aligns the clocks.
     """
     global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
     stop()
     variables = os.environ if environ is None else environ
+    status.open_page(state.rank, variables)
+    text = variables.get(EVENTS_STEPS)
+    steps = _DEFAULT_STEPS if text is None else _steps(text)
+    sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
+    _recorder = Recorder(_writer(variables), steps, sampling)
+    if stop not in state.reset_hooks:
+        state.reset_hooks.append(stop)
+
+
+def _writer(variables: Mapping[str, str]) -> EventWriter | None:
     if folder := variables.get(EVENTS_DIR):
-        steps = _steps(variables.get(EVENTS_STEPS, str(_DEFAULT_STEPS)))
-        _recorder = Recorder(EventWriter(Path(folder), _header()), steps)
-        if stop not in state.reset_hooks:
-            state.reset_hooks.append(stop)
+        return EventWriter(Path(folder), _header())
+    if not (run := variables.get(RUN_DIR)):
+        return None
+    header = _header()
+    try:
+        return EventWriter(Path(run) / EVENTS, header)
+    except EventsError as error:  # nobody asked for events: training is worth more
+        _log.warning("%s", error)
+        return None
 
 
 def stop() -> None:
@@ -316,9 +488,8 @@ def stop() -> None:
 
 
 def recorded_step(name: str) -> AbstractContextManager[None]:
-    """Record one call of a step function, if this process records."""
-    recorder = current_recorder()
-    return nullcontext() if recorder is None else _recorded_step(recorder, name)
+    """Record one call of a step function, or time it at least."""
+    return nullcontext() if _recorder is None else _recorded_step(_recorder, name)
 
 
 @contextmanager
@@ -330,6 +501,32 @@ def _recorded_step(recorder: Recorder, name: str) -> Iterator[None]:
         recorder.abandon_step(error)
         raise
     recorder.end_step()
+
+
+def note_training(size: Callable[[], tuple[int, int]]) -> None:
+    """Note in a step that it trains.
+
+    Args:
+        size: returns how many samples and tokens it takes in on this rank; called if the step is recorded.
+    """
+    if _recorder is not None:
+        _recorder.note_training(*size() if _recorder.active else (0, 0))
+
+
+@contextmanager
+def recorded_optimizer() -> Iterator[None]:
+    """Time the optimizer: after each step where the host's clock can, else after those that are recorded."""
+    recorder = _recorder
+    if recorder is None or not (recorder.meter.is_exact or recorder.active):
+        yield
+        return
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
+    start_ns = time.perf_counter_ns()
+    yield
+    if not recorder.meter.is_exact:
+        devices.wait_for_stream(state.device)
+    recorder.meter.add_optimizer(start_ns, time.perf_counter_ns())
 
 
 def _now() -> Timestamp:
@@ -350,6 +547,13 @@ def recorded_microbatch(index: int) -> AbstractContextManager[None]:
 def recorded_backward() -> AbstractContextManager[None]:
     """Record a backward inside of `recorded_microbatch`."""
     return _timed(Recorder.on_backward)
+
+
+def note_memory() -> None:
+    """Record what is in memory at this point of a step, where it is likely to be much: after a recomputation."""
+    recorder = current_recorder()
+    if recorder is not None and state.step is not None and not state.tracing:
+        recorder.note_memory()
 
 
 def recorded_work(name: str) -> AbstractContextManager[None]:

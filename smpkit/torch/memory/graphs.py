@@ -25,6 +25,11 @@ class LiveGraphs:
         """How many there were at a time."""
         self.num_backwards = 0
 
+    @property
+    def num_forwards(self) -> int:
+        """How many there were."""
+        return self._count
+
     def __len__(self) -> int:
         return len(self._live)
 

@@ -248,13 +248,13 @@ class Arena:
     @property
     def num_blocks(self) -> int:
         """How many blocks are taken and not freed."""
-        self._collect()
+        self.collect()
         return self._num_taken
 
     def take(self, num_bytes: int) -> Block | None:
         """Return a block of this many bytes; None if the budget (or the machine) has no more."""
         if self._returned:
-            self._collect()
+            self.collect()
         size = aligned(num_bytes or 1)
         same = self._free.get(size)
         block = same.pop() if same else self._carve(size)
@@ -279,7 +279,7 @@ class Arena:
         wanted = Counter(aligned(num_bytes or 1) for num_bytes in sizes)
         if all(self._cut[size] >= count for size, count in wanted.items()):
             return
-        self._collect()
+        self.collect()
         self._coalesce(keep=wanted)
         missing = list[int]()
         for size, count in wanted.items():
@@ -306,13 +306,13 @@ class Arena:
 
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""
-        self._collect()
+        self.collect()
         self._max_step_bytes = max(self._max_step_bytes, self.peak_bytes)
         self.peak_bytes = self.used_bytes
         if self._provider is not None:
             self._trim(self._provider)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Move returned blocks to the free lists."""
         while self._returned:
             block = self._returned.popleft()

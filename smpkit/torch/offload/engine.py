@@ -32,6 +32,7 @@ from torch import Tensor
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
+from smpkit.torch.core.offload_hooks import OffloadUse
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, aligned, make_arena
 from smpkit.torch.offload.hooks import HookContext, SpecCache
 from smpkit.torch.offload.link import CopyBatch, Event, Link, link_for
@@ -182,6 +183,13 @@ class ActivationEngine:
     def reserve(self, sizes: Sequence[int]) -> None:
         """Take host memory for blocks of these sizes now, so that no step has to ask the system for it."""
         self.arena.reserve(sizes)
+
+    def use(self) -> OffloadUse:
+        """Return what is held now, and was moved since the step began."""
+        arena, stats = self.arena, self.stats
+        stats.hold(0)
+        arena.collect()
+        return OffloadUse(stats.device_bytes, arena.used_bytes, arena.mapped_bytes, stats.bytes_out, stats.bytes_back)
 
     def end_step(self) -> StepReport:
         """Close the step's statistics; graphs may outlive it."""

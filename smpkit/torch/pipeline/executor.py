@@ -40,7 +40,7 @@ from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core import devices, offload_hooks
+from smpkit.torch.core import devices, offload_hooks, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import P2PTransfer, backward_timetable
@@ -441,6 +441,7 @@ class _StepRunner:
         """Run an action of a microbatch, and report its times to the recorder and the meter."""
         transport, is_timed = self.stage.transport, self._recorder is not None or self._meter is not None
         start_ns, waited_ns = time.perf_counter_ns() if is_timed else 0, transport.waited_ns
+        status.begin_action(kind.value, microbatch.index)
         if self._offloads:
             offload_hooks.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:

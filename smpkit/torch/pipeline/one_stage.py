@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core.microbatches import RootGradients
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import current_recorder, recorded_backward, recorded_microbatch
@@ -78,6 +80,7 @@ class OneStage:
                 self.random.begin_microbatch(index)
             for begin in self._participants.begin_microbatch:
                 begin(index)
+            begin_action(Kind.FORWARD.value, index)
             if current_recorder() is None:
                 output = body(calls[index])
             else:
@@ -100,6 +103,7 @@ class OneStage:
             for prepare in participants.before_backward:
                 prepare(step)
             step.backwards += 1
+            begin_action(Kind.BACKWARD.value, step.microbatch)
         self._in_backward = True
         try:
             # Without streams: backward has no operations of the step, as over a pipeline.

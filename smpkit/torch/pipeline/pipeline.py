@@ -12,7 +12,7 @@ from torch import nn
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.decide import Policy, assign_units
-from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
@@ -82,6 +82,8 @@ class Pipeline:
         self._parameters: list[nn.Parameter] = []
         self._tied: list[TiedTensor] = []
         self.assignment: Assignment | None = None
+        self._costs: Sequence[UnitCost] = ()
+        """Of the units, on the replica that decided on the assignment."""
         self.resumed: Assignment | None = None
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
@@ -114,6 +116,23 @@ class Pipeline:
                 hint="let such an exception end the script: the ranks have gone different ways",
             )
         return self._input_broadcast.broadcast(call, arguments)
+
+    @property
+    def peak_live_microbatches(self) -> int | None:
+        """How many microbatches this rank holds at once by the schedules of its steps; None without any."""
+        schedules = [] if self._executor is None else self._executor.schedules.values()
+        return max((each.peak_live_microbatches[state.pp_rank] for each in schedules), default=None)
+
+    @property
+    def checkpointing_saves(self) -> int:
+        """How many bytes of this rank's activations checkpointing saves, by the simulated schedule; 0 if unknown."""
+        live, assignment = self.peak_live_microbatches, self.assignment
+        if live is None or assignment is None:
+            return 0
+        own = [cost for cost in self._costs if assignment.partition_of.get(cost.name) == state.pp_rank]
+        saved = sum(max(0, cost.recomputed_bytes - cost.boundary_bytes) for cost in own)
+        # One recomputation at a time is held all the same.
+        return max(0, live * saved - max((cost.recomputed_bytes for cost in own), default=0))
 
     # --- partitioning ----------------------------------------------------------------------------------------------
 
@@ -206,6 +225,7 @@ class Pipeline:
             costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
             if self._measured:
                 costs = measure(self._root, costs, self._measured, step, state.device)
+        self._costs = costs
         return assign_units(cfg, costs, places)
 
     def _fits_model(self, assignment: Assignment) -> bool:

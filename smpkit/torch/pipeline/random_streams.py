@@ -28,6 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from smpkit.torch.core import devices
+from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
@@ -166,6 +167,8 @@ class RandomStreams:
             name: of the module or operation.
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
+        if closed:
+            begin_layer(name)
         if not self.active:
             if self._replacement is None or not closed:
                 return function(*args, **kwargs)

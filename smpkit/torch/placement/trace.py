@@ -36,7 +36,7 @@ from smpkit.plan.partition.units import Node, UnitTree, unit_tree
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core import devices
-from smpkit.torch.core.offload_hooks import install
+from smpkit.torch.core.offload_hooks import OffloadUse, install
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
 from smpkit.torch.placement.delayed import is_delayed
@@ -338,6 +338,10 @@ class CheckpointedCalls:
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Do nothing."""
+
+    def use(self) -> OffloadUse:
+        """Return nothing: the tensors of a trace have no memory."""
+        return OffloadUse()
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[None]:

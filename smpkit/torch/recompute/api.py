@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import functools
 import re
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
-from smpkit.torch.core.offload_hooks import offload_inputs
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
-from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
-from smpkit.torch.recompute.region import Offload, name_of, run_checkpointed
+from smpkit.torch.pipeline.units import pp_ranks_of, run_together
+from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint, warn_once
+from smpkit.torch.recompute.region import name_of, run_checkpointed
 
 __all__ = [
-    "ModuleCheckpoint",
     "check_checkpoint_ranks",
     "checkpoint",
     "checkpoint_sequential",
@@ -37,10 +32,6 @@ __all__ = [
 ]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
-"""Types of arguments that are neither stage tensors nor caches."""
-_warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Modules whose user has been warned that they are not checkpointed."""
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
@@ -113,10 +104,15 @@ def set_activation_checkpointing(
     Nothing is wrapped: the module's class, its names and its state dict stay. The children of a Sequential, ModuleList
     or ModuleDict are checkpointed each by itself. A later call for the same module replaces the settings.
 
+    With `strategy="auto"` the layers are checkpointed until the first steps have been measured. Then each layer of this
+    pipeline rank keeps its activations, is recomputed, or (with `offload_activations`) has its input offloaded:
+    together the fastest that fits `memory_budget_gib`. Gradients are the same bits in all three.
+
     Args:
-        module: a layer or a stack of layers, before or after `smp.DistributedModel`.
+        module: a layer or a stack of layers, before or after `smp.DistributedModel`; for `auto` before the first step.
         preserve_rng_state: False saves some time if the module draws no random numbers.
-        pack_args_as_tuple, strategy: as for `checkpoint_sequential`; only for a Sequential.
+        pack_args_as_tuple: as for `checkpoint_sequential`; only for a Sequential.
+        strategy: as for `checkpoint_sequential`, for a Sequential; or `auto`.
 
     Raises:
         UsageError: an argument is invalid, or a module was placed by hand on several pipeline ranks (raised in the
@@ -125,12 +121,13 @@ def set_activation_checkpointing(
     _check_module("set_activation_checkpointing", module)
     _check_bool("preserve_rng_state", preserve_rng_state)
     _check_bool("pack_args_as_tuple", pack_args_as_tuple)
-    size = _group_size(strategy)
+    automatic = strategy == "auto"
+    size = 1 if automatic else _group_size(strategy, "`auto`, ")
     if not isinstance(module, nn.Sequential):
         given = []
         if pack_args_as_tuple:
             given.append("pack_args_as_tuple")
-        if strategy != "each":
+        if strategy not in ("each", "auto"):
             given.append("strategy")
         if given:
             raise UsageError(
@@ -139,12 +136,12 @@ def set_activation_checkpointing(
             )
         layers = module.children() if isinstance(module, _CONTAINERS) else [module]
         for each in layers:
-            _mark(each, preserve_rng_state)
+            _mark(each, preserve_rng_state, automatic=automatic)
         return
     if size == 1:
         ModuleCall.on(module).checkpointing = None
         for layer in module:
-            _mark(layer, preserve_rng_state)
+            _mark(layer, preserve_rng_state, automatic=automatic)
         return
     _check_chain(module)
     for layer in module:
@@ -152,10 +149,11 @@ def set_activation_checkpointing(
     ModuleCall.on(module).checkpointing = SequentialCheckpoint(module, preserve_rng_state, size)
 
 
-def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
+def _mark(module: nn.Module, preserve_rng_state: bool, *, automatic: bool) -> None:
     call = ModuleCall.on(module)
     refused = _cannot_checkpoint(module, call.pp_ranks)
-    call.checkpointing = None if refused else ModuleCheckpoint(module, preserve_rng_state)
+    kind = ChosenCheckpoint if automatic else ModuleCheckpoint
+    call.checkpointing = None if refused else kind(module, preserve_rng_state)
 
 
 def _check_module(function: str, module: object) -> None:
@@ -181,14 +179,19 @@ def _check_bool(name: str, value: object) -> None:
         raise UsageError(f"{name} is {value!r}, which is neither True nor False")
 
 
-def _group_size(strategy: object) -> int | None:
-    """Return how many layers a strategy groups; None: as many as lie on one rank."""
+def _group_size(strategy: object, others: str = "") -> int | None:
+    """Return how many layers a strategy groups; None: as many as lie on one rank.
+
+    Args:
+        others: what else would be valid, for the message.
+    """
     if strategy == "contiguous":
         return None
     found = re.fullmatch(r"each|group_([1-9][0-9]*)", strategy) if isinstance(strategy, str) else None
     if found is None:
         raise UsageError(
-            f"strategy is {strategy!r}", hint="valid are `each`, `contiguous`, and `group_N`, such as `group_2`"
+            f"strategy is {strategy!r}",
+            hint=f"valid are {others}`each`, `contiguous`, and `group_N`, such as `group_2`",
         )
     return int(found[1] or 1)
 
@@ -205,45 +208,6 @@ def _check_chain(module: nn.Sequential) -> None:
 def _kind(value: object) -> str:
     name = getattr(value, "__name__", None)
     return f"`{name}`" if name else f"an object of type `{type(value).__name__}`"
-
-
-class ModuleCheckpoint:
-    """Checkpoints each call of `module`.
-
-    Args:
-        offload: what offloads its inputs.
-    """
-
-    def __init__(self, module: nn.Module, preserve_rng_state: bool, offload: Offload = offload_inputs) -> None:
-        self._module = module
-        self._preserve_rng_state = preserve_rng_state
-        self._offload = offload
-
-    def __call__(self, original: OriginalCall) -> OriginalCall:
-        return functools.partial(self._run, original)
-
-    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        if not _ORDINARY.issuperset(map(type, (*args, *kwargs.values()))):
-            if pp_rank_of((args, kwargs)) is not None:
-                _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
-                return original(*args, **kwargs)
-            if any(map(_is_filled, [*args, *kwargs.values()])):
-                _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
-                return original(*args, **kwargs)
-            # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append
-            # again.
-            args = tuple([None if _is_cache(each) else each for each in args])
-            kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
-        return run_checkpointed(
-            original,
-            [self._module],
-            args,
-            kwargs,
-            preserve_rng_state=self._preserve_rng_state,
-            offload=self._offload,
-        )
 
 
 def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:
@@ -274,22 +238,8 @@ def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
             f"`{name_of(module)}` is to be checkpointed, but parts of it were placed on pipeline ranks {ranks}",
             hint="place it on one rank with smp.set_partition, or checkpoint the modules in it",
         )
-    _warn_once(module, f"lies on pipeline ranks {ranks}")
+    warn_once(module, f"lies on pipeline ranks {ranks}")
     return True
-
-
-def _warn_once(module: nn.Module, why: str) -> None:
-    if module not in _warned:
-        warn_user(f"`{name_of(module)}` is not checkpointed: it {why}")
-    _warned.add(module)
-
-
-def _is_cache(argument: object) -> bool:
-    return hasattr(argument, "get_seq_length")
-
-
-def _is_filled(argument: Any) -> bool:
-    return _is_cache(argument) and bool(argument.get_seq_length())
 
 
 class SequentialCheckpoint:

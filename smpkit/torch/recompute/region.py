@@ -34,8 +34,10 @@ from smpkit.torch.core.module_state import ModuleState
 from smpkit.torch.core.offload_hooks import current_offloader, offload_inputs
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.status import note_checkpoint
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.offload.saved_storage import check_version
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
 
@@ -69,6 +71,7 @@ def run_checkpointed(
     """
     if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    note_checkpoint()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
@@ -219,6 +222,7 @@ class CheckpointRegion:
             ):
                 self._function(*args, **kwargs)
         except _AllSaved:
+            note_memory()
             return
         raise self._differs(f"it saves {count} tensors instead of {len(promises)}")
 

@@ -8,10 +8,23 @@ import pytest
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
+from smpkit.plan.decide import decide
+from smpkit.plan.offload.forecast import Speed
+from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.chain import Choice
+from smpkit.plan.tune.features import automatic
 from smpkit.plan.tune.machine import Machine, from_calibration
-from smpkit.plan.tune.predict import Job, Prediction, RuledOut, in_precision, predict, usable_bytes
+from smpkit.plan.tune.predict import (
+    Job,
+    Prediction,
+    RuledOut,
+    in_precision,
+    layers_of,
+    predict,
+    usable_bytes,
+    with_choices,
+)
 from smpkit.plan.tune.search import search
 from tests.plan.tune.facts import facts
 from tests.plan.tune.models import MIB, gpt
@@ -221,3 +234,34 @@ def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
     found = search(where, {}, budget_seconds=1)
     assert found.best
     assert found.seconds < 60
+
+
+# --- what layers of strategy "auto" do --------------------------------------------------------------------------------
+
+
+def would_choose(gib: float, **parameters: Any) -> dict[str, Choice] | None:
+    config, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 4, **parameters}, None)
+    speed = Speed(1e13, LinkSpeed(25e9, 25e9))
+    return automatic(config, gpt(), decide(config, 2, gpt(), speed), speed, gib * 2**30)
+
+
+def test_plan_says_what_auto_would_choose() -> None:
+    assert set((would_choose(16) or {}).values()) == {Choice.KEEP}
+    for offloads, choices in (
+        (False, {Choice.KEEP, Choice.RECOMPUTE}),
+        (True, {Choice.KEEP, Choice.OFFLOAD}),
+        ("auto", {Choice.KEEP, Choice.OFFLOAD}),  # a link that hides all of it
+    ):
+        found = would_choose(2.0, offload_activations=offloads)
+        assert found is not None
+        assert set(found.values()) == choices
+    assert would_choose(1) is None
+
+
+def test_a_mixed_choice_offloads_only_some_inputs() -> None:
+    layers = layers_of(gpt(4))
+    kinds = [Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.OFFLOAD]
+    choices = dict(zip(layers, kinds, strict=True))
+    costs = {unit.cost.name: unit.cost for unit in with_choices(gpt(4), layers, choices, mixed=True).units}
+    found = [(costs[name].boundary_bytes > 0, costs[name].recomputed_flops > 0) for name in layers]
+    assert found == [(False, False), (True, True), (False, True), (True, True)]

@@ -14,9 +14,10 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import ConfigError
 from smpkit.observe.chrome_trace import chrome_trace
-from smpkit.observe.events import ActionSpan, Counter, Mark, WorkSpan, read_events
+from smpkit.observe.events import ActionSpan, Counter, Mark, StepSpan, WorkSpan, read_events
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
+from smpkit.observe.runs import RUN_DIR
 from smpkit.torch.core import devices
 from smpkit.torch.distributed import recorder
 from tests.observe.trace_problems import trace_problems
@@ -218,6 +219,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     smp.init({"microbatches": 1})
     recording = recorder.current_recorder()
     assert recording is not None
+    assert recording._writer is not None
     recording._writer._file.close()
     recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
     model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
@@ -227,7 +229,8 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     assert [record.message for record in caplog.records] == [
         "recording ended: events cannot be written: No space left on device"
     ]
-    assert recorder.current_recorder() is None
+    assert recording._writer is None
+    assert recording.meter.num_steps == 2
     smp.shutdown()
 
 
@@ -262,12 +265,34 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
 
 
 @pytest.mark.usefixtures("world")
-def test_nothing_is_recorded_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
-    smp.init({"microbatches": 1})
-    assert recorder.current_recorder() is None
+    train(1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(recorder.EVENTS_STEPS, "3")
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+    for _ in range(102):
+        train_step(model, torch.ones(1, WIDTH))
+    meter = recording().meter
+    assert meter.num_steps == 102
+    smp.shutdown()
+    log = read_events(tmp_path / "events" / "events_0.jsonl")
+    assert [event.number for event in log.events if isinstance(event, StepSpan)] == [0, 1, 2, 50, 100]
+
+
+def recording() -> recorder.Recorder:
+    found = recorder.latest_recorder()
+    assert found is not None
+    return found
 
 
 @pytest.mark.usefixtures("world")

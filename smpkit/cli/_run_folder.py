@@ -1,0 +1,137 @@
+"""What `smpkit run` writes into the folder of a run itself: before the ranks start, and when they have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from smpkit.cli._files import write_file
+
+if TYPE_CHECKING:
+    from smpkit.config.load import LoadedJob
+    from smpkit.observe.runs import Run
+    from smpkit.observe.summary import RunSummary
+
+__all__ = ["begin_run", "end_run", "shown"]
+
+_PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
+
+
+def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) -> Run:
+    """Make the folder of a run, with the job as it runs, its plan and its environment.
+
+    Raises:
+        RunsError, SmpkitError: it cannot be written.
+    """
+    from smpkit.observe.runs import ENVIRONMENT, JOB, PLAN, make_run
+
+    now = datetime.now().astimezone()
+    run = make_run(job.folder, job.config.name, now)
+    write_file(run.path / JOB, _job_text(job, run.path, overrides), "job of the run")
+    environment = _environment(now, ranks, hosts)
+    write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
+    plan = _plan(job, ranks, hosts)
+    if plan is not None:
+        write_file(run.path / PLAN, json.dumps(plan, indent=2) + "\n", "plan of the run")
+    return run
+
+
+def end_run(run: Run, seconds: float, exit_reason: str) -> RunSummary:
+    """Note how a run ended, in the summary that rank 0 wrote or, where it came to none, in one with little else."""
+    from smpkit.observe.runs import SUMMARY
+    from smpkit.observe.summary import RunSummary, read_summary, write_summary
+
+    if (run.path / SUMMARY).is_file():
+        summary = replace(read_summary(run.path), exit_reason=exit_reason)
+    else:
+        note = "the ranks left no figures: the script does not use smpkit, or ended early"
+        summary = RunSummary(run.name, run.started.timestamp(), seconds, 0, exit_reason, notes=(note,))
+    write_summary(run.path, summary)
+    return summary
+
+
+def shown(path: Path) -> str:
+    """Return a path as short as it can be given on the command line here."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _job_text(job: LoadedJob, folder: Path, overrides: Sequence[str]) -> str:
+    import yaml
+
+    from smpkit.config.confidential import hide_in_line, masked
+
+    content = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    hidden = {name: masked(name, value) for name, value in content.items()}
+    command = " ".join(["smpkit run", str(job.path), *map(_option, overrides)])
+    head = [
+        f"# As it ran: {hide_in_line(command)}",
+        f"# Paths are relative to {os.path.relpath(job.folder.absolute(), folder.absolute())}.",
+    ]
+    return "\n".join([*head, yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)])
+
+
+def _option(override: str) -> str:
+    """Return an override as it was given on the command line."""
+    flag, given = (override[:2], override[3:]) if override[:3] in ("-p ", "-H ") else ("--set", override)
+    return f"{flag} {shlex.quote(given)}"
+
+
+def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
+    """Return what `smpkit plan --json` prints of this job; None of one that no plan describes."""
+    from smpkit.cli._plan_json import plain
+    from smpkit.cli._planned import Planned, World
+    from smpkit.errors import SmpkitError
+    from smpkit.plan.decide import decide
+
+    parameters = job.config.distribution.model_parallel
+    if parameters is None:
+        return None
+    try:
+        world = World(job.config.name, parameters, ranks, hosts, job.folder)
+        return plain(Planned(world, decide(parameters, ranks)))
+    except SmpkitError:
+        return None  # the ranks will refuse the same, with the reason
+
+
+def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
+    from smpkit.config.confidential import hide_in_line
+
+    return {
+        "started": now.astimezone(timezone.utc).isoformat(timespec="seconds"),
+        "command": hide_in_line(shlex.join(["smpkit", *sys.argv[1:]])),
+        "host": socket.gethostname(),
+        "hosts": hosts,
+        "ranks": ranks,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None

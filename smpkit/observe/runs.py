@@ -1,0 +1,208 @@
+"""The folders of runs: `runs/<job name>-<YYYYmmdd-HHMMSS>/` beside the job file, and how a command finds one.
+
+::
+
+    runs/gpt-text-20261125-191502/
+        job.yaml  plan.json  environment.json     what was to run, and on what
+        events/   logs/                           what each rank did and printed
+        summary.json  values.jsonl  warnings.jsonl
+        checkpoints/                              where the job names no other place
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from smpkit.config.words import closest, quoted
+from smpkit.errors import SmpkitError
+
+__all__ = [
+    "CHECKPOINTS",
+    "ENVIRONMENT",
+    "EVENTS",
+    "JOB",
+    "LOGS",
+    "PLAN",
+    "RUN_DIR",
+    "SUMMARY",
+    "TRACE",
+    "VALUES",
+    "WARNINGS",
+    "Run",
+    "RunsError",
+    "find_runs",
+    "last_run",
+    "make_run",
+    "open_run",
+    "run_at",
+]
+
+RUN_DIR: Final = "SMPKIT_RUN_DIR"
+"""The variable that tells the ranks their run's folder."""
+
+JOB: Final = "job.yaml"
+PLAN: Final = "plan.json"
+ENVIRONMENT: Final = "environment.json"
+EVENTS: Final = "events"
+LOGS: Final = "logs"
+SUMMARY: Final = "summary.json"
+VALUES: Final = "values.jsonl"
+WARNINGS: Final = "warnings.jsonl"
+TRACE: Final = "trace.json"
+CHECKPOINTS: Final = "checkpoints"
+
+_RUNS: Final = "runs"
+_NAME: Final = re.compile(r"(?P<name>.+)-(?P<time>\d{8}-\d{6})(?:-(?P<again>\d+))?")
+_TIME: Final = "%Y%m%d-%H%M%S"
+_DEPTH: Final = 2
+"""How far below a folder its runs are looked for: `examples/gpt_text/runs` from a checkout's root."""
+_MOST_IN_A_SECOND: Final = 1000
+
+
+class RunsError(SmpkitError):
+    """There is no such run, or its folder cannot be made."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder."""
+
+    path: Path
+    name: str
+    """Of the job."""
+    started: datetime
+    """Local time, to the second."""
+    again: int = 0
+    """Counts the runs of one job that started in the same second."""
+
+    @property
+    def label(self) -> str:
+        """What `open_run` takes."""
+        return self.path.name
+
+
+def make_run(folder: Path, name: str, now: datetime) -> Run:
+    """Make the folder of a new run of job `name` below `folder`, and see to it that git ignores it.
+
+    Raises:
+        RunsError: it cannot be made.
+    """
+    runs = folder / _RUNS
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        ignore = runs / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", encoding="ascii")
+        for again in range(_MOST_IN_A_SECOND):
+            path = runs / f"{name}-{now.strftime(_TIME)}{f'-{again + 1}' if again else ''}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return Run(path, name, now.replace(microsecond=0), again + 1 if again else 0)
+    except OSError as error:
+        raise RunsError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
+    raise RunsError(f"`{runs}` has {_MOST_IN_A_SECOND:,} runs of this second")
+
+
+def find_runs(folder: Path) -> tuple[Run, ...]:
+    """Return the runs in `runs` of `folder` and of the folders up to two below it, the oldest first.
+
+    `folder` may also be a run or `runs` itself.
+    """
+    own = run_at(folder.absolute())
+    found = [own] if own is not None else [run for runs in _places(folder.absolute()) for run in _runs_in(runs)]
+    return tuple(sorted(found, key=lambda run: (run.started, run.again, run.path)))
+
+
+def last_run(folder: Path) -> Run:
+    """Return the run that started last.
+
+    Raises:
+        RunsError: there is none.
+    """
+    runs = find_runs(folder)
+    if not runs:
+        raise RunsError(
+            f"there are no runs in `{folder}`", hint="`smpkit run JOB_FILE` makes one, in `runs` beside the job file"
+        )
+    return runs[-1]
+
+
+def open_run(text: str | None, folder: Path | None = None) -> Run:
+    """Return the run that a user names: by its folder's path or name, by its job (the last one), or None for the last.
+
+    Args:
+        text: a folder that does not look like a run is taken as one, too: events may lie anywhere.
+        folder: where to look; default: the working directory.
+
+    Raises:
+        RunsError: there is none of that name.
+    """
+    where = Path.cwd() if folder is None else folder
+    if text is None:
+        return last_run(where)
+    path = where / text
+    if path.is_dir():
+        # A run by its path; and `runs/`, or a folder that has it, stands for the last one there.
+        found = find_runs(path) if (path / _RUNS).is_dir() or path.name == _RUNS else ()
+        return run_at(path.absolute()) or (found[-1] if found else _plain_folder(path.absolute()))
+    runs = find_runs(where)
+    for run in reversed(runs):
+        if text in (run.label, run.name):
+            return run
+    names = [*(run.label for run in runs), *(run.name for run in runs)]
+    near = closest(text, names)
+    raise RunsError(
+        f"there is no run {quoted(text)} in `{where}`",
+        hint=f"did you mean `{near}`?" if near else "`smpkit runs` lists them",
+    )
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs that belong to `folder`."""
+    if folder.name == _RUNS:
+        yield folder
+        return
+    level = [folder]
+    for depth in range(_DEPTH + 1):
+        yield from (runs for each in level if (runs := each / _RUNS).is_dir())
+        if depth < _DEPTH:
+            level = [below for each in level for below in _folders(each) if below.name != _RUNS]
+
+
+def _runs_in(runs: Path) -> Iterator[Run]:
+    for path in _folders(runs):
+        run = run_at(path)
+        if run is not None:
+            yield run
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in one, without hidden ones and without links, which may lead in circles."""
+    try:
+        return [path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []  # that of another user, or one that was deleted meanwhile
+
+
+def run_at(path: Path) -> Run | None:
+    """Return the run whose folder this is, by its name; None if it is none."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.parent.name != _RUNS:
+        return None
+    try:
+        # Local time, as in the name.
+        started = datetime.strptime(match["time"], _TIME).astimezone()
+    except ValueError:
+        return None
+    return Run(path, match["name"], started, int(match["again"] or 0))
+
+
+def _plain_folder(path: Path) -> Run:
+    return Run(path, path.name, datetime.fromtimestamp(int(path.stat().st_mtime)).astimezone())

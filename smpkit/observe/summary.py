@@ -1,0 +1,187 @@
+"""What a run got, as data: the block at its end, `summary.json` in its folder.
+
+Rank 0 writes it as the ranks end. `smpkit run` adds how the run ended, which a rank that was killed cannot say.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from smpkit.errors import SmpkitError
+from smpkit.observe.runs import SUMMARY
+
+__all__ = [
+    "Basis",
+    "Gain",
+    "KindBytes",
+    "RankSummary",
+    "RunSummary",
+    "Split",
+    "SummaryError",
+    "read_summary",
+    "write_summary",
+]
+
+FORMAT: Final = 1
+
+Basis: TypeAlias = Literal["simulated", "measured", "planned"]
+
+
+class SummaryError(SmpkitError):
+    """A summary that is missing or damaged, or cannot be written."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where a rank's time goes, in seconds of an average step; the sum is the step time.
+
+    A step lasts from the begin of one call of the step function to the begin of the next, optimizer included.
+    """
+
+    compute: float = 0.0
+    """Forwards, backwards and recomputation."""
+    bubble: float = 0.0
+    """Waiting for other stages of the pipeline."""
+    communication: float = 0.0
+    """Collectives and messages that nothing hides, such as the reduction of gradients."""
+    stall: float = 0.0
+    """Waiting for offloaded activations."""
+    optimizer: float = 0.0
+    other: float = 0.0
+    """The rest: loading of data, logging, checkpoints, the runtime itself."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.communication + self.stall + self.optimizer + self.other
+
+
+@dataclass(frozen=True)
+class KindBytes:
+    """Bytes by kind."""
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    """Of the optimizer."""
+    activations: int = 0
+    """That wait for their backward on the device."""
+    parked: int = 0
+    """Values of other ranks and of offloading, on the device, that are not used at the moment."""
+    offloaded: int = 0
+    """On the host."""
+    other: int = 0
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.states + self.activations + self.parked + self.other
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank."""
+
+    rank: int
+    host: str
+    split: Split
+    peak: KindBytes
+    """The most of each kind; their moments may differ, so `peak.on_device` may be more than `device_peak`."""
+    device_peak: int | None = None
+    """The most bytes of all kinds at one moment: as the device counts, or on the CPU the process's resident memory."""
+    device_size: int | None = None
+    """Bytes of the device."""
+    planned: KindBytes | None = None
+    """What `smpkit plan` expected; None where the plan has no model."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one feature gained: a figure with it, and the same without it."""
+
+    feature: str
+    """As in the job file or API: `offload_activations`, `activation_checkpointing`."""
+    rank: int
+    """For which the figures are: the one that gains most."""
+    bytes_with: int
+    bytes_without: int
+    basis: Basis
+    """Where `bytes_without` and `slower` come from."""
+    slower: float | None = None
+    """By how much the step is longer with it, as a share; None where unknown."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run."""
+
+    name: str
+    started: float
+    """Seconds since 1970."""
+    seconds: float
+    """From `smp.init` to the end."""
+    steps: int
+    """Training steps: calls of a step function with a backward."""
+    exit_reason: str = "running"
+    """`finished`, `failed: ...`, `stopped`; `running` where nothing came to write it."""
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    """Over all replicas."""
+    tokens_per_s: float | None = None
+    flops_share: float | None = None
+    """Of the machine's peak."""
+    world_size: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    ranks: tuple[RankSummary, ...] = ()
+    gains: tuple[Gain, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is missing in this summary, and why."""
+    format: int = FORMAT
+
+
+_ADAPTER: Final = TypeAdapter(RunSummary)
+
+
+def write_summary(folder: Path, summary: RunSummary) -> None:
+    """Write `summary.json` into the folder of a run, whole or not at all.
+
+    Raises:
+        SummaryError: the file cannot be written.
+    """
+    path = folder / SUMMARY
+    part = path.with_name(f".{SUMMARY}.{os.getpid()}")
+    try:
+        part.write_bytes(_ADAPTER.dump_json(summary, indent=2) + b"\n")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise SummaryError(f"the summary cannot be written to `{path}`: {error.strerror}") from None
+
+
+def read_summary(folder: Path) -> RunSummary:
+    """Read the summary of the run in `folder`.
+
+    Raises:
+        SummaryError: there is none, or it is not one.
+    """
+    path = folder / SUMMARY
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise SummaryError(f"there is no `{path}`", hint="a run writes it at its end") from None
+    except OSError as error:
+        raise SummaryError(f"`{path}` cannot be read: {error.strerror}") from None
+    try:
+        summary = _ADAPTER.validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise SummaryError(f"`{path}` is damaged: {f'{where}: ' if where else ''}{first['msg']}") from None
+    if summary.format != FORMAT:
+        raise SummaryError(f"`{path}` has format {summary.format}, and this smpkit reads format {FORMAT}")
+    return summary

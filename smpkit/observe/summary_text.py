@@ -1,0 +1,192 @@
+"""The block at the end of a run: a summary as lines of at most 71 columns, which a launcher may put `[rank 0] ` before.
+
+One process without parallelism gets two or three lines; more ranks get a table, of many only the fullest and slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Final
+
+from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
+
+__all__ = ["amount", "block", "count", "duration", "gain_line", "rates", "seconds"]
+
+_MAX_RANKS: Final = 8
+_WIDTH: Final = 71
+_KINDS: Final = tuple(field.name for field in fields(KindBytes))
+_PARTS: Final = tuple(field.name for field in fields(Split))
+_SHORT: Final = {"gradients": "grads", "activations": "activ.", "offloaded": "on host"}
+_UNKNOWN: Final = "–"
+_HIDDEN_SHARE: Final = 0.0005
+"""A part of the step below this is not shown where all ranks are below it."""
+
+
+def block(summary: RunSummary) -> list[str]:
+    """Return the lines."""
+    return list(_lines(summary))
+
+
+def _lines(summary: RunSummary) -> Iterator[str]:
+    steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
+    rate = rates(summary)
+    yield from _folded(f"run     {steps}", [":", *rate.replace(", ", ",\n").split("\n")] if rate else [])
+    shown = _chosen(summary.ranks)
+    if shown:
+        yield from _step(summary, shown)
+        yield from _memory(summary, shown)
+    for gain in summary.gains:
+        yield from _folded("gain    ", gain_line(gain).split(" "))
+    for note in summary.notes:
+        yield from _folded("note    ", note.split(" "))
+
+
+def rates(summary: RunSummary) -> str:
+    """Say how fast a run was, as far as that is known: `3.33 steps/s, 213 samples/s`."""
+    found = [
+        (summary.steps_per_s, "steps/s"),
+        (summary.samples_per_s, "samples/s"),
+        (summary.tokens_per_s, "tokens/s"),
+    ]
+    texts = [f"{count(value)} {unit}" for value, unit in found if value is not None]
+    if summary.flops_share is not None:
+        texts.append(f"{summary.flops_share:.0%} of peak")
+    return ", ".join(texts)
+
+
+def gain_line(gain: Gain) -> str:
+    """Say what a feature gained."""
+    slower = "" if gain.slower is None else f", {abs(gain.slower):.1%} {'slower' if gain.slower >= 0 else 'faster'}"
+    where = f"on the device of rank {gain.rank}"
+    bytes_with, bytes_without = amount(gain.bytes_with), amount(gain.bytes_without)
+    return f"{gain.feature}: {bytes_with} instead of {bytes_without} {where}{slower} ({gain.basis})"
+
+
+def _chosen(ranks: Sequence[RankSummary]) -> list[RankSummary]:
+    """Return the ranks to show: of many, those that hold most, wait most and compute most."""
+    if len(ranks) <= _MAX_RANKS:
+        return list(ranks)
+    most = (
+        max(ranks, key=_held),
+        max(ranks, key=lambda each: each.split.compute),
+        max(ranks, key=lambda each: each.split.bubble + each.split.communication + each.split.stall),
+    )
+    return sorted({each.rank: each for each in most}.values(), key=lambda each: each.rank)
+
+
+def _held(rank: RankSummary) -> int:
+    return rank.device_peak or rank.peak.on_device
+
+
+def _step(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
+    total = max(rank.split.total for rank in shown)
+    if not total:
+        return
+    parts = [part for part in _PARTS if any(_share(rank, part) >= _HIDDEN_SHARE for rank in shown)]
+    head = f"step    {seconds(total)}"
+    if len(summary.ranks) == 1:
+        texts = [f"{part} {_share(shown[0], part):.1%}," for part in parts]
+        yield from _folded(f"{head}: ", [*texts[:-1], texts[-1].removesuffix(",")])
+        return
+    of = "" if len(shown) == len(summary.ranks) else f"; of {len(summary.ranks):,} ranks the fullest and slowest"
+    yield f"{head}{of}"
+    rows = [["rank", *parts]]
+    rows += [[str(rank.rank), *(f"{_share(rank, part):.1%}" for part in parts)] for rank in shown]
+    yield from _table(rows)
+
+
+def _share(rank: RankSummary, part: str) -> float:
+    total = rank.split.total
+    return float(getattr(rank.split, part)) / total if total else 0.0
+
+
+def _memory(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
+    """Yield the most of each kind, and below each rank what was planned, if anything was."""
+    kinds = [kind for kind in _KINDS if any(_bytes(rank, kind) for rank in shown)]
+    process = [rank.device_peak for rank in shown if rank.device_peak is not None]
+    if not kinds and not process:
+        return
+    largest = max([*process, *(rank.peak.on_device for rank in shown)])
+    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    if len(summary.ranks) == 1 and shown[0].planned is None:
+        texts = [f"{kind} {_bytes(shown[0], kind) / size:.1f}," for kind in kinds]
+        held = [f"at once {process[0] / size:.1f}"] if process else []
+        words = [*texts, *held]
+        yield from _folded(f"memory  peaks in {unit}: ", [*words[:-1], words[-1].removesuffix(",")])
+        return
+    yield f"memory  peaks in {unit}"
+    rows = [["rank", *kinds, *(["at once"] if process else [])]]
+    for rank in shown:
+        cells = [f"{_bytes(rank, kind) / size:.1f}" for kind in kinds]
+        held = ["" if rank.device_peak is None else f"{rank.device_peak / size:.1f}"] if process else []
+        rows.append([str(rank.rank), *cells, *held])
+        if rank.planned is not None:
+            planned = [getattr(rank.planned, kind) for kind in kinds]
+            # Without activations, as where the first step had no backward, a total would be of nothing.
+            planned += [rank.planned.on_device if rank.planned.activations else 0] if process else []
+            rows.append(["plan", *(f"{each / size:.1f}" if each else _UNKNOWN for each in planned)])
+    yield from _table(rows)
+
+
+def _bytes(rank: RankSummary, kind: str) -> int:
+    return int(getattr(rank.peak, kind))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table; one too wide loses spacing, then the names of columns are cut."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    gap = 2 if sum(widths) + 2 * len(widths) <= _WIDTH else 1
+    if sum(widths) + len(widths) + 1 > _WIDTH:
+        rows = [[_SHORT.get(name, name) for name in rows[0]], *rows[1:]]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (" " * gap).join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {cells}".rstrip()
+
+
+def _folded(head: str, words: Sequence[str]) -> Iterator[str]:
+    line = head + "".join(words[:1])
+    for word in words[1:]:
+        if len(line) + 1 + len(word) > _WIDTH:
+            yield line
+            line = " " * 8 + word
+        else:
+            line = f"{line} {word}"
+    yield line
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def amount(num_bytes: int) -> str:
+    """Say `3.1 GiB`, `12.0 MiB` or `0.5 KiB`."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def count(number: float) -> str:
+    """Write a rate with three digits: `0.0123`, `3.33`, `213`, `27,300`."""
+    if number >= 100:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.3g}"
+
+
+def duration(length: float) -> str:
+    """Return a length of time as people say it: `0.8 s`, `42 s`, `4 m 12 s`, `3 h 5 m`."""
+    if length < 10:
+        return f"{length:.1f} s"
+    whole = round(length)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} m {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} m"
+
+
+def seconds(length: float) -> str:
+    """Say `1.23 s`, `45.6 ms` or `789 µs`."""
+    if length >= 1:
+        return f"{length:.2f} s"
+    return f"{length * 1e3:.1f} ms" if length >= 1e-3 else f"{length * 1e6:.0f} µs"

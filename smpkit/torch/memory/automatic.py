@@ -1,0 +1,242 @@
+"""`strategy="auto"` and `offload_activations: auto`: what each layer of a DistributedModel does, chosen for all ranks.
+
+A step is one of `@smp.step`. After the first steps, every rank tells what it has measured in one all-reduce; then ranks
+that run the same layers (replicas, and those that share layers) choose from the same numbers, and each pipeline stage
+for itself. What may be chosen follows from the configuration::
+
+    offload_activations   layers of strategy "each"      layers of strategy "auto"
+    false                 recompute                      keep, recompute
+    true                  offload                        keep, offload
+    auto                  recompute, offload             keep, recompute, offload
+
+On a CPU `auto` offloads nothing: activations are in the memory of the host already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpkit.plan.mesh import CommGroup
+from smpkit.plan.tune.chain import Choice
+from smpkit.torch.core.announce import announce
+from smpkit.torch.core.microbatches import StepProgress
+from smpkit.torch.core.module_call import ModuleCall
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.step_participants import StepParticipant, StepParticipants
+from smpkit.torch.core.warn import warn_user
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.facts import gib
+from smpkit.torch.memory.limits import device_limit
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.link import link_for
+from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
+
+__all__ = ["AutomaticActivations"]
+
+_NOTHING: Final = -math.inf
+
+
+class Model(Protocol):
+    """What is needed of a DistributedModel."""
+
+    module: nn.Module
+    participants: StepParticipants
+
+    def local_parameters(self) -> Iterator[nn.Parameter]: ...
+    def local_buffers(self) -> Iterator[Tensor]: ...
+
+
+class AutomaticActivations(StepParticipant):
+    """Chooses for the layers of `model`, where it has layers to choose for.
+
+    Args:
+        engine: that offloads; None: nothing does.
+    """
+
+    def __init__(self, model: Model, engine: ActivationEngine | None) -> None:
+        self._model, self._engine = model, engine
+        self._chooser: Chooser | None = None
+        self._has_begun = self._trains = self._had_backward = False
+        self._saved: Mapping[str, str] = {}
+        self._names: tuple[str, ...] = ()
+        """Of the layers of all ranks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy as one that has yet to choose: the layers of a copied model are plain modules again."""
+        return AutomaticActivations, (self._model, None)
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What each layer of this rank does; empty before the first step that trains, or without such layers."""
+        return {} if self._chooser is None else self._chooser.choices
+
+    def saved(self) -> dict[str, str]:
+        """Return the choices of this rank for a checkpoint; empty until they have been made."""
+        if self._chooser is None or (self._chooser.chosen is None and self._chooser.phase is not Phase.DONE):
+            return dict(self._saved)
+        return {name: str(choice) for name, choice in self._chooser.choices.items()}
+
+    def load(self, saved: Mapping[str, str]) -> None:
+        """Take the choices of the job that saved them: at once, or when the first step shows the layers."""
+        self._saved = dict(saved)
+        if self._chooser is not None:
+            self._take_saved(self._chooser)
+
+    # --- the life of a step ------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: StepProgress) -> None:
+        """Begin a step; every rank of the job is in the same one."""
+        self._trains = step.training and torch.is_grad_enabled()
+        if not self._trains:
+            if self._chooser is not None:
+                self._chooser.end_step()
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin()
+            self._had_backward = True
+        chooser = self._chooser
+        if chooser is not None and chooser.phase is not Phase.DONE:
+            before = chooser.chosen
+            chooser.begin_step(anew=not self._had_backward)
+            self._had_backward = False
+            if chooser.chosen is not before and state.dp_rank == 0:
+                announce([self._line(chooser)])
+        if chooser is None or chooser.phase is Phase.DONE:
+            self._model.participants.remove(self)  # later steps cost nothing
+
+    def end_step(self, step: StepProgress) -> None:
+        """Note whether the step had a backward."""
+        if self._trains:
+            self._had_backward = step.total_backwards > 0
+
+    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
+        """Measure the next step in place of one that an exception ended."""
+        self._had_backward = False
+
+    # --- which layers ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Find the layers, now that it is known which rank runs which module."""
+        marked = dict(_marked(self._model.module, offloads=state.cfg.offload_activations == "auto"))
+        self._names = tuple(marked)
+        if not marked:
+            if state.cfg.memory_budget_gib is not None:
+                warn_user(
+                    "memory_budget_gib has no effect: there is no layer to choose for; call"
+                    ' smp.set_activation_checkpointing(layers, strategy="auto")',
+                )
+            return
+        here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
+        # Every rank has a chooser, also one without layers: all take part in the all-reduce.
+        self._chooser = Chooser(here, self._site(), self._largest)
+        state.reset_hooks.append(self._chooser.updates.handle.remove)  # the handle: it keeps no model alive
+        if self._saved:
+            self._take_saved(self._chooser)
+
+    def _take_saved(self, chooser: Chooser) -> None:
+        if missing := sorted(set(self._names) - self._saved.keys()):
+            self._saved = {}
+            warn_user(
+                f"the checkpoint has no choice for `{missing[0]}`, so the first steps are measured again: it was saved"
+                " with other layers, or before the choice",
+            )
+            return
+        chooser.take({name: Choice(self._saved[name]) for name in chooser.layers})
+
+    def _site(self) -> Site:
+        cfg = state.cfg
+        allowed = {Choice.KEEP, Choice.OFFLOAD if cfg.offload_activations is True else Choice.RECOMPUTE}
+        if cfg.offload_activations == "auto" and self._engine is not None:
+            allowed.add(Choice.OFFLOAD)
+        return Site(
+            device=state.device,
+            link=link_for(state.device, cfg.timeout_seconds) if self._engine is None else self._engine.link,
+            engine=self._engine,
+            lead=None,
+            limit_bytes=device_limit("memory_budget_gib", state.device, cfg.memory_budget_gib, state.local_size),
+            allowed=frozenset(allowed),
+            parameters=self._model.local_parameters,
+            buffers=self._model.local_buffers,
+            any_optimizer=True,
+            microbatches=cfg.microbatches,
+            planned_live=_planned_live(),
+            overlaps=state.pp_size > 1,
+        )
+
+    # --- all ranks ---------------------------------------------------------------------------------------------------
+
+    def _largest(self, layers: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
+        """Return the largest numbers of all ranks of this stage, by one all-reduce over the job.
+
+        Of each layer there are three numbers, wherever it lies, and of each stage the rest::
+
+            layer 0   layer 1   ...   stage 0   stage 1   ...
+        """
+        own = layers or {}
+        numbers = {} if layers is None else {name: own.get(name, (_NOTHING,) * 3) for name in self._names}
+        width, first = len(rest), 3 * len(numbers)
+        start = first + width * state.pp_rank
+        flat = [each for triple in numbers.values() for each in triple] + [_NOTHING] * width * state.pp_size
+        flat[start : start + width] = rest
+        shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
+        group = state.process_group(CommGroup.WORLD)
+        with waiting("the choice of what layers do with their activations", group):
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+        found = shared.tolist()
+        agreed = dict(zip(numbers, zip(*[iter(found[:first])] * 3, strict=True), strict=True))
+        return {name: agreed[name] for name in own}, found[start : start + width]
+
+    def _line(self, chooser: Chooser) -> str:
+        """Describe the choice of this stage (log line)."""
+        assert chooser.chosen is not None
+        assert chooser.facts is not None
+        words = {Choice.KEEP: "kept", Choice.OFFLOAD: "offloaded", Choice.RECOMPUTE: "recomputed"}
+        counts = [(list(chooser.choices.values()).count(choice), word) for choice, word in words.items()]
+        parts = ", ".join(f"{count} {word}" for count, word in counts if count) or "none here"
+        planned = chooser.facts.other_bytes + chooser.chosen.pick.cost.device_bytes
+        return (
+            f"Activations on pipeline rank {state.pp_rank}: of {len(chooser.layers)} layers {parts};"
+            f" {gib(planned)} of {gib(chooser.facts.limit_bytes)} planned."
+        )
+
+
+def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenCheckpoint]]:
+    """Yield the layers to choose for, by path, those of all ranks; of nested ones the outermost.
+
+    Args:
+        offloads: whether to choose for layers that are checkpointed in any case, too.
+    """
+    seen: set[nn.Module] = set()
+    for name, module in root.named_modules():
+        call = ModuleCall.of(module)
+        if module in seen or not isinstance(call.checkpointing, ModuleCheckpoint):
+            continue
+        seen.update(module.modules())
+        if state.pp_size > 1 and not call.pp_ranks:
+            continue  # it runs where its input is, now here and now there
+        if offloads and not isinstance(call.checkpointing, ChosenCheckpoint):
+            call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state, may_keep=False)
+        if isinstance(call.checkpointing, ChosenCheckpoint):
+            yield name, call.checkpointing
+
+
+def _is_here(module: nn.Module) -> bool:
+    return state.pp_size == 1 or state.pp_rank in ModuleCall.of(module).pp_ranks
+
+
+def _planned_live() -> float:
+    """Return how many microbatches the schedule may hold at a time."""
+    cfg = state.cfg
+    if state.pp_size == 1:
+        return 1.0
+    # A split backward holds a microbatch until its second half.
+    halves = 2 if cfg.pipeline == "zero_bubble" else 1
+    return float(min(halves * cfg.active_microbatches, cfg.microbatches))

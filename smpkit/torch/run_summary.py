@@ -1,0 +1,244 @@
+"""The block at the end of every run: gather what the ranks measured, print it on rank 0, write it to the run's folder.
+
+Each rank leaves its figures in the store as it ends, without waiting; rank 0 waits for them, but not long. What it got
+by then it prints: a rank that ended otherwise must not keep the job from ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch._C._distributed_c10d import Store
+
+from smpkit.errors import SmpkitError
+from smpkit.observe.runs import RUN_DIR, run_at
+from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
+from smpkit.observe.summary_text import block
+from smpkit.plan.memory import OPTIMIZERS
+from smpkit.torch.core import devices, status
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.init import shared_store
+from smpkit.torch.distributed.recorder import Recorder, latest_recorder
+
+__all__ = ["QUIET", "install", "summary_of_rank"]
+
+_log = logging.getLogger("smpkit")
+
+QUIET: Final = "SMPKIT_SUMMARY"
+"""`0`: print no block at the end of a run."""
+_WAIT: Final = timedelta(seconds=10)
+_NAME: Final = "TRAINING_JOB_NAME"
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank leaves for rank 0."""
+
+    rank: RankSummary
+    steps: int
+    step_seconds: float | None
+    samples: int
+    tokens: int
+    gains: tuple[Gain, ...]
+
+
+_TOLD: Final = TypeAdapter(_Told)
+_num_summaries = 0
+
+
+def install() -> None:
+    """Let every job of this process end with its block."""
+    if _at_end not in state.end_hooks:
+        state.end_hooks.append(_at_end)
+        status.plan_by(_planned)
+
+
+def _at_end() -> None:
+    """Tell rank 0 what was measured; there, print it. Nothing that goes wrong here may end a job that went well."""
+    recorder = latest_recorder()
+    if recorder is None or not recorder.meter.num_steps or recorder.has_failed:
+        return
+    try:
+        _report(recorder)
+    except (SmpkitError, OSError, ValueError, RuntimeError) as error:
+        _log.warning("the block at the end of the run is missing: %s", error)
+
+
+def _report(recorder: Recorder) -> None:
+    global _num_summaries  # noqa: PLW0603 - a script may start over, and the store stays
+    _num_summaries += 1
+    store = shared_store(f"summary/{_num_summaries}")
+    told = summary_of_rank(recorder)
+    if state.rank:
+        store.set(str(state.rank), _TOLD.dump_json(told).decode())
+        return
+    summary = _gathered(told, store, recorder)
+    if os.environ.get(QUIET) != "0":
+        sys.stderr.write("\n".join(block(summary)) + "\n")
+        sys.stderr.flush()
+    if folder := os.environ.get(RUN_DIR):
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        write_summary(Path(folder), summary)
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def summary_of_rank(recorder: Recorder) -> _Told:
+    """Return the figures of this rank."""
+    meter, device = recorder.meter, state.device
+    meter.finish()
+    split, peak = meter.split(), _peaks(recorder)
+    rank = RankSummary(
+        rank=state.rank,
+        host=socket.gethostname(),
+        split=split,
+        peak=peak,
+        device_peak=devices.peak_bytes(device) if devices.is_asynchronous(device) else recorder.most.on_device or None,
+        device_size=devices.total_bytes(device),
+        planned=_planned(),
+    )
+    gains = tuple(_gains(recorder, rank))
+    return _Told(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
+
+
+def _peaks(recorder: Recorder) -> KindBytes:
+    known = recorder.most.kinds
+    return KindBytes(**{field.name: known.get(field.name, 0) for field in fields(KindBytes)})
+
+
+def _planned() -> KindBytes | None:
+    """Return what the partition of the model expects this rank to hold; None where nothing was planned.
+
+    Tensor and sharded data parallelism divide tensors after the partition was made.
+    """
+    model, cfg = state.model, state.cfg
+    pipeline = None if model is None else model.pipeline
+    if pipeline is None or pipeline.assignment is None or cfg.sharded_data_parallel_degree > 1:
+        return None
+    load = pipeline.assignment.loads[state.pp_rank]
+    live = pipeline.peak_live_microbatches
+    weights = load.parameters_bytes
+    return KindBytes(
+        weights=weights,
+        gradients=weights,
+        states=_planned_states(weights),
+        activations=(live or 0) * load.activation_bytes,  # 0 is unknown: of a first step without a backward
+    )
+
+
+def _planned_states(weights: int) -> int:
+    optimizer = state.optimizer
+    if optimizer is None:
+        return 0
+    kept = OPTIMIZERS.get(type(optimizer.optimizer).__name__.lower(), 0)
+    if type(optimizer.optimizer).__name__ == "SGD" and any(each.get("momentum") for each in optimizer.param_groups):
+        kept = OPTIMIZERS["momentum"]
+    size = weights * kept
+    if optimizer.masters is not None:  # of two bytes each, with masters and states of four
+        size = 2 * weights * (1 + kept)
+    return size // (state.dp_size if state.cfg.shard_optimizer_state else 1)
+
+
+def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:
+    """Return what features gained on this rank."""
+    cfg, most, found = state.cfg, recorder.most, []
+    if cfg.offload_activations and most.with_offloaded > most.on_device:
+        busy = rank.split.total - rank.split.stall
+        slower = rank.split.stall / busy if busy > 0 else None
+        found.append(Gain("offload_activations", rank.rank, most.on_device, most.with_offloaded, "measured", slower))
+    model = state.model
+    saved = 0 if model is None or model.pipeline is None else model.pipeline.checkpointing_saves
+    if saved:
+        found.append(Gain("activation checkpointing", rank.rank, most.on_device, most.on_device + saved, "simulated"))
+    if cfg.shard_optimizer_state and state.dp_size > 1 and rank.peak.states:
+        whole = most.on_device + rank.peak.states * (state.dp_size - 1)
+        found.append(Gain("shard_optimizer_state", rank.rank, most.on_device, whole, "planned"))
+    return found
+
+
+# --- all ranks --------------------------------------------------------------------------------------------------------
+
+
+def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
+    deadline = time.monotonic() + _WAIT.total_seconds()
+    others = {rank: _told(store, rank, deadline) for rank in range(1, state.size)}
+    told = [own, *(each for each in others.values() if each is not None)]
+    missing = [rank for rank, each in others.items() if each is None]
+    notes = []
+    if missing:
+        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        notes.append(f"rank{'s' * (len(missing) > 1)} {names} had not ended {_WAIT.total_seconds():g} s later")
+    mesh, cfg = state.mesh, state.cfg
+    slowest = max((each.step_seconds or 0.0 for each in told), default=0.0)
+    rate = 1 / slowest if slowest else None
+    # Ranks of a tensor-parallel group have batches of their own, unless the script gives all of them the same.
+    batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
+    return RunSummary(
+        name=_job_name(),
+        started=recorder.meter.started,
+        seconds=time.time() - recorder.meter.started,
+        steps=own.steps,
+        exit_reason="finished",
+        steps_per_s=rate,
+        samples_per_s=_rate(rate, own.samples * batches),
+        tokens_per_s=_rate(rate, own.tokens * batches),
+        world_size=state.size,
+        pipeline=mesh.pp_size,
+        tensor=mesh.tp_size,
+        data=mesh.rdp_size,
+        ranks=tuple(_filled(each.rank, slowest) for each in told),
+        gains=tuple(_largest([gain for each in told for gain in each.gains])),
+        notes=tuple(notes),
+    )
+
+
+def _job_name() -> str:
+    """Return the name of the job, which the folder of a run begins with; without one that of the script."""
+    folder = os.environ.get(RUN_DIR)
+    run = run_at(Path(folder)) if folder else None
+    return os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python" if run is None else run.name
+
+
+def _told(store: Store, rank: int, deadline: float) -> _Told | None:
+    """Return what a rank left; None if it did not come to it in time."""
+    try:
+        store.wait([str(rank)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except (dist.DistError, RuntimeError):
+        return None
+    return _TOLD.validate_json(store.get(str(rank)))
+
+
+def _rate(steps_per_s: float | None, amount: int) -> float | None:
+    return None if steps_per_s is None or not amount else steps_per_s * amount
+
+
+def _filled(rank: RankSummary, slowest: float) -> RankSummary:
+    """Let the parts of each rank's step add up to the step of the job: what it was ahead by, it waited outside."""
+    total = rank.split.total
+    if not total or total >= slowest:
+        return rank
+    split: Split = replace(rank.split, other=rank.split.other + slowest - total)
+    return replace(rank, split=split)
+
+
+def _largest(gains: list[Gain]) -> list[Gain]:
+    """Return of each feature the gain of the rank that gains most."""
+    best: dict[str, Gain] = {}
+    for gain in gains:
+        known = best.get(gain.feature)
+        if known is None or gain.bytes_without - gain.bytes_with > known.bytes_without - known.bytes_with:
+            best[gain.feature] = gain
+    return list(best.values())

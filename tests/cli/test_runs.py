@@ -1,0 +1,118 @@
+"""`smpkit runs`, the logs of a run here, and what the shell completes."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from smpkit.cli.main import cli
+from smpkit.observe.runs import Run, make_run
+from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary
+from tests.cli.conftest import Smpkit
+
+NOW = datetime(2026, 11, 25, 19, 15, 2).astimezone()
+SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.01)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Three runs: one that finished and logged, a faster one, and one that goes on."""
+    monkeypatch.chdir(tmp_path)
+    made = [make_run(tmp_path, name, NOW + timedelta(seconds=i)) for i, name in enumerate(("gpt", "gpt", "t5"))]
+    for run, rate, microbatches in ((made[0], 10.0, 4), (made[1], 12.5, 8)):
+        rank = RankSummary(0, "a", SPLIT, KindBytes(weights=2**20), device_peak=3 * 2**20)
+        write_summary(run.path, RunSummary("gpt", 0.0, 60.0, 600, "finished", rate, rate * 16, ranks=(rank,)))
+        parameters = f"distribution: {{parameters: {{microbatches: {microbatches}, ddp: true}}}}\n"
+        (run.path / "job.yaml").write_text(parameters)
+    lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step}} for step in (1, 2)]
+    (made[0].path / "values.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"step": 3, "ti')
+    logs = made[2].path / "logs"
+    logs.mkdir()
+    (logs / "launcher.log").write_text("starting\n[rank 0] a 1\n[rank 1] b 2\n[rank 0] c 3\x1b]0;x\n")
+    (logs / "rank-0.log").write_text("a 1\nc 3\n")
+    (logs / "rank-1.log").write_text("b 2\n")
+    return made
+
+
+def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Run], smpkit: Smpkit) -> None:
+    assert smpkit("runs").stdout.splitlines() == [
+        "run                            ended  steps  loss  steps/s   memory",
+        "gpt-20261125-191502         finished    600     1       10  3.0 MiB",
+        "gpt-20261125-191503         finished    600     –     12.5  3.0 MiB",
+        "t5-20261125-191504   running or lost      –     –        –        –",
+    ]
+    assert len(smpkit("runs", "-n", "1").stdout.splitlines()) == 2
+    plain = json.loads(smpkit("runs", "--json").stdout)
+    assert [each["summary"] and each["summary"]["steps"] for each in plain] == [600, 600, None]
+    assert plain[0]["values"] == {"loss": 1.0}
+
+
+def test_two_runs_are_compared_with_the_settings_that_differ(runs: list[Run], smpkit: Smpkit) -> None:
+    said = smpkit("runs", runs[0].label, "gpt").stdout
+    rows = {line.rsplit(None, 2)[0].strip(): line.split()[-2:] for line in said.splitlines()[1:]}
+    assert rows["steps/s"] == ["10", "12.5"]
+    assert rows["parameters.microbatches"] == ["4", "8"]
+    assert "parameters.ddp" not in rows
+
+
+def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
+    said = smpkit("runs", runs[0].label).stdout.splitlines()
+    assert said[0] == "gpt-20261125-191502: finished"
+    assert said[1] == "run     600 steps in 1 m 0 s: 10 steps/s, 160 samples/s"
+    assert said[-1] == "logged  loss 1"
+
+
+def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = smpkit("runs")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "`smpkit run JOB_FILE` makes one" in done.stderr
+    assert json.loads(smpkit("runs", "--json").stdout) == []
+    assert smpkit("runs", "gpt").exit_code == 1
+
+
+def test_the_log_of_the_last_run_is_printed_by_rank_pattern_and_end(runs: list[Run], smpkit: Smpkit) -> None:
+    lines = ["starting", "[rank 0] a 1", "[rank 1] b 2", "[rank 0] c 3\\x1b]0;x"]
+    assert smpkit("logs").stdout.splitlines() == lines
+    assert smpkit("logs", runs[2].label, "--rank", "1").stdout.splitlines() == [lines[2]]
+    assert smpkit("logs", "--grep", "^a").stdout.splitlines() == [lines[1]]
+    assert smpkit("logs", "--tail", "1").stdout.splitlines() == [lines[3]]
+    plain = [json.loads(line) for line in smpkit("logs", "--json").stdout.splitlines()]
+    assert plain[:2] == [{"rank": None, "text": "starting"}, {"rank": 0, "text": "a 1"}]
+
+
+def test_a_log_that_goes_on_is_followed_to_the_end_of_the_run(runs: list[Run], smpkit: Smpkit) -> None:
+    write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, "finished"))
+    assert len(smpkit("logs", "-f").stdout.splitlines()) == 4
+
+
+def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpkit) -> None:
+    done = smpkit("logs", "--rank", "7")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "has no log of rank 7\nhint: it has logs of ranks 0, 1\n" in done.stderr
+    assert "without times and hosts" in smpkit("logs", "--since", "1m").stderr
+    assert "has no log" in smpkit("logs", str(runs[0].path)).stderr
+
+
+def completed(line: str) -> list[str]:
+    """Return what bash is offered after `line`."""
+    words = line.split(" ")
+    environ = {"_SMPKIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    said = CliRunner().invoke(cli, [], prog_name="smpkit", env=environ, standalone_mode=False).output
+    return [each.partition(",")[2] for each in said.splitlines()]
+
+
+def test_the_shell_completes_parameters_hyperparameters_and_runs(runs: list[Run], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("entry_point: train.py\nhyperparameters: {steps: 240, size: 3}\n")
+    assert completed("smpkit run job.yaml -p pipeline_par") == ["pipeline_parallel_degree="]
+    assert completed("smpkit plan job.yaml -p shard_optimizer_state=") == [
+        "shard_optimizer_state=true", "shard_optimizer_state=false",
+    ]  # fmt: skip
+    assert completed("smpkit run job.yaml -H s") == ["steps=", "size="]
+    assert completed("smpkit run job.yaml -H steps=") == ["steps=240"]
+    assert completed("smpkit runs t") == ["t5-20261125-191504"]
+    assert completed("smpkit timeline gpt") == ["gpt-20261125-191503", "gpt-20261125-191502"]

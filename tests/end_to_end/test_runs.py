@@ -1,0 +1,154 @@
+"""The folder of a run, the block at its end, and what a rank leaves that runs out of memory: with real ranks."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from smpkit.observe.summary import read_summary
+
+SMPKIT = [sys.executable, "-c", "from smpkit.cli.main import main; main()"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_text"
+SMALL = ["steps=6", "batch=4", "text-bytes=60000", "write-bytes=1", "save-every=100"]
+
+
+def smpkit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "NO_COLOR": "1", "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    environ.pop("SMPKIT_SUMMARY", None)
+    (folder / "tmp").mkdir(exist_ok=True)
+    return subprocess.run(
+        [*SMPKIT, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=170, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The example over two pipeline ranks, with no place for checkpoints; its folder, and what it said."""
+    folder = tmp_path_factory.mktemp("jobs")
+    shutil.copytree(EXAMPLE, folder / "gpt", ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    job = folder / "gpt" / "job.yaml"
+    job.write_text(re.sub(r"(?m)^checkpoints:.*$", "", job.read_text()))
+    options = [word for each in SMALL for word in ("-H", each)]
+    two = ["-p", "pipeline_parallel_degree=2", "--set", "distribution.torch_distributed.processes_per_host=2"]
+    done = smpkit(folder, "run", "gpt/job.yaml", *options, *two)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run(trained: tuple[Path, str]) -> Path:
+    [run] = [path for path in (trained[0] / "gpt" / "runs").iterdir() if path.is_dir()]
+    return run
+
+
+def test_everything_is_in_the_folder_of_the_run_and_nothing_in_the_temporary_one(
+    trained: tuple[Path, str], run: Path
+) -> None:
+    assert re.fullmatch(r"gpt-text-\d{8}-\d{6}", run.name)
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoints", "environment.json", "events", "job.yaml", "logs", "model", "plan.json", "summary.json",
+    }  # fmt: skip
+    left = {path.name for path in (trained[0] / "tmp").iterdir()}
+    assert left <= {f"torchinductor_{getpass.getuser()}"}, "torch's own cache is all that may be there"
+    assert {path.name for path in (run / "events").iterdir()} == {"events_0.jsonl", "events_1.jsonl"}
+    assert "[rank" not in (run / "logs" / "rank-0.log").read_text()
+    job = yaml.safe_load((run / "job.yaml").read_text())
+    assert job["hyperparameters"]["steps"] == 6
+    assert job["distribution"]["smdistributed"]["modelparallel"]["parameters"]["pipeline_parallel_degree"] == 2
+    assert json.loads((run / "plan.json").read_text())["mesh"]["pipeline"] == 2
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["ranks"] == 2
+    assert "torch" in environment["packages"]
+
+
+def test_the_block_is_printed_once_and_is_the_summary(trained: tuple[Path, str], run: Path) -> None:
+    said = trained[1]
+    assert len(re.findall(r"(?m)^\[rank 0\] run     6 steps in ", said)) == 1
+    assert not re.search(r"(?m)^\[rank 1\] (run|step|memory)  ", said)
+    assert all(len(line) <= 80 for line in said.splitlines() if re.match(r"\[rank 0\] (run|step|memory|  rank) ", line))
+    summary = read_summary(run)
+    assert (summary.name, summary.steps, summary.exit_reason) == ("gpt-text", 6, "finished")
+    assert summary.steps_per_s is not None
+    assert summary.samples_per_s == pytest.approx(summary.steps_per_s * 4)
+    assert summary.tokens_per_s == pytest.approx(summary.steps_per_s * 4 * 96)
+    for rank in summary.ranks:
+        assert rank.split.total == pytest.approx(1 / summary.steps_per_s, rel=0.02)
+        assert min(rank.split.compute, rank.split.bubble, rank.split.optimizer) > 0
+        assert rank.peak.weights > 0
+        assert rank.peak.activations > 0
+        assert rank.planned is not None
+        assert rank.peak.weights == pytest.approx(rank.planned.weights, rel=0.02)
+        assert rank.peak.states == pytest.approx(rank.planned.states, rel=0.02)
+
+
+def test_commands_take_the_last_run(trained: tuple[Path, str], run: Path) -> None:
+    folder = trained[0]
+    timeline = smpkit(folder, "timeline")
+    assert (timeline.returncode, "executed" in timeline.stdout) == (0, True), timeline.stderr
+    logs = smpkit(folder, "logs", "--rank", "0", "--grep", "held-out loss .* ->")
+    assert re.fullmatch(r"\[rank 0\] held-out loss .*\n", logs.stdout), logs.stderr
+    runs = smpkit(folder, "runs")
+    assert re.search(rf"(?m)^{run.name} +finished +6 ", runs.stdout)
+    one = smpkit(folder, "runs", "gpt-text")
+    assert one.stdout.splitlines()[0] == f"{run.name}: finished"
+    assert one.stdout.splitlines()[1].startswith("run     6 steps in ")
+
+
+SCRIPT = """
+import os, resource, signal, sys, torch, smpkit.torch as smp
+from torch import nn
+class Fatal(nn.Module):
+    calls = 0
+    def forward(self, x):
+        Fatal.calls += 1
+        if Fatal.calls == 8 and sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if Fatal.calls == 8 and sys.argv[1] == "limit":
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+            torch.ones(2**27)
+        return x
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+smp.init({"microbatches": 4})
+net = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), Fatal()), nn.Linear(64, 64))
+model = smp.DistributedModel(net)
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+for _ in smp.progress(range(3)):
+    optimizer.zero_grad()
+    train_step(model, torch.ones(8, 64))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "limit"])
+def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true, processes_per_host: 1}}\n"
+    (tmp_path / "job.yaml").write_text(job)
+    done = smpkit(tmp_path, "run", "job.yaml", "--", how)
+    assert done.returncode == 1
+    assert re.search(r"(?m)^held [0-9.]+ MiB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr), (
+        done.stderr
+    )
+    assert "run     " not in done.stderr, "the block is of runs that went well"
+    assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
+    assert "hint: `smp.set_activation_checkpointing on each layer` saves most: up to " in done.stderr
+    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    summary = read_summary(run)
+    assert summary.exit_reason.startswith("failed: ")
+    assert (summary.steps, summary.ranks[0].peak.weights > 48 * 1024) == (1, True)
+    listed = smpkit(tmp_path, "runs").stdout
+    assert re.search(r"failed: ", listed)

@@ -1,0 +1,80 @@
+"""The choice by simulation: against brute force, against what is computed at least, and where sums are wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, cost_of
+from smpkit.plan.tune.simulated import ON_A_GPU, LoneEngine, choose_by_simulation, seconds_of
+
+ALIKE = ChainLayer(1.0, 2.0, saved_bytes=160, input_bytes=10)
+FREE = LinkSpeed(math.inf, math.inf)
+KEEP, OFFLOAD, RECOMPUTE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE
+
+
+def limits(device: float, forwards: float, **more: float) -> ChainLimits:
+    """Return the limits of one process whose link copies an input of `ALIKE` in so many forwards."""
+    rate = 10 / forwards
+    return ChainLimits(1, device, more.get("host", 1e9), LinkSpeed(rate, rate), window_layers=5, overlaps=False)
+
+
+def test_without_copies_the_time_is_the_sum() -> None:
+    for choices in itertools.product((KEEP, RECOMPUTE), repeat=4):
+        layers, within = [ALIKE] * 4, limits(1e9, 1.0)
+        assert seconds_of(layers, choices, within, ON_A_GPU) == cost_of(layers, choices, within).seconds
+
+
+def test_a_copy_that_hides_costs_nothing() -> None:
+    assert seconds_of([ALIKE] * 8, [OFFLOAD] * 8, limits(1e9, 0.08), LoneEngine(lead=2)) == pytest.approx(8 * 4)
+
+
+def test_compute_is_a_bound_of_the_simulated_time() -> None:
+    source = random.Random(0)
+    for _ in range(30):
+        layers = [
+            ChainLayer(source.uniform(0.5, 2), source.uniform(1, 4), source.randint(20, 200), source.randint(1, 30))
+            for _ in range(6)
+        ]
+        within = limits(1e9, source.choice([0.1, 1.0, 3.0]))
+        choices = tuple(source.choice([*Choice]) for _ in layers)
+        simulated = seconds_of(layers, choices, within, ON_A_GPU)
+        assert simulated >= cost_of(layers, choices, replace(within, link=FREE)).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("forwards", [0.1, 0.9, 2.5])
+@pytest.mark.parametrize("device", [220, 330, 700])
+def test_brute_force_finds_nothing_better_for_layers_that_are_alike(forwards: float, device: float) -> None:
+    layers, within = [ALIKE] * 6, limits(device, forwards)
+    found = choose_by_simulation(layers, within)
+    fitting = [each for each in itertools.product(Choice, repeat=6) if cost_of(layers, each, within).fits(within)]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        best = min(seconds_of(layers, each, within, ON_A_GPU) for each in fitting)
+        assert found.cost.seconds == pytest.approx(best)
+        assert found.cost.seconds == pytest.approx(seconds_of(layers, found.choices, within, ON_A_GPU))
+        bound = choose(layers, replace(within, link=FREE))
+        assert bound is not None
+        assert found.cost.seconds * (1 - found.gap) == pytest.approx(bound.cost.seconds)
+
+
+def test_over_a_slow_link_it_copies_less_than_sums_would() -> None:
+    layers, within = [ALIKE] * 16, limits(1300, 2.5)
+    by_sums, found = choose(layers, within), choose_by_simulation(layers, within, LoneEngine(lead=2))
+    assert by_sums is not None
+    assert found is not None
+    assert seconds_of(layers, by_sums.choices, within, LoneEngine(lead=2)) > by_sums.cost.seconds + 1
+    assert found.cost.seconds < seconds_of(layers, by_sums.choices, within, LoneEngine(lead=2)) - 1
+
+
+def test_a_layer_that_may_not_be_kept_is_not() -> None:
+    layers = [ChainLayer(1.0, 2.0, 160, 10, may_keep=False)] * 4
+    found = choose_by_simulation(layers, limits(1e9, 0.1))
+    assert found is not None
+    assert KEEP not in found.choices
+    assert choose([ChainLayer(1.0, 2.0, 160, 0, may_keep=False)], limits(1e9, 0.1)) is not None  # cannot be recomputed
