@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ def trained(
     model: nn.Module, pictures: Dataset[tuple[Tensor, int]], *, batch: int, replicas: int, microbatches: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train one epoch in one process; return the first replica's losses, and weights with its averages of BatchNorm."""
-    shares = [DistributedSampler(pictures, replicas, rank, drop_last=True) for rank in range(replicas)]
+    shares: list[DistributedSampler[Any]] = [
+        DistributedSampler(pictures, replicas, rank, drop_last=True) for rank in range(replicas)
+    ]
     loaders = [iter(DataLoader(pictures, batch, sampler=share, drop_last=True)) for share in shares]
     optimizer, means = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     for batches in zip(*loaders, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -338,7 +338,7 @@ def test_in_lightning(tmp_path: Path) -> None:
             enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks, default_root_dir=tmp_path,
         )  # fmt: skip
         data = torch.randn(4 * STEPS, 16, 32, generator=torch.Generator().manual_seed(2))
-        trainer.fit(module, torch.utils.data.DataLoader([*data], batch_size=4), ckpt_path=checkpoint)
+        trainer.fit(module, torch.utils.data.DataLoader(cast("Any", [*data]), batch_size=4), ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module
 

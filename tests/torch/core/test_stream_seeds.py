@@ -41,6 +41,7 @@ def test_the_seeds_of_a_call_are_those_of_its_number_and_its_key() -> None:
         for seed in [make(mix(number, 1)) for number in range(200) for make in (seeds.open, seeds.closed)]:
             for key in (0, 1, 0xFFFF_FFFF):
                 inner = mix(seeds.number(seed), key)
-                assert seeds.branch(seed, key, closed=True) == seeds.closed(inner)
-                assert seeds.branch(seed, key, closed=False) == seeds.open(inner)
-            assert seeds.after(seed) == (seeds.closed if seed & 1 else seeds.open)(mix(seeds.number(seed), 0))
+                later = (seeds.closed if seed & 1 else seeds.open)(mix(seeds.number(seed), 0))
+                assert seeds.branch(seed, key, closed=True) == (seeds.closed(inner), later)
+                assert seeds.branch(seed, key, closed=False) == (seeds.open(inner), later)
+                assert seeds.after(seed) == later

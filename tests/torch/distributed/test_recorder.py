@@ -229,7 +229,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     assert [record.message for record in caplog.records] == [
         "recording ended: events cannot be written: No space left on device"
     ]
-    assert recording._writer is None
+    assert vars(recording)["_writer"] is None
     assert recording.meter.num_steps == 2
     smp.shutdown()
 

@@ -156,6 +156,10 @@ class Names:
     def reserve(self, sizes: Sequence[int]) -> None:
         """Do nothing."""
 
+    def use(self) -> active.OffloadUse:
+        """Return that nothing is held."""
+        return active.OffloadUse()
+
 
 @pytest.fixture
 def names() -> Iterator[Names]:
