@@ -99,13 +99,10 @@ class Browser:
         return entries
 
     def requests(self) -> list[str]:
-        """Return the addresses that were asked for since the last time."""
+        """Return the addresses that were asked for since the last time, but for those of Chromium's own pages."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
-        return [
-            message["params"]["request"]["url"]
-            for message in messages
-            if message["method"] == "Network.requestWillBeSent"
-        ]
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome")]
 
     def devtools(self, command: str, parameters: dict[str, Any]) -> Any:
         """Call Chromium's own protocol."""
