@@ -313,7 +313,7 @@ def _known_reason(error: RuntimeError) -> SmpkitError | None:
 
 
 def _recorded_reason(error: RuntimeError) -> SmpkitError | None:
-    """Return the failure that another rank has recorded, if `error` may come from it: the watcher may not know it yet."""
+    """Return the failure that another rank has recorded, if `error` may come from it; the watcher looks seldom."""
     failure_store = _failure_store
     if failure_store is None or isinstance(error, SmpkitError) or not _is_connection_error(error):
         return None
