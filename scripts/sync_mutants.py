@@ -100,7 +100,7 @@ def _write(every: Sequence[Edge], found: dict[str, dict[str, str] | None]) -> li
         entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
         if not entry["found"] and (edge.id in found or "tried" in before):
             entry["tried"] = True
-        if why := before.get("why"):
+        if not entry["found"] and (why := before.get("why")):
             entry["why"] = why
         entries.append(entry)
     text = yaml.safe_dump(entries, width=120, sort_keys=False, allow_unicode=True)
@@ -150,7 +150,7 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
     """Return what showed that an edge is missing; None if nothing did."""
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
     for name in _various(reaching)[:most]:
-        limit = max(_LEAST_SECONDS, 8 * reach[name].seconds)
+        limit = max(_LEAST_SECONDS, 6 * orders * reach[name].seconds)
         how: tuple[str, str, str] | None
         try:
             size = SCENARIOS[name].ranks
@@ -167,13 +167,13 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
 
 
 def _various(names: Sequence[str]) -> list[str]:
-    """Return the names with those first that begin in different ways."""
+    """Return the names: first those of the default tests, and of these those first that begin in different ways."""
     turns: dict[str, int] = {}
     places = {}
     for name in names:
         kind = name.split(",")[0] + name.split(",")[-1]
         places[name] = turns[kind] = turns.get(kind, 0) + 1
-    return sorted(names, key=lambda name: places[name])
+    return sorted(names, key=lambda name: (not SCENARIOS[name].is_quick, places[name]))
 
 
 def _without(edge: Edge, name: str, orders: Sequence[tuple[str, int]]) -> tuple[str, str, str] | None:

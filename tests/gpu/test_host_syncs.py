@@ -9,6 +9,7 @@ import torch
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.torch.distributed.run_meter import Sampling
 from tests.gpu.device import (
     IS_SIMULATED,
     current_stream,
@@ -23,7 +24,8 @@ from tests.gpu.device import (
 from tests.gpu.ranks import run_on_gpu
 from tests.torch.small_steps import KINDS, Block, batch, begin
 
-_WARM = 8  # steps, in which memory is pinned, kernels are loaded and schedules are tried
+_WARM = Sampling().first + 2
+"""Steps in which memory is pinned, kernels are loaded and schedules tried; the first ones are measured, and wait."""
 
 
 def strict_step(name: str, on_host: bool) -> bool:

@@ -109,7 +109,7 @@ def detach() -> None:
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print the exception without the frames of smpkit, and report it to the other ranks."""
     assert _previous_hook is not None
-    if isinstance(error, RuntimeError) and (known := _known_reason(error)) is not None:
+    if isinstance(error, RuntimeError) and (known := _known_reason(error) or _recorded_reason(error)) is not None:
         error, kind = known, type(known)
     error.__traceback__ = traceback
     shorten(error)
@@ -310,6 +310,19 @@ def _known_reason(error: RuntimeError) -> SmpkitError | None:
         return None
     with _diagnosis_lock:
         return _failure
+
+
+def _recorded_reason(error: RuntimeError) -> SmpkitError | None:
+    """Return the failure that another rank has recorded, if `error` may come from it; the watcher looks seldom."""
+    failure_store = _failure_store
+    if failure_store is None or isinstance(error, SmpkitError) or not _is_connection_error(error):
+        return None
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        failure_store.shorten_timeout()
+        first = failure_store.failure()
+        if first is not None and first.rank != failure_store.rank:
+            return error_of(first)
+    return None
 
 
 def _is_connection_error(error: RuntimeError) -> bool:
