@@ -39,7 +39,7 @@ __all__ = ["report"]
 def report(
     name: str | None, other: str | None, output: Path | None, opens: bool, as_json: bool, chosen: BackendChoice
 ) -> None:
-    """Write a run as one HTML file, which needs no network to be read; or two runs side by side.
+    """Write a run as one HTML file, or two side by side.
 
     It shows the summary, logged values, throughput, one step in detail (schedule as planned and as run, memory by kind,
     offloading), messages between ranks, and what the run was: configuration, environment, warnings. RUN is a run's

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smpkit.torch.core import devices
+from smpkit.torch.placement.dtensor import local_tensor_of
 
 __all__ = ["Updates", "num_bytes_of"]
 
@@ -60,5 +60,5 @@ class Updates:
 
 def num_bytes_of(tensor: Tensor) -> int:
     """Return what a tensor, or this rank's part of it, takes."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local: Tensor = local_tensor_of(tensor)
     return local.numel() * local.element_size()
