@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from pairs import END, PAD, VOCABULARY, Pairs, read
@@ -29,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model(width: int = 128, layers: int = 2) -> T5ForConditionalGeneration:
     """Return a small T5 with random weights, over bytes as ByT5's."""
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg]  # two fields are of every model
         vocab_size=VOCABULARY,
         d_model=width,
         d_kv=width // 4,
@@ -82,7 +83,7 @@ def main() -> None:
     pairs = [pair for file in sorted(arguments.pairs.glob("*.tsv")) for pair in read(file)]
     test = DataLoader(Pairs(pairs[:256]), 64, drop_last=True)
     data = Pairs(pairs[256:])
-    sampler = DistributedSampler(data, smp.dp_size(), smp.dp_rank(), drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, smp.dp_size(), smp.dp_rank(), drop_last=True)
     train = DataLoader(data, arguments.batch, sampler=sampler, drop_last=True)
 
     model = smp.DistributedModel(make_model(arguments.width, arguments.layers))

@@ -39,6 +39,6 @@ def run_ranks(
         RankFailed: a rank raised, died or ran longer than `timeout`; has all tracebacks.
     """
     with Ranks(size, hosts, RankFailed) as ranks:
-        environ = {"OMP_NUM_THREADS": "1", **(env or {})}
+        environ = {"OMP_NUM_THREADS": "1", "SMPKIT_SUMMARY": "0", **(env or {})}
         ranks.start(function, *args, environ=environ, dropped=_DROPPED, replace=False)
         return ranks.collect(timeout)

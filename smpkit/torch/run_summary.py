@@ -29,14 +29,12 @@ from smpkit.plan.memory import OPTIMIZERS
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
-from smpkit.torch.distributed.recorder import Recorder, latest_recorder
+from smpkit.torch.distributed.recorder import QUIET, Recorder, latest_recorder
 
-__all__ = ["QUIET", "install", "summary_of_rank"]
+__all__ = ["install", "summary_of_rank"]
 
 _log = logging.getLogger("smpkit")
 
-QUIET: Final = "SMPKIT_SUMMARY"
-"""`0`: print no block at the end of a run."""
 _WAIT: Final = timedelta(seconds=10)
 _NAME: Final = "TRAINING_JOB_NAME"
 
@@ -69,6 +67,8 @@ def _at_end() -> None:
     recorder = latest_recorder()
     if recorder is None or not recorder.meter.num_steps or recorder.has_failed:
         return
+    if os.environ.get(QUIET) == "0" and not os.environ.get(RUN_DIR):
+        return  # nobody would see it
     try:
         _report(recorder)
     except (SmpkitError, OSError, ValueError, RuntimeError) as error:

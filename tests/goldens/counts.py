@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import smpkit
 import smpkit.torch as smp
 from smpkit import OffloadModel
-from smpkit.torch import run_summary
 from smpkit.torch.distributed import recorder
 from tests.goldens.items import DETAIL, Items
 from tests.ranks import run_ranks
@@ -223,8 +222,7 @@ def _settings(size: int) -> Iterator[tuple[str, Callable[[], tuple[Callable[[], 
 
 def _run(size: int) -> dict[str, Any]:
     logging.disable(logging.CRITICAL)
-    # Recording makes calls of its own; a job records one step in fifty, and here the first one.
-    os.environ.update({recorder.EVENTS_STEPS: "1", run_summary.QUIET: "0"})
+    os.environ[recorder.QUIET] = "0"  # recording makes calls of its own; a job records one step in fifty
     counted = Counted()
     counted.install()
     return {name: _measured(name, make, counted) for name, make in _settings(size)}

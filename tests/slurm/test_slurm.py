@@ -67,7 +67,7 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
     assert user.status("pipe")["model_data"] == str(user.place("pipe") / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on n2: ")
-    assert user.run("logs", "pipe", "--tail", "1", "--host", "n1").stdout.startswith("n1 [rank 0] step 6 on n1: ")
+    assert "n1 [rank 0] step 6 on n1: " in user.run("logs", "pipe", "--tail", "3", "--host", "n1").stdout
     for name in ("token", "secrets.json"):
         assert stat.S_IMODE((user.place("pipe") / name).stat().st_mode) == 0o600
     assert "hush-hush" not in json.dumps(dry) + user.log("pipe") + json.dumps(spec)

@@ -42,6 +42,7 @@ from smpkit.observe.events import (
     WorkSpan,
 )
 from smpkit.observe.runs import EVENTS, RUN_DIR
+from smpkit.observe.status import STATUS_DIR
 from smpkit.observe.summary import KindBytes
 from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
@@ -59,6 +60,7 @@ from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, part
 __all__ = [
     "EVENTS_DIR",
     "EVENTS_STEPS",
+    "QUIET",
     "Recorder",
     "current_recorder",
     "latest_recorder",
@@ -79,6 +81,8 @@ EVENTS_DIR: Final = "SMPKIT_EVENTS_DIR"
 """The folder for the files of events, on every host; nothing is recorded without it."""
 EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
+QUIET: Final = "SMPKIT_SUMMARY"
+"""`0`: print no block at the end of a run."""
 
 _DEFAULT_STEPS: Final = 1000
 _NOTICEABLE: Final = 1.02
@@ -480,8 +484,10 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     status.open_page(state.rank, variables)
     text = variables.get(EVENTS_STEPS)
     steps = _DEFAULT_STEPS if text is None else _steps(text)
-    sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
     writer = _writer(variables)
+    sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
+    if writer is None and variables.get(QUIET) == "0" and not variables.get(STATUS_DIR):
+        sampling = Sampling(0)  # nobody is told of what steps did
     profiler = None if writer is None else profiler_of(variables, writer.path.parent)
     _recorder = Recorder(writer, steps, sampling, profiler)
     if stop not in state.reset_hooks:

@@ -35,6 +35,9 @@ class Sampling:
     """Which steps are recorded: the first ones, then every 50th, from the 5000th on every 500th, and so on.
 
     Each step function has its own count; all ranks call the same ones, and so record the same steps.
+
+    Args:
+        first: how many of the first; 0: none at all.
     """
 
     first: int = _FIRST
@@ -44,8 +47,8 @@ class Sampling:
         """Tell whether the next call of this step function is recorded."""
         number = self._counts[name]
         self._counts[name] += 1
-        if number < self.first:
-            return True
+        if number < self.first or not self.first:
+            return bool(self.first)
         every, limit = _EVERY, _TENFOLD_FROM
         while number >= limit:
             every, limit = every * 10, limit * 10

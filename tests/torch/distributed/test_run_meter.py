@@ -115,7 +115,10 @@ def train_step(model: smp.DistributedModel, batch: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.usefixtures("world")
-def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_within_2_percent() -> None:
+def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_within_2_percent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(recorder.QUIET)
     smp.init({"microbatches": 2})
     model = smp.DistributedModel(Sleeper(4, 4))
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
