@@ -170,7 +170,7 @@ class Recorder:
         self._profiler = profiler
         self._max_steps = max_steps
         self._sampling = sampling
-        self._recording = True
+        self._recording = sampling is None or sampling.first > 0
         self._is_training = False
         self._shown = 0
         self.has_failed = False
