@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smpkit.config.words import plain
+from smpkit.config.words import duration, plain
 from smpkit.observe.status import RankStatus
 from smpkit.observe.summary import KindBytes
 from smpkit.observe.summary_text import amount
@@ -22,7 +22,6 @@ from smpkit_container.topology import Topology
 __all__ = [
     "MAX_FAILURE_CHARACTERS",
     "Failure",
-    "duration",
     "launcher_failure",
     "peer_failure",
     "rank_failure",
@@ -152,17 +151,6 @@ def _saved(outcome: Outcome, checkpoints: Path) -> str:
     except OSError:
         return ""
     return f" with checkpoint `{plain(name)}`"
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time as people say it: `0.8 s`, `42 s`, `4 m 12 s`, `3 h 5 m`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} m {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} m"
 
 
 def _story(end: RankEnd, headline: str) -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from smpkit.config.words import duration
 from smpkit.observe.status import RankStatus, read_status
-from smpkit.observe.summary_text import amount, count, duration
+from smpkit.observe.summary_text import amount, count
 
 __all__ = ["Live", "line_of"]
 

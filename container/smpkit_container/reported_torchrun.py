@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as run
 
-from smpkit_container.failure import duration
+from smpkit.config.words import duration
 from smpkit_container.hints import hint_of
 from smpkit_container.root_cause import RankEnd
 

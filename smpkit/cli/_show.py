@@ -45,7 +45,7 @@ def machines_text(machines: Iterable[HostsOfOneKind]) -> str:
 
 def status_lines(status: JobStatus) -> Iterator[str]:
     """Yield the state of a job, the most important first."""
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     yield _headline(status)
     if status.failure is not None:
@@ -67,7 +67,7 @@ def status_lines(status: JobStatus) -> Iterator[str]:
 
 
 def _headline(status: JobStatus) -> str:
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     length = duration(status.seconds)
     if status.succeeded:
@@ -97,7 +97,7 @@ def _reason(status: JobStatus) -> Iterator[str]:
 
 def show_end(status: JobStatus) -> int:
     """Say how a job ended and what to do next; return the exit code."""
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     console = _console.current()
     console.note(_headline(status))

@@ -194,7 +194,7 @@ def _check_launcher(plan: LocalPlan) -> None:
 
 def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     if done.launcher_killed:
         _console.print_failure(str(done.failure), "the ranks were ended with it; look at the system's log")
@@ -276,7 +276,7 @@ def _show_line(host: str, stream: str, line: str) -> None:
 
 
 def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions, run: Run) -> None:
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     if done.interrupted:
         console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")

@@ -71,7 +71,7 @@ def _print_json(state: JobStatus) -> None:
 
 
 def _say_phase(state: JobStatus) -> None:
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     if not state.over:
         _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {state.message}")

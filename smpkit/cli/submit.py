@@ -100,7 +100,7 @@ def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
 
 
 def _announce(loaded: LoadedJob, backend: Backend, plan: Plan) -> None:
-    from smpkit_container.failure import duration
+    from smpkit.config.words import duration
 
     longest = "" if plan.max_seconds is None else f", at most {duration(plan.max_seconds)}"
     _console.current().note(f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}{longest})")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from smpkit.config.confidential import hide_known
 from smpkit.errors import escaped
 
-__all__ = ["closest", "coloured", "plain", "printable", "quoted", "suggestion", "typed"]
+__all__ = ["closest", "coloured", "duration", "plain", "printable", "quoted", "suggestion", "typed"]
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _RESET = "\x1b[0m"
@@ -20,6 +20,17 @@ def closest(name: str, candidates: Iterable[str]) -> str | None:
     lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
     return lower[found[0]] if found else None
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time as people say it: `0.8 s`, `42 s`, `4 m 12 s`, `3 h 5 m`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} m {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} m"
 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str | None:

@@ -25,12 +25,14 @@ from typing import Any, Final, TypeVar
 from smpkit.errors import SmpkitError
 
 __all__ = [
+    "UNKNOWN",
     "ActionSpan",
     "Counter",
     "Event",
     "EventWriter",
     "EventsError",
     "Header",
+    "HeldBytes",
     "Mark",
     "MemorySample",
     "MessageSpan",
@@ -148,27 +150,38 @@ class Counter:
     at_ns: int
 
 
-@dataclass(frozen=True)
-class MemorySample:
-    """Bytes that a rank holds at one moment of a step, by kind; -1 where that cannot be measured."""
+UNKNOWN: Final = -1
+"""Stands for a number of bytes that cannot be measured here."""
 
-    step: int
-    at_ns: int
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a rank holds at one moment, in bytes."""
+
     weights: int
+    """Parameters and buffers of the model."""
     gradients: int
     states: int
-    """Of the optimizer, with its float32 weights."""
+    """What the optimizer keeps, with its float32 weights."""
     activations: int
-    """What the step has allocated and is none of the others."""
+    """What the step has allocated and none of the others is; UNKNOWN where the allocator does not count."""
     parked: int
     """Activations on the device that leave it, or have come back."""
     offloaded: int
     """Activations on the host."""
     other: int
-    """What was there before the step and is none of the others."""
+    """What was there when the step began; UNKNOWN where the allocator does not count."""
     bytes_out: int
-    """Sent from the device to the host since the step began."""
+    """Sent from the device to the host since the step began; the last copy may be under way."""
     bytes_back: int
+
+
+@dataclass(frozen=True)
+class MemorySample(HeldBytes):
+    """What a rank held at one moment of a step."""
+
+    step: int
+    at_ns: int
 
 
 @dataclass(frozen=True)

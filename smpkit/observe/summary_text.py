@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Final
 
+from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
 
-__all__ = ["amount", "block", "count", "duration", "gain_line", "rates", "seconds"]
+__all__ = ["amount", "block", "count", "gain_line", "rates", "seconds"]
 
 _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
@@ -172,17 +173,6 @@ def count(number: float) -> str:
     if number >= 100:
         return f"{float(f'{number:.3g}'):,.0f}"
     return f"{number:.3g}"
-
-
-def duration(length: float) -> str:
-    """Return a length of time as people say it: `0.8 s`, `42 s`, `4 m 12 s`, `3 h 5 m`."""
-    if length < 10:
-        return f"{length:.1f} s"
-    whole = round(length)
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} m {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} m"
 
 
 def seconds(length: float) -> str:

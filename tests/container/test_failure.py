@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from smpkit_container.failure import duration, launcher_failure, rank_failure, stop_failure
+from smpkit.config.words import duration
+from smpkit_container.failure import launcher_failure, rank_failure, stop_failure
 from smpkit_container.outcome import Outcome
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
 from smpkit_container.topology import Topology

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
-from smpkit.observe.summary_text import amount, block, count, duration
+from smpkit.observe.summary_text import amount, block, count
 
 MIB = 2**20
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.008, other=0.002)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from smpkit.config.words import duration
 from smpkit.observe.report.content import Content
 from smpkit.observe.report.figures import Matrix
 from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, table
 from smpkit.observe.report.settings import Setting, differences
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary
-from smpkit.observe.summary_text import amount, count, duration, gain_line, seconds
+from smpkit.observe.summary_text import amount, count, gain_line, seconds
 
 __all__ = ["Section", "headline", "label_of", "per_step", "sections"]
 

@@ -10,45 +10,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
 
+from smpkit.observe.events import UNKNOWN, HeldBytes
 from smpkit.torch.core import devices
 from smpkit.torch.core.offload_hooks import OffloadUse, current_offloader
 from smpkit.torch.core.runtime import state
 
-__all__ = ["UNKNOWN", "HeldBytes", "HeldMemory"]
+__all__ = ["HeldMemory"]
 
 _SETTLED: Final = 4
 _EVERY: Final = 64
 """How many steps lie between two looks at all parameters of a model, after its first ones."""
-
-UNKNOWN: Final = -1
-"""Stands for a number of bytes that cannot be measured here."""
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """What this rank holds at one moment, in bytes."""
-
-    weights: int
-    """Parameters and buffers of the model."""
-    gradients: int
-    states: int
-    """What the optimizer keeps, with its float32 weights."""
-    activations: int
-    """What the step has allocated and none of the others is; UNKNOWN where the allocator does not count."""
-    parked: int
-    """Activations on the device that leave it, or have come back."""
-    offloaded: int
-    """Activations on the host."""
-    other: int
-    """What was there when the step began; UNKNOWN where the allocator does not count."""
-    bytes_out: int
-    """Sent from the device to the host since the step began; the last copy may be under way."""
-    bytes_back: int
 
 
 class HeldMemory:

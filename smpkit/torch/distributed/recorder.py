@@ -28,12 +28,14 @@ import torch.distributed as dist
 
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.events import (
+    UNKNOWN,
     ActionSpan,
     Counter,
     Event,
     EventsError,
     EventWriter,
     Header,
+    HeldBytes,
     Mark,
     MemorySample,
     MessageSpan,
@@ -53,7 +55,7 @@ from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.distributed.held_memory import UNKNOWN, HeldBytes, HeldMemory
+from smpkit.torch.distributed.held_memory import HeldMemory
 from smpkit.torch.distributed.profiler import Profiler, profiler_of
 from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
@@ -428,7 +430,7 @@ class Recorder:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
 
     def _sample(self, at_ns: int, held: HeldBytes) -> MemorySample:
-        return MemorySample(self._step, at_ns, **vars(held))
+        return MemorySample(**vars(held), step=self._step, at_ns=at_ns)
 
     def _clear(self) -> None:
         self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
