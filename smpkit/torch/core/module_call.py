@@ -14,17 +14,36 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = ["CallWrapper", "Dispatch", "ModuleCall", "OriginalCall", "expose_original_forwards", "on_module_created"]
+__all__ = [
+    "CallWrapper",
+    "Dispatch",
+    "ModuleCall",
+    "ModuleSetting",
+    "OriginalCall",
+    "expose_original_forwards",
+    "on_module_created",
+]
 
 OriginalCall = Callable[..., Any]
 CallWrapper = Callable[[OriginalCall], OriginalCall]
 """Wraps a call in another."""
 Dispatch = Callable[[OriginalCall, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a call on the rank that holds its module; the others make placeholders."""
+
+
+@runtime_checkable
+class ModuleSetting(Protocol):
+    """A call wrapper that the user set for one module, and that a module that replaces it can take over."""
+
+    def __call__(self, original: OriginalCall, /) -> OriginalCall:
+        """Wrap the module's call."""
+
+    def for_module(self, module: nn.Module) -> ModuleSetting:
+        """Return the same settings for another module."""
 
 
 class ModuleCall:

@@ -54,6 +54,9 @@ class ModuleCheckpoint:
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)
 
+    def for_module(self, module: nn.Module) -> ModuleCheckpoint:
+        return ModuleCheckpoint(module, self.preserve_rng_state, self._offload)
+
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
@@ -115,6 +118,9 @@ class ChosenCheckpoint(ModuleCheckpoint):
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run_chosen, original)
+
+    def for_module(self, module: nn.Module) -> ChosenCheckpoint:
+        return ChosenCheckpoint(module, self.preserve_rng_state, may_keep=self.may_keep, offload=self._offload)
 
     def _run_chosen(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -1,4 +1,7 @@
-"""Give optimizers that were made before the model was wrapped the parameters that replaced theirs.
+"""Give what was set before tensor parallelism replaced modules to what took their place.
+
+Optimizers that were made before the model was wrapped get the parameters that replaced theirs; a module is checkpointed
+where the one whose weights it has was.
 
 Which parameter replaced which is found by running the translation of weights on tensors without data: a weight replaces
 the weights that the translation reads to make it.
@@ -6,6 +9,7 @@ the weights that the translation reads to make it.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +19,9 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.module_call import ModuleCall, ModuleSetting
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel.registry import Translation
 
@@ -43,13 +49,47 @@ _replaced_modules: Final[list[_ReplacedModule]] = []
 
 
 def record_replacement(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
-    """Record which module replaced another, and the translation that made its weights."""
+    """Record which module replaced another, and the translation that made its weights; carry its checkpointing over."""
     if not _replaced_modules:
         state.reset_hooks.append(_replaced_modules.clear)
     originals = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
     values: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
     shapes = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in values.items()}
-    _replaced_modules.append(_ReplacedModule(name, originals, shapes, replacement, translation))
+    found = _ReplacedModule(name, originals, shapes, replacement, translation)
+    _replaced_modules.append(found)
+    _carry_checkpointing(module, found)
+
+
+def _carry_checkpointing(module: nn.Module, found: _ReplacedModule) -> None:
+    """Checkpoint the parts of a distributed module whose weights were made of those of checkpointed modules."""
+    parts = [(name, part) for name, part in module.named_modules() if ModuleCall.of(part).checkpointing is not None]
+    if not parts:
+        return
+    sources: Mapping[int, set[str]] = {}
+    with contextlib.suppress(UsageError):  # a translation that needs values: all parts but the whole are warned about
+        sources = _sources_by_parameter(found)
+    for name, part in parts:
+        setting = ModuleCall.of(part).checkpointing
+        counterpart = found.distributed if part is module else _made_of(f"{name}.", sources, found.distributed)
+        if counterpart is not None and isinstance(setting, ModuleSetting):
+            ModuleCall.on(counterpart).checkpointing = setting.for_module(counterpart)
+        else:
+            warn_user(
+                f"`{found.full_name(name)}` is not checkpointed: tensor parallelism replaced it, and no part of the"
+                f" {type(found.distributed).__name__} has its weights and no others; call"
+                " smp.set_activation_checkpointing after smp.DistributedModel"
+            )
+
+
+def _made_of(prefix: str, sources: Mapping[int, set[str]], distributed: nn.Module) -> nn.Module | None:
+    """Return the innermost part of a distributed module whose weights are those made of what is under `prefix`."""
+    wanted = {new for new, keys in sources.items() if any(key.startswith(prefix) for key in keys)}
+    whole = all(key.startswith(prefix) for new in wanted for key in sources[new])
+    if not wanted or not whole:
+        return None
+    # A distributed module may have weights that were made of none.
+    holders = [each for each in distributed.modules() if {*map(id, each.parameters())} & sources.keys() == wanted]
+    return holders[-1] if holders else None
 
 
 def replace_optimizer_parameters(optimizer: Any) -> None:
@@ -112,11 +152,7 @@ def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Pa
     Raises:
         UsageError: it is not known what a trained one replaced.
     """
-    names: dict[int, set[str]] = {}
-    ours = dict(found.distributed.named_parameters(remove_duplicate=False))
-    for name, keys in _sources_of_weights(found):
-        if name in ours:
-            names.setdefault(id(ours[name]), set()).update(keys)
+    names = _sources_by_parameter(found)
     for name, new_parameter in found.distributed.named_parameters():
         originals = {
             key: found.originals[key]() for key in sorted(names.get(id(new_parameter), ())) if key in found.originals
@@ -130,6 +166,16 @@ def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Pa
                 hint=_HINT,
             )
         yield name, new_parameter, sources
+
+
+def _sources_by_parameter(found: _ReplacedModule) -> dict[int, set[str]]:
+    """Return the names of the weights that each parameter of a distributed module, by id, was made of."""
+    names: dict[int, set[str]] = {}
+    ours = dict(found.distributed.named_parameters(remove_duplicate=False))
+    for name, keys in _sources_of_weights(found):
+        if name in ours:
+            names.setdefault(id(ours[name]), set()).update(keys)
+    return names
 
 
 def _sources_of_weights(found: _ReplacedModule) -> Iterator[tuple[str, set[str]]]:

@@ -1,7 +1,11 @@
-"""Optimizers made before the model is wrapped train what took the place of their parameters, on two real ranks."""
+"""What was set before tensor parallelism replaced modules acts on what took their place, on two real ranks.
+
+Optimizers made before the model is wrapped train the new parameters; layers that were to be checkpointed are.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +15,9 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.torch.core.module_call import ModuleCall
 from tests.ranks import run_ranks
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, labels_of, samples
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, FAMILIES, labels_of, samples
 
 Make = Callable[[nn.Module], Any]
 
@@ -144,8 +149,46 @@ def refusals() -> None:
     refused(nn.Sequential(Fresh(4, 4)), lambda module: torch.optim.SGD(module.parameters(), lr=0.1), unknown)
 
 
+def checkpointing_follows() -> None:
+    """Each block is checkpointed in whatever has its weights; what has no counterpart is named."""
+    for name in FAMILIES:
+        module: Any = start(BUILDERS[name]())
+        blocks = next(each for each in module.modules() if isinstance(each, nn.ModuleList))
+        smp.set_activation_checkpointing(blocks, preserve_rng_state=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = smp.DistributedModel(module)
+        layers = [each for each in model.modules() if isinstance(each, smp.nn.DistributedTransformerLayer)]
+        assert len(layers) == len(blocks) > 1, name
+        for layer in layers:
+            checkpoint: Any = ModuleCall.of(layer).checkpointing
+            assert checkpoint.module is layer, name
+            assert not checkpoint.preserve_rng_state
+        assert len(checkpointed(model)) == len(layers), name
+        smp.shutdown()
+    module = start(nn.Sequential(nn.Linear(4, 4), BUILDERS["GPT2"]()))
+    smp.set_activation_checkpointing(module[0], strategy="each")
+    smp.set_activation_checkpointing(module[1].transformer.h[0].mlp)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = smp.DistributedModel(module)
+    if smp.rank() == 0:
+        expected = (
+            "`1.transformer.h.0.mlp` is not checkpointed: tensor parallelism replaced it, and no part of the"
+            " HuggingFaceLMHead has its weights and no others; call smp.set_activation_checkpointing after"
+            " smp.DistributedModel"
+        )
+        assert [str(each.message) for each in caught] == [expected]
+    assert checkpointed(model) == [model.get_submodule("module.0")]
+    smp.shutdown()
+
+
+def checkpointed(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if ModuleCall.of(each).checkpointing is not None]
+
+
 def everything() -> None:
-    for case in (orders, names_follow, refusals):
+    for case in (orders, names_follow, refusals, checkpointing_follows):
         case()
 
 
