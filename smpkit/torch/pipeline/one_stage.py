@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -128,9 +129,17 @@ class OneStage:
         # On the first trained parameter only: nearly every backward reaches it, and a hook on each would cost time.
         first = next((param for param in root.parameters() if param.requires_grad), None)
         if first is not None:
-            first.register_post_accumulate_grad_hook(self._refuse_backward_on_tensor)  # type: ignore[no-untyped-call]
+            # A weak reference: the garbage collector does not see what torch's hook holds, and would keep the model.
+            reference = weakref.ref(self)
 
-    def _refuse_backward_on_tensor(self, _: torch.Tensor) -> None:
+            def check(_: torch.Tensor) -> None:
+                engine = reference()
+                if engine is not None:
+                    engine._refuse_backward_on_tensor()
+
+            first.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+
+    def _refuse_backward_on_tensor(self) -> None:
         if state.model is None or state.model.engine is not self or self._in_backward:
             return
         if state.step is not None or state.loss_scale != 1.0:
