@@ -60,10 +60,10 @@ class ValueWriter:
 
 
 def read_values(run: Path) -> tuple[Logged, ...]:
-    """Return what was logged in a run, in the order of the calls; a last line that is half written is left out."""
+    """Return what was logged in a run, in the order of the calls; damaged and half-written lines are left out."""
     found = []
     try:
-        text = (run / VALUES).read_text(encoding="utf-8")
+        text = (run / VALUES).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ()
     for line in text.splitlines():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from smpkit.observe.events import find_events, read_events
 from smpkit.observe.merge import Run, merge
 from smpkit.observe.report.settings import Setting, settings_of
 from smpkit.observe.summary import RunSummary, read_summary
+from smpkit.observe.values import read_values
 
 __all__ = ["Curve", "LogTail", "Material", "Warned", "read_material"]
 
@@ -38,6 +39,9 @@ class Curve:
     steps: tuple[float, ...]
     values: tuple[float | None, ...]
     """None where it was not a finite number."""
+
+    broken: str = ""
+    """How often it was not one, and since when."""
 
 
 @dataclass(frozen=True)
@@ -143,18 +147,21 @@ def _summary(folder: Path, missing: dict[str, str]) -> RunSummary | None:
 
 def _curves(folder: Path) -> Iterator[Curve]:
     found: dict[str, dict[float, float | None]] = {}
-    for position, line in enumerate(_objects(folder / runs.VALUES)):
-        values, step = line.get("values"), line.get("step")
-        if not isinstance(values, dict):
-            continue
-        at = float(step) if isinstance(step, (int, float)) else float(position)
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                # A run that was resumed logs some steps again: the last time counts.
-                found.setdefault(str(name), {})[at] = float(value) if math.isfinite(value) else None
+    for logged in read_values(folder):
+        for name, value in logged.values.items():
+            # A run that was resumed logs some steps again: the last time counts.
+            found.setdefault(name, {})[float(logged.step)] = value if math.isfinite(value) else None
     for name, points in found.items():
         ordered = sorted(points)
-        yield Curve(name, tuple(ordered), tuple(points[step] for step in ordered))
+        yield Curve(name, tuple(ordered), tuple(points[step] for step in ordered), _broken(points))
+
+
+def _broken(points: Mapping[float, float | None]) -> str:
+    at = sorted(step for step, value in points.items() if value is None)
+    if not at:
+        return ""
+    often = "once, at" if len(at) == 1 else f"{len(at):,} times, first at"
+    return f"NaN or infinite {often} step {at[0]:,.0f}"
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -134,9 +134,10 @@ def _key_figures(content: Content, summary: RunSummary) -> Iterator[tuple[str, s
     )
     yield "steps", f"{summary.steps:,}", f"in {duration(summary.seconds)}"
     for curve in content.curves[:1]:
-        last = next((value for value in reversed(curve.values) if value is not None), None)
-        first = next((value for value in curve.values if value is not None), None)
-        if last is not None and first is not None:
+        first, last = curve.values[0], curve.values[-1]
+        if first is None or last is None:
+            yield curve.name, "not finite" if last is None else f"{last:.4g}", curve.broken
+        else:
             yield curve.name, f"{last:.4g}", f"began at {first:.4g}"
 
 
@@ -280,10 +281,7 @@ def _bubble(content: Content) -> float | None:
 
 
 def _last_values(before: Content, after: Content) -> Iterator[tuple[str, tuple[float | None, float | None]]]:
-    ends = [
-        {curve.name: next((v for v in reversed(curve.values) if v is not None), None) for curve in each.curves}
-        for each in (before, after)
-    ]
+    ends = [{curve.name: curve.values[-1] for curve in each.curves} for each in (before, after)]
     for name in ends[0]:
         if name in ends[1]:
             yield name, (ends[0][name], ends[1][name])
@@ -291,9 +289,13 @@ def _last_values(before: Content, after: Content) -> Iterator[tuple[str, tuple[f
 
 def _values(contents: Sequence[Content]) -> Html:
     names = list(dict.fromkeys(curve.name for each in contents for curve in each.curves))
-    notes = [_missing(each, "values") for each in contents if not each.curves]
+    notes = [_missing(each, "values") for each in contents if not each.curves][:1]
     boxes = [element("figure", element("figcaption", name), _chart("values", name=name)) for name in names]
-    return joined([element("div", *boxes, class_="panels") if boxes else None, *notes[:1]])
+    for at, each in enumerate(contents):
+        of = f" of {label_of(contents, at)}" if len(contents) > 1 else ""
+        broken = [f"`{curve.name}`{of} was {curve.broken}." for curve in each.curves if curve.broken]
+        notes += [element("p", code(line), class_="note") for line in broken]
+    return joined([element("div", *boxes, class_="panels") if boxes else None, *notes])
 
 
 def _throughput(contents: Sequence[Content]) -> Html:

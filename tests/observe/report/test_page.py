@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -20,7 +21,8 @@ from smpkit.observe.report.folder import read_material
 from smpkit.observe.report.page import page
 from smpkit.observe.report.settings import differences
 from smpkit.observe.runs import EVENTS, JOB, SUMMARY, VALUES, open_run
-from tests.observe.report.folders import ODD, write_events, write_run
+from smpkit.observe.values import Logged, ValueWriter
+from tests.observe.report.folders import ODD, STEPS, write_events, write_run
 
 ASSETS = Path(page_module.__file__).parent / "assets"
 
@@ -71,6 +73,18 @@ def test_the_page_loads_nothing_and_its_policy_forbids_it(contents: list[Content
     assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy[1]
     assert "http" not in policy[1]
+
+
+def test_a_value_that_became_nan_is_said_and_not_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "20260102-030405")
+    writer = ValueWriter(folder.path)
+    writer.write(Logged(STEPS, 0.0, {"loss": math.nan}))
+    writer.write(Logged(STEPS + 1, 0.0, {"loss": math.inf}))
+    writer.close()
+    text = Elements(page([content_of(read_material(folder))])).text
+    said = f"NaN or infinite 2 times, first at step {STEPS}"
+    assert re.search(rf"loss\s+not finite\s+{said}", text)
+    assert re.search(rf"loss\s+was {said}\.", text)
 
 
 def test_names_of_a_job_are_text(contents: list[Content]) -> None:
