@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
-__all__ = ["Html", "bar", "code", "element", "figures", "joined", "legend", "options", "table"]
+__all__ = ["Html", "bar", "code", "element", "figures", "joined", "legend", "options", "path", "table"]
 
 
 class Html(str):
@@ -15,7 +16,7 @@ class Html(str):
     __slots__ = ()
 
 
-_VOID: Final = frozenset({"br", "rect"})
+_VOID: Final = frozenset({"br", "rect", "wbr"})
 
 
 def element(name: str, *content: str | None, **attributes: str | int | None) -> Html:
@@ -39,6 +40,12 @@ def code(text: str) -> Html:
     """Return a sentence in which what stands in backticks is code."""
     parts = text.split("`")
     return joined(element("code", part) if at % 2 else part for at, part in enumerate(parts))
+
+
+def path(name: str) -> Html:
+    """Return a dotted name as code that breaks between its words, and within one only where it must."""
+    parts = re.split(r"(?<=[._])(?=.)", name)
+    return element("code", *(joined([element("wbr") if at else None, part]) for at, part in enumerate(parts)))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", class_: str | None = None) -> Html:

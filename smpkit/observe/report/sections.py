@@ -10,7 +10,7 @@ from typing import Final
 from smpkit.config.words import duration
 from smpkit.observe.report.content import Content
 from smpkit.observe.report.figures import Matrix
-from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, table
+from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, path, table
 from smpkit.observe.report.settings import Setting, differences
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary
 from smpkit.observe.summary_text import amount, count, gain_line, seconds
@@ -219,7 +219,10 @@ def _differences(before: Content, after: Content) -> Html:
     found = differences(before.settings, after.settings)
     parts = []
     if found:
-        rows = [[each.name, each.before or _NOTHING, each.after or _NOTHING] for each in found]
+        rows = [
+            [element("th", path(each.name), scope="row"), each.before or _NOTHING, each.after or _NOTHING]
+            for each in found
+        ]
         parts.append(table(["setting", f"A · {before.folder}", f"B · {after.folder}"], rows, "", "text"))
     elif before.settings and after.settings:
         parts.append(element("p", "Both ran with the same settings.", class_="note"))
@@ -520,7 +523,7 @@ def _setting_row(name: str, known: Sequence[dict[str, Setting]]) -> list[str]:
             cells += [element("td", shown), element("td", origin)]
         else:
             cells.append(element("td", shown, element("small", origin), class_="changed" if changed else None))
-    return [element("th", element("code", name), title=full, scope="row"), *cells]
+    return [element("th", path(name), title=full, scope="row"), *cells]
 
 
 def _environment(contents: Sequence[Content]) -> Html:
