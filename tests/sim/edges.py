@@ -26,6 +26,7 @@ ELSEWHERE: Final = {
     "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/mutants.yaml",
     "smpkit/torch/offload/emulated.py": "a link whose copies are made by threads of the host",
     "smpkit/torch/describe.py": "writes to a terminal",
+    "smpkit/torch/run_summary.py": "what ranks of hosts tell each other at the end, by a store",
 }
 """Where calls of these names order something else."""
 

@@ -64,7 +64,7 @@ def test_sharded_states_over_a_pipeline_with_a_tied_weight_train() -> None:
 
 @in_order("lazy:0")
 @pytest.mark.usefixtures("ranks_on_sim")
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("half", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_weights_with_masters_are_copied_while_they_are_trained_on(tmp_path: Path, half: str) -> None:
     settings = {"pipeline_parallel_degree": 2, half: True}
     test_background.test_the_files_are_those_of_a_blocking_save(tmp_path, settings)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -217,7 +218,8 @@ def load(devices: int = 1) -> torch.device:
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     process_group.register()
     site = Path(torch.__file__).parents[1]
-    hidden = (site / "torch", site / "_pytest", site / "pluggy", Path(__file__).parent)
+    pytest = [site / name for name in ("pytest", "_pytest", "pluggy")]
+    hidden = (site / "torch", *pytest, sysconfig.get_path("scripts"), Path(__file__).parent)
     torch.ops.sim.hide([*(f"{folder}{os.sep}" for folder in hidden), contextlib.__file__, "<"])
     _loaded.append(devices)
     configure()

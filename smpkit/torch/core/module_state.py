@@ -76,6 +76,40 @@ class _History:
         """Small tensors: of which one, of which version, and its content."""
         self.num_writes: dict[str, int] = {}
         """By how much calls have raised the version of a weight."""
+        self.plain: _Plain | None = None
+        """The attributes at the latest call, if their values cannot change."""
+
+
+class _Plain:
+    """The attributes of a module all of whose values are simple: most calls find, and leave, the same ones.
+
+    Args:
+        attributes: of the module, with those that every module has.
+        simple: those of them that not every module has.
+    """
+
+    __slots__ = ("names", "simple", "training")
+
+    def __init__(self, attributes: dict[str, Any], simple: dict[str, Any]) -> None:
+        self.names = frozenset(attributes)
+        self.simple = simple
+        self.training: bool = attributes["training"]
+
+    def are(self, attributes: dict[str, Any]) -> bool:
+        """Return whether a module has these very values, and no others."""
+        if attributes["training"] is not self.training or len(attributes) != len(self.names):
+            return False
+        for name, value in self.simple.items():  # noqa: SIM110 - a generator takes twice as long
+            if attributes.get(name, _MISSING) is not value:
+                return False
+        return True
+
+    def put_back(self, attributes: dict[str, Any]) -> None:
+        """Give a module that had these values the same ones again."""
+        if not self.are(attributes):
+            for name in attributes.keys() - self.names:
+                del attributes[name]
+            attributes.update(self.simple, training=self.training)
 
 
 _histories: Final[weakref.WeakKeyDictionary[nn.Module, _History]] = weakref.WeakKeyDictionary()
@@ -87,35 +121,31 @@ _wrappers: Final[weakref.WeakKeyDictionary[type[nn.Module], bool]] = weakref.Wea
 class _Cell:
     """A tensor on a module, at the time of a call; several attributes may share it."""
 
-    __slots__ = (
-        *("content", "history", "is_compared", "is_lost", "is_normed", "is_statistic", "is_weight"),
-        *("is_written", "name", "num_writes", "owner", "placeholder", "stamp"),
-        *("value", "version", "version_after", "written"),
-    )
+    # Defaults of the class: a call makes a cell per weight, and few of them are written to.
+    stamp: Any = None
+    """Of the content, where the version alone does not tell whether it has changed."""
+    content: Tensor | None = None
+    """A copy; None if recomputation does not need one."""
+    placeholder: Any = None
+    """Of the tensor or its copy, if somebody else keeps it."""
+    written: set[str]
+    """The tensors that calls in this configuration write to; set where the forward may write to this one."""
+    is_compared = False
+    """Whether the content was copied only to see whether it changes."""
+    is_written = False
+    is_lost = False
+    """Whether it was written to in place, and there is no copy."""
+    is_statistic = False
+    """Whether it does not affect the output: recomputation writes to a copy of what it finds."""
+    is_weight = False
+    is_normed = False
+    """Whether it is the table of an embedding that scales rows in forward."""
+    num_writes = 0
 
     def __init__(self, owner: str, name: str, value: Tensor, history: _History) -> None:
         self.owner, self.name, self.history = owner, name, history
         self.value: Tensor | None = value
         self.version = self.version_after = _version(value)
-        self.stamp: Any = None
-        """Of the content, where the version alone does not tell whether it has changed."""
-        self.content: Tensor | None = None
-        """A copy; None if recomputation does not need one."""
-        self.placeholder: Any = None
-        """Of the tensor or its copy, if somebody else keeps it."""
-        self.written: set[str] = set()
-        """The tensors that calls in this configuration write to."""
-        self.is_compared = False
-        """Whether the content was copied only to see whether it changes."""
-        self.is_written = False
-        self.is_lost = False
-        """Whether it was written to in place, and there is no copy."""
-        self.is_statistic = False
-        """Whether it does not affect the output: recomputation writes to a copy of what it finds."""
-        self.is_weight = False
-        self.is_normed = False
-        """Whether it is the table of an embedding that scales rows in forward."""
-        self.num_writes = 0
 
     @property
     def is_silent(self) -> bool:
@@ -143,7 +173,7 @@ class _Saved:
 
     __slots__ = (
         *("attributes", "buffers", "children", "is_built", "left", "module"),
-        *("names", "parameters", "training"),
+        *("names", "parameters", "plain", "training"),
     )
 
     def __init__(self, module: nn.Module) -> None:
@@ -156,6 +186,8 @@ class _Saved:
         self.children: dict[str, nn.Module | None] = {}
         self.names: frozenset[str] | None = None
         """Of all attributes; None: those of the module are left as they are."""
+        self.plain: _Plain | None = None
+        """All attributes, if their values cannot change."""
         self.is_built = False
         """Whether the call has made parts of the module: it can be repeated with these only."""
         self.left: dict[str, Any] | None = None
@@ -213,16 +245,15 @@ class ModuleState:
         if _has_lazy(module):
             saved.is_built = True
             return saved
-        saved.names = frozenset(vars(module))
+        history = _histories.get(module)
+        if history is None:
+            history = _histories[module] = _History()
         saved.buffers = {}
-        others = self._save_simple(saved)
+        others = self._save_attributes(saved, history)
         if module._modules:
             saved.children = dict(module._modules)
         if not (others or module._buffers or module._parameters):
             return saved
-        history = _histories.get(module)
-        if history is None:
-            history = _histories[module] = _History()
         visit = _Visit(module, history, has_data=self._has_data)
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -236,13 +267,19 @@ class ModuleState:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             # Its forward has scaled these rows in the weight. Running it again would scale them once more, by a
             # rounding error; without `max_norm` it returns what the forward has returned.
-            saved.attributes["max_norm"] = None
+            saved.attributes, saved.plain = {**saved.attributes, "max_norm": None}, None
         return saved
 
-    def _save_simple(self, saved: _Saved) -> list[tuple[str, Any]]:
+    def _save_attributes(self, saved: _Saved, history: _History) -> list[tuple[str, Any]]:
         """Save attributes that cannot change, and generators; return tensors and containers."""
-        attributes, others = vars(saved.module), []
-        for name in attributes.keys() - _COMMON:
+        attributes, plain = vars(saved.module), history.plain
+        if plain is not None and plain.are(attributes):
+            saved.plain, saved.names, saved.attributes = plain, plain.names, plain.simple
+            return []
+        saved.names = frozenset(attributes)
+        own = attributes.keys() - _COMMON
+        others = []
+        for name in own:
             value = attributes[name]
             kind = type(value)
             if kind in _SIMPLE or (kind is tuple and all(type(item) in _SIMPLE for item in value)):
@@ -251,6 +288,8 @@ class ModuleState:
                 others.append((name, value))
             elif kind is torch.Generator:
                 self._note_generator(value)
+        if len(saved.attributes) == len(own):
+            saved.plain = history.plain = _Plain(attributes, saved.attributes)
         return others
 
     def _note_generator(self, generator: torch.Generator) -> None:
@@ -382,7 +421,8 @@ class ModuleState:
         cell.is_written |= cell.is_silent  # perhaps: to compare in each call would make a GPU wait
         if cell.is_written:
             history.num_writes[name] = history.num_writes.get(name, 0) + cell.version_after - cell.version
-            cell.written.add(name)
+            if not cell.is_statistic:
+                cell.written.add(name)
             cell.is_lost = cell.content is None and cell.placeholder is None and not cell.is_statistic
         elif cell.is_compared:
             if not cell.is_weight and value.nbytes <= _SMALL_BYTES and cell.content is not None:
@@ -471,13 +511,16 @@ class _Restorer:
                 )
             return
         attributes = vars(module)
-        undo.callback(_refill, attributes, dict(attributes))
-        for name in attributes.keys() - saved.names:
-            if _is_restorable(attributes[name]):
-                del attributes[name]
-        for name, value in saved.attributes.items():
-            attributes[name] = self._value(value)
-        attributes["training"] = saved.training
+        if saved.plain is not None and saved.plain.are(attributes):
+            undo.callback(saved.plain.put_back, attributes)
+        else:
+            undo.callback(_refill, attributes, dict(attributes))
+            for name in attributes.keys() - saved.names:
+                if _is_restorable(attributes[name]):
+                    del attributes[name]
+            for name, value in saved.attributes.items():
+                attributes[name] = self._value(value)
+            attributes["training"] = saved.training
         children, buffers = module._modules, module._buffers
         if saved.left is not None:  # the recomputation replaces parts again
             undo.callback(_refill, module._parameters, dict(module._parameters))
@@ -647,8 +690,11 @@ def _is_wrapper(kind: type[nn.Module]) -> bool:
 
 def _has_lazy(module: nn.Module) -> bool:
     """Return whether the module's weights or buffers have no shape yet."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(each is not None and is_lazy(each) for each in tensors)
+    for tensors in (module._parameters, module._buffers):
+        for each in tensors.values():
+            if each is not None and is_lazy(each):
+                return True
+    return False
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:
@@ -662,10 +708,10 @@ def _has_other_parts(saved: _Saved) -> bool:
     module = saved.module
     if saved.children != module._modules:
         return True
-    present = {name: each for name, each in module._parameters.items() if each is not None}
-    return len(present) != len(saved.parameters) or any(
-        cell.value is not present.get(name) for name, cell in saved.parameters.items()
-    )
+    present, found = module._parameters, saved.parameters
+    if len(present) != len(found) and sum(each is not None for each in present.values()) != len(found):
+        return True
+    return any(cell.value is not present.get(name) for name, cell in found.items())
 
 
 def _check_not_remade(saved: _Saved, left: dict[str, Any]) -> None:

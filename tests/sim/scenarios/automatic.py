@@ -81,6 +81,6 @@ def smp_chosen_over_ranks(**config: Any) -> None:
 
 add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
 add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
-add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"), is_quick=True)
+add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"))
 add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
 add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)

@@ -213,6 +213,24 @@ def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent
             assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
 
 
+WAITS_IN_TORCH = """
+    import torch, torch.distributed as dist
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    smp.barrier()
+    if smp.rank() == 1:
+        raise ValueError("the learning rate is negative")
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_wait_of_torch_that_breaks_as_a_rank_fails_ends_with_that_ranks_error(tmp_path: Path) -> None:
+    """Nothing of smpkit is around this wait, and torch says of it no more than `Connection closed by peer`."""
+    told = stories(start(WAITS_IN_TORCH, 2, tmp_path, agent=True))  # far sooner than their deadline
+    assert "RemoteError: rank 1 failed: ValueError: the learning rate is negative" in told[0]
+    assert told[1].strip().endswith("ValueError: the learning rate is negative")
+
+
 LEAVES = """
     import sys
     import smpkit.torch as smp
