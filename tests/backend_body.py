@@ -58,13 +58,15 @@ def a_job_that_succeeds(run: Run, name: str, hosts: tuple[str, str], rank: int =
     assert sent.stdout == f"{name}\n"
     assert "Submitting `" in sent.stderr
     assert f"Follow with `smpkit logs -f {name}" in sent.stderr
+    watched = [json.loads(line) for line in run("status", name, "--watch", "--json").stdout.splitlines()]
+    assert watched[-1]["status"] == "Completed"
     waited = run("wait", name)
     assert (waited.stdout, "Completed" in waited.stderr) == ("", True)
     status = json.loads(run("status", name, "--json").stdout)
     assert (status["name"], status["status"], status["over"], status["failure"]) == (name, "Completed", True, None)
     assert status["instance_count"] == 2
     assert run("status", name).stdout.startswith("Completed after ")
-    lines = [json.loads(line) for line in run("logs", name, "--rank", str(rank), "--json").stdout.splitlines()]
+    lines = [json.loads(line) for line in run("logs", "-f", name, "--rank", str(rank), "--json").stdout.splitlines()]
     assert {(line["host"], line["rank"]) for line in lines} == {(hosts[1], rank)}
     assert run("logs", name, "--tail", "1", "--host", hosts[0]).stdout.startswith(f"{hosts[0]} ")
     found = json.loads(run("jobs", "--json", "--status", "completed").stdout)

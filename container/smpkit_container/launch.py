@@ -83,7 +83,8 @@ def launch(
     timeouts = timeouts_from(environ)
     topology = read_topology(environment)
     if environ.get(RUN_DIR):
-        console.files = LogFiles(Path(environ[RUN_DIR]), "" if topology.node_rank == 0 else topology.host)
+        host = topology.name or topology.host
+        console.files = LogFiles(Path(environ[RUN_DIR]), "" if topology.node_rank == 0 else host)
     environ = with_smdistributed(environment, environ, console)
     with _meeting_port(topology) as port:
         token = job_token(environment)

@@ -109,14 +109,15 @@ class RankEnd:
         """What went wrong, in one line: the exception if there is one, else how the process ended."""
         if self.error is not None and self.error.name != "SystemExit":
             return self.error.message
+        if self.error is not None:  # whatever ended it then, such as the signal that asks for stacks, as Python ends
+            said = self.error.message.removeprefix("SystemExit").removeprefix(": ")
+            more = f": {said}" if said and not said.isdigit() else ""
+            return f"the script exited with code {self.exit_code}{more}"
         if self.status_is_lost:
             return "the process ended, and its watcher, which was stopped or hung, did not say how"
         if self.status is None:
             return "the process did not end, not even after SIGKILL"
         if self.status >= 0:
-            message = self.error.message.removeprefix("SystemExit").removeprefix(": ") if self.error else ""
-            if message and not message.isdigit():
-                return f"the script exited with code {self.exit_code}: {message}"
             return f"the script exited with code {self.exit_code}"
         name = signal_name(-self.status)
         why = [_SIGNAL_REASONS[name]] if name in _SIGNAL_REASONS else []

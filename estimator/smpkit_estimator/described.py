@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +16,7 @@ from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST
 from smpkit_estimator.platform_files import config_files
 
 __all__ = [
+    "described_job",
     "first_of_each",
     "job_to_keep",
     "not_for_schedulers",
@@ -48,6 +50,52 @@ def sent_hyperparameters(job: JobConfig, submit_directory: str, name: str) -> tu
     if per_host:  # else one for each GPU of the host
         sent[PROCESSES_PER_HOST["torchrun"]] = json.dumps(per_host)
     return sent, files["inputdataconfig"]
+
+
+def described_job(
+    job: JobConfig,
+    name: str,
+    now: datetime,
+    submit_directory: str,
+    *,
+    kind: str,
+    prefix: str,
+    port: int | None,
+    interface: str | None = None,
+    grace_seconds: int | None = None,
+) -> dict[str, Any]:
+    """Return `spec.json` of a job whose folders lie in volumes that all hosts mount.
+
+    Args:
+        submit_directory: where hosts find the sources.
+        kind: what stands for the type of the machines.
+        prefix: of the hosts' names, before their numbers.
+        port: where ranks meet, and at the next one the launchers; None = the launcher's default.
+        grace_seconds: how long ranks may save after SIGTERM; None = the launcher's default.
+    """
+    sent, channels = sent_hyperparameters(job, submit_directory, name)
+    places = {}
+    if job.output is not None:
+        output = job.output.rstrip("/")
+        parts = ("model", "output/data", "output/intermediate")
+        places = {part: f"{output}/{name}/{part.rpartition('/')[2]}" for part in parts}
+    if job.checkpoints is not None:
+        places["checkpoints"] = job.checkpoints.uri
+    grace = {} if grace_seconds is None else {"SMPKIT_GRACE_SECONDS": str(grace_seconds)}
+    return {
+        "name": name,
+        "created": now.isoformat(),
+        "hyperparameters": sent,
+        "environment": {**grace, **job.variables},
+        "inputs": {channel: each.uri for channel, each in job.inputs.items()},
+        "channels": channels,
+        "places": places,
+        "instance_type": kind,
+        "interface": interface,
+        "nodes": job.compute.num_hosts,
+        "host_prefix": prefix,
+        "port": port,
+    }
 
 
 def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from smpkit.errors import CloudError, JobError
+from smpkit.errors import CloudError, JobError, UnsupportedError
+from smpkit_estimator.files import folder_here
 
-__all__ = ["NAME", "run_below", "unpack_run"]
+__all__ = ["NAME", "run_below", "run_in_volume", "unpack_run"]
 
 NAME = "run"
 """The launcher names it to the ranks by SMPKIT_RUN_DIR, below SM_OUTPUT_DATA_DIR."""
@@ -26,6 +28,25 @@ def run_below(results: Path, job: str) -> Path:
         hint = "ranks that call `smp.init` leave it; it is there when the first of them has ended"
         raise JobError(f"job `{job}` has left no measurements: there is no folder {folder}", hint=hint)
     return folder
+
+
+def run_in_volume(places: Mapping[str, str], job: str, what: str) -> Path:
+    """Return the folder of a job whose results lie in a volume, if this machine mounts it.
+
+    Args:
+        places: of the job's `spec.json`.
+        what: whose volume it is, such as `a volume of the cluster`.
+
+    Raises:
+        JobError: there is none.
+        UnsupportedError: there are no results that stay, or this machine does not see the volume.
+    """
+    if "output/data" not in places:
+        hint = "name a folder in a volume with `output`"
+        raise UnsupportedError(f"the results of job `{job}` went with its containers", hint=hint)
+    results = Path(places["output/data"])
+    folder_here(str(results.parents[1]), what)  # `output`: the rest is made when the job starts
+    return run_below(results, job)
 
 
 def unpack_run(archive: BinaryIO, into: Path, place: str) -> None:

@@ -26,10 +26,9 @@ __all__ = ["cost"]
     "--price",
     "prices",
     type=PRICE,
-    required=True,
     multiple=True,
     metavar="[TYPE=]AMOUNT",
-    help="Price of one instance or node for one hour; of each type, where there are several.",
+    help="Price of one instance or node for one hour; of each type, where there are several. Default: hours alone.",
 )
 @click.option("--currency", default="USD", show_default=True, help="Currency of the price.")
 @click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
@@ -51,7 +50,7 @@ def cost(
     cluster, the time for which it has its nodes. Runs of an array are counted together.
 
     The price is yours to give: it depends on region, contract and, for spot, on the hour. Storage and traffic are not
-    in it.
+    in it. Without a price, only the node-hours are told.
     """
     path = Path(job)
     estimate = _of_file(path, overrides, hours, chosen) if looks_like_a_file(job) else _of_job(job, chosen)
@@ -59,8 +58,8 @@ def cost(
         {"instance_type": each.instance_type, "instances": each.instance_count, "price_per_hour": price}
         for each, price in _priced(estimate.pop("machines"), prices)
     ]
+    per_hour = sum(each["instances"] * each["price_per_hour"] for each in machines) if prices else None
     alone = machines[0] if len(machines) == 1 else {}
-    per_hour = sum(each["instances"] * each["price_per_hour"] for each in machines)
     estimate |= {
         "instances": sum(each["instances"] for each in machines),
         "node_hours": sum(each["instances"] for each in machines) * estimate["hours"],
@@ -68,18 +67,21 @@ def cost(
         "price_per_hour": alone.get("price_per_hour"),
         "machines": machines,
         "currency": currency,
-        "estimate": round(per_hour * estimate["hours"], 2),
+        "estimate": None if per_hour is None else round(per_hour * estimate["hours"], 2),
     }
     if as_json:
         click.echo(json.dumps(estimate, indent=2))
         return
-    amount = f"{estimate['estimate']:,.2f} {currency}"
-    parts = [
-        f"{each['instances']} × {each['instance_type']} × {estimate['hours']:,.2f} h × {each['price_per_hour']:g} "
-        f"{currency}"
-        for each in machines
-    ]
+    amount = f"{estimate['node_hours']:,.2f} node-hours"
+    if per_hour is not None:
+        amount = f"{estimate['estimate']:,.2f} {currency}"
+    parts = (_part(each, estimate["hours"], currency) for each in machines)
     click.echo(f"{amount} (estimate, {estimate['basis']}): {' + '.join(parts)}")
+
+
+def _part(machines: Mapping[str, Any], hours: float, currency: str) -> str:
+    price = "" if machines["price_per_hour"] is None else f" × {machines['price_per_hour']:g} {currency}"
+    return f"{machines['instances']} × {machines['instance_type']} × {hours:,.2f} h{price}"
 
 
 _Machines = TypeVar("_Machines", bound=HostsOfOneKind)
@@ -87,8 +89,8 @@ _Machines = TypeVar("_Machines", bound=HostsOfOneKind)
 
 def _priced(
     machines: Sequence[_Machines], prices: Iterable[tuple[str | None, float]]
-) -> Iterator[tuple[_Machines, float]]:
-    """Yield the hosts of each kind with their price."""
+) -> Iterator[tuple[_Machines, float | None]]:
+    """Yield the hosts of each kind with their price; None if no price is given at all."""
     kinds = list(dict.fromkeys(each.instance_type for each in machines))
     given: dict[str, float] = {}
     for kind, price in prices:
@@ -102,9 +104,9 @@ def _priced(
             raise UsageError(f"two prices are given for `{name}`", hint="give one for each instance type")
         given[name] = price
     missing = [kind for kind in kinds if kind not in given]
-    if missing:
+    if given and missing:
         raise UsageError(f"no price is given for `{missing[0]}`", hint=f"add `--price {missing[0]}=...`")
-    yield from ((each, given[each.instance_type]) for each in machines)
+    yield from ((each, given.get(each.instance_type)) for each in machines)
 
 
 def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None, chosen: BackendChoice) -> dict[str, Any]:

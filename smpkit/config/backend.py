@@ -88,7 +88,8 @@ class Slurm(Section):
     """More options of `sbatch`, each as one text."""
 
     setup: list[Line] = Field(default_factory=list, max_length=100)
-    """Lines of shell that every node runs before the launcher, such as `module load cuda`."""
+    """Lines of shell that run on the first node before the launchers, which inherit their variables, such as
+    `module load cuda`."""
 
     folder: Location | None = None
     """Where runs are kept: sources, logs, results. Nodes must see it. Default: `SMPKIT_RUNS`, or `~/smpkit-runs`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -19,11 +21,13 @@ from click.testing import CliRunner, Result
 from moto import mock_aws
 
 from smpkit.cli.main import cli
+from smpkit_container.__main__ import main
 from smpkit_container.pod import lay_out, leave_message
 from smpkit_estimator.batch.backend import AwsBatch
 from smpkit_estimator.batch.status import status_of
 from smpkit_estimator.sagemaker import request_shape
-from tests.backend_body import a_job_that_fails, a_job_that_succeeds
+from tests.backend_body import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
+from tests.container.test_peers import free_ports
 
 REGION = "eu-west-1"
 QUEUE = "gpus"
@@ -56,8 +60,8 @@ def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def write(**job: Any) -> None:
-    Path("train.py").write_text("print('hello')")
+def write(script: str = "print('hello')", **job: Any) -> None:
+    Path("train.py").write_text(script)
     options = {"queue": QUEUE, "staging": "s3://bucket/smpkit", "role": ROLE, **job.pop("batch", {})}
     whole = {
         "entry_point": "train.py",
@@ -207,6 +211,45 @@ def test_a_host_reads_what_was_sent(tmp_path: Path) -> None:
     leave_message(base, environ)
     failures = AwsBatch(boto3.Session(region_name=REGION))._failures(made["place"])
     assert failures == ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+
+
+def on_node(index: int, container: dict[str, Any], base: str) -> None:
+    """Be the container of one node, told what Batch tells it."""
+    told = {"AWS_BATCH_JOB_NODE_INDEX": str(index), "AWS_BATCH_JOB_NUM_NODES": "2", "SMPKIT_BASE_DIR": base}
+    if index:
+        told["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = "127.0.0.1"
+    written = {each["name"]: each["value"] for each in container["environment"]}
+    os._exit(main(container["command"], {**os.environ, **written, **told}))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("aws")
+def test_nodes_train_and_a_report_shows_what_they_measured(tmp_path: Path) -> None:
+    """moto starts no nodes. Two processes with a copy of its account are theirs: the launcher's whole way from S3."""
+    shared = tmp_path / "efs"
+    (shared / "out").mkdir(parents=True)
+    with free_ports() as port:
+        write(
+            SCRIPT.read_text(),
+            batch={"volumes": [{"mount": str(shared), "host_path": str(shared)}], "port": port},
+            output=f"{shared}/out",
+            checkpoints=f"{shared}/checkpoints",
+            distribution=PIPELINE,
+            hyperparameters={"steps": 6},
+        )
+        run("submit", "job.yaml", "--name", "real")
+        [node] = sent_nodes("real")["nodeRangeProperties"]
+        assert "has left no measurements" in run("report", "real", code=1).stderr
+        process = multiprocessing.get_context("fork").Process
+        nodes = [process(target=on_node, args=(each, node["container"], f"{tmp_path}/ml-{each}")) for each in (0, 1)]
+        for each in nodes:
+            each.start()
+        for each in nodes:
+            each.join(150)
+            each.kill()
+    assert [each.exitcode for each in nodes] == [0, 0]
+    assert (shared / "out" / "real" / "model" / "losses.txt").read_text() == uninterrupted()
+    a_report_of_it(run, "real")
 
 
 @pytest.mark.usefixtures("aws")

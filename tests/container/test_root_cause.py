@@ -115,3 +115,11 @@ def test_no_failure_no_root_cause() -> None:
 )
 def test_exit_code_is_the_scripts_own(end: RankEnd, code: int) -> None:
     assert end.exit_code == code
+
+
+@pytest.mark.parametrize("status", [2, None, -signal.SIGUSR1, -signal.SIGKILL])
+def test_a_script_that_exited_is_not_said_to_be_killed(status: int | None) -> None:
+    """While Python ends, nothing handles the signal that asks a rank for its stack."""
+    exited = RankError("SystemExit", "SystemExit: 2", "", ("SystemExit: 2",), seconds=1.0, exit_code=2)
+    end = RankEnd(0, status, 1.5, exited)
+    assert (end.headline, end.exit_code) == ("the script exited with code 2", 2)

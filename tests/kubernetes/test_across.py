@@ -93,6 +93,7 @@ def test_cost_counts_node_hours(
     assert machines in user.run("cost", "job.yaml", "--price", "2").stdout
     found = json.loads(user.run("cost", "job.yaml", "--price", "2", "--json").stdout)
     assert (found["node_hours"], found["estimate"]) == (node_hours, 2 * node_hours)
+    assert user.run("cost", "job.yaml").stdout == f"{node_hours:.2f} node-hours (estimate, at most): {machines}\n"
 
 
 @pytest.mark.parametrize(

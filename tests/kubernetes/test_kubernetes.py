@@ -270,7 +270,7 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
 
 @pytest.mark.full
 def test_the_time_limit_gives_ranks_time_to_save(user: User) -> None:
-    user.write(WAITS, hosts=None, compute={"instance_count": 1, "max_run_seconds": 12})
+    user.write(WAITS, hosts=None, compute={"instance_count": 1, "max_run_seconds": 40})
     user.run("submit", "job.yaml", "--name", "limited")
     user.run("wait", "limited", code=1)
     assert user.status("limited")["phase"] == "MaxRuntimeExceeded"

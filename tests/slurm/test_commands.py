@@ -1,14 +1,21 @@
-"""What Slurm's commands print, in the forms of its versions: bare values up to 23.02, wrapped ones since 23.11."""
+"""What Slurm's commands print, in the forms of its versions: bare values up to 23.02, wrapped ones since 23.11.
+
+And what they get.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
+from smpkit.cli.main import cli
 from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.slurm.commands import Record, accounted, records
 
@@ -96,3 +103,39 @@ def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder
     assert (found.ended - found.started).total_seconds() == 55
     command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
     assert accounted("12") is None
+
+
+@pytest.mark.parametrize(
+    ("slurm", "wanted"),
+    [
+        ({"gpus_per_node": "a100:8", "container": "pyxis"}, ["#SBATCH --gpus-per-node=a100:8"]),
+        ({"gres": "gpu:8", "container": "pyxis", "qos": "high", "account": "team"}, ["#SBATCH --gres=gpu:8"]),
+        ({"container": "apptainer", "array": [{"lr": 1}, {"lr": 2}], "array_limit": 1}, ["#SBATCH --array=0-1%1"]),
+    ],
+    ids=["gpus", "gres", "array"],
+)
+def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[str, Any], wanted: list[str]) -> None:
+    """No Slurm is needed for a dry run; GPUs are left to the launcher, which gives each rank one."""
+    (folder / "train.py").touch()
+    job = {
+        "entry_point": "train.py",
+        "image": "registry.io/team/smpkit:1",
+        "compute": {"instance_count": 2},
+        "backend": {"slurm": {"mounts": ["/data"], **slurm}},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    done = CliRunner().invoke(cli, ["submit", str(folder / "job.yaml"), "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    lines = json.loads(done.stdout)["script"].splitlines()
+    wanted += [f"#SBATCH --{name}={slurm[name]}" for name in ("qos", "account") if name in slurm]
+    assert set(wanted) <= set(lines)
+    [started] = [shlex.split(line) for line in lines if line.startswith("srun ")]
+    assert not [word for word in started if word.startswith("--gpu")]
+    if slurm["container"] == "pyxis":
+        assert "--container-image=registry.io#team/smpkit:1" in started
+        [mounts] = [word for word in started if word.startswith("--container-mounts=")]
+        assert mounts.endswith(",/data:/data")
+    else:
+        at = started.index("apptainer")
+        assert started[at : at + 2] == ["apptainer", "exec"]
+        assert started[started.index("docker://registry.io/team/smpkit:1") + 1] == "python3"

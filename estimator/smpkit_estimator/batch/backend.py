@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
-from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UnsupportedError, UsageError
+from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
 from smpkit_estimator.archive import pack
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
 from smpkit_estimator.batch.plan import BatchPlan, plan_job, plan_resumed
@@ -26,7 +26,7 @@ from smpkit_estimator.files import Files, folder_here
 from smpkit_estimator.finding import Finding, tried
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.names import base_name, unique_name
-from smpkit_estimator.run_folder import run_below
+from smpkit_estimator.run_folder import run_in_volume
 from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.status import FINAL, JobStatus
 
@@ -147,10 +147,7 @@ class AwsBatch:
     def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         _, place = self._job(name)
         places = json.loads(self.cloud.read(f"{place}/spec.json"))["places"]
-        if "output/data" not in places:
-            hint = "name a folder in a volume with `output`"
-            raise UnsupportedError(f"the results of job `{name}` went with its containers", hint=hint)
-        return run_below(folder_here(places["output/data"], "a volume of the nodes").path, name)
+        return run_in_volume(places, name, "a volume of the nodes")
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         reached = check_cloud(self.cloud, needed=job is not None)

@@ -19,11 +19,11 @@ from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import Packed, fingerprint
 from smpkit_estimator.batch.requests import BatchFacts, definition, submission
 from smpkit_estimator.described import (
+    described_job,
     first_of_each,
     job_to_keep,
     not_for_schedulers,
     place_problems,
-    sent_hyperparameters,
     shown_spec,
     unused_settings,
     world_problems,
@@ -160,34 +160,24 @@ def _plan(
 
 def _spec(facts: BatchFacts, now: datetime, archive: str) -> dict[str, Any]:
     job, options = facts.job, facts.options
-    sent, channels = sent_hyperparameters(job, archive, facts.name)
+    spec = described_job(
+        job,
+        facts.name,
+        now,
+        archive,
+        kind=options.instance_type or "batch",
+        prefix="node",
+        port=options.port,
+        grace_seconds=options.grace_seconds,
+    )
+    sent = spec["hyperparameters"]
     sent["sagemaker_region"] = json.dumps(facts.region)
     if job.compute.num_hosts > 1:
         sent[TOKEN_FILE] = json.dumps(f"{facts.place}/token")
     if job.secrets:
         places = {name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()}
         sent[SECRETS] = json.dumps(places)
-    found: dict[str, str] = {}
-    if job.output is not None:
-        output = job.output.rstrip("/")
-        parts = ("model", "output/data", "output/intermediate")
-        found = {part: f"{output}/{facts.name}/{part.rpartition('/')[2]}" for part in parts}
-    if job.checkpoints is not None:
-        found["checkpoints"] = job.checkpoints.uri
-    return {
-        "name": facts.name,
-        "created": now.isoformat(),
-        "hyperparameters": sent,
-        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.variables},
-        "inputs": {channel: each.uri for channel, each in job.inputs.items()},
-        "channels": channels,
-        "places": found,
-        "instance_type": options.instance_type or "batch",
-        "interface": None,
-        "nodes": job.compute.num_hosts,
-        "host_prefix": "node",
-        "port": options.port,
-    }
+    return spec
 
 
 def _staging(job: JobConfig) -> str:

@@ -27,7 +27,7 @@ from smpkit_estimator.kubernetes.manifests import JOB_LABEL, JOBSET, LONGEST_NAM
 from smpkit_estimator.kubernetes.plan import KubernetesPlan, plan_job, plan_resumed, proper_name
 from smpkit_estimator.kubernetes.status import STOPPED_AT, state_of, status_of
 from smpkit_estimator.names import base_name, unique_name
-from smpkit_estimator.run_folder import run_below
+from smpkit_estimator.run_folder import run_in_volume
 from smpkit_estimator.status import FINAL, JobStatus
 
 __all__ = ["KubernetesCluster", "open_kubernetes"]
@@ -210,10 +210,7 @@ class KubernetesCluster:
     def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         self._job(name)  # which finds its namespace
         places = self._files(name)["spec.json"]["places"]
-        if "output/data" not in places:
-            hint = "name a folder in a volume with `output`"
-            raise UnsupportedError(f"the results of job `{name}` went with its containers", hint=hint)
-        return run_below(folder_here(places["output/data"], "a volume of the cluster").path, name)
+        return run_in_volume(places, name, "a volume of the cluster")
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         options = job.backend.kubernetes if job is not None else None

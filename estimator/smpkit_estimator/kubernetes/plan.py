@@ -20,11 +20,11 @@ from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import pack
 from smpkit_estimator.described import (
+    described_job,
     first_of_each,
     job_to_keep,
     not_for_schedulers,
     place_problems,
-    sent_hyperparameters,
     shown_spec,
     unused_settings,
     world_problems,
@@ -182,30 +182,17 @@ def plan_resumed(
 
 def _spec(job: JobConfig, name: str, now: datetime) -> dict[str, Any]:
     options = job.backend.kubernetes
-    sent, channels = sent_hyperparameters(job, options.code or "", name)
-    places = {}
-    if job.output is not None:
-        output = job.output.rstrip("/")
-        places = {
-            part: f"{output}/{name}/{part.rpartition('/')[2]}"
-            for part in ("model", "output/data", "output/intermediate")
-        }
-    if job.checkpoints is not None:
-        places["checkpoints"] = job.checkpoints.uri
-    return {
-        "name": name,
-        "created": now.isoformat(),
-        "hyperparameters": sent,
-        "environment": {"SMPKIT_GRACE_SECONDS": str(options.grace_seconds), **job.variables},
-        "inputs": {channel: each.uri for channel, each in job.inputs.items()},
-        "channels": channels,
-        "places": places,
-        "instance_type": "kubernetes",
-        "interface": options.interface,
-        "nodes": job.compute.num_hosts,
-        "host_prefix": "pod",
-        "port": options.port,
-    }
+    return described_job(
+        job,
+        name,
+        now,
+        options.code or "",
+        kind="kubernetes",
+        prefix="pod",
+        port=options.port,
+        interface=options.interface,
+        grace_seconds=options.grace_seconds,
+    )
 
 
 def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
