@@ -43,6 +43,14 @@ def test_each_picture_is_on_a_page_with_words_for_who_cannot_see_it() -> None:
     assert all(len(words) > 20 for words in shown.values())
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("examples/*/README.md")), ids=lambda page: page.parent.name)
+def test_each_example_has_a_picture_and_its_output(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "](../../docs/assets/" in text
+    sessions = re.findall(r"```(?:console)?\n(.*?)```", text, re.DOTALL)
+    assert any(line and not line.startswith("$ ") for session in sessions for line in session.splitlines())
+
+
 def test_the_script_of_each_example_is_short() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("examples/*/*.py")}
     assert {path: count for path, count in lengths.items() if count >= 120} == {}
