@@ -34,6 +34,8 @@ _BUILD: Final = ROOT / "build" / "site"
 """Copies of the pages, and the configuration."""
 _README: Final = PurePosixPath("README.md")
 _LOADED: Final = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="(?:https?:)?//[^"]*"[^>]*>""")
+_UNRESOLVED: Final = re.compile(r"\[<code>[^]]*\]")
+"""A link by reference whose name has code in it, which Python-Markdown leaves as it is."""
 _TOLD: Final = ("Failed to get", "Warning:", "could not be")
 """What Zensical and the plug-ins print about a page that lost something, without failing."""
 
@@ -144,15 +146,18 @@ def problems_of_build(folder: Path = _BUILD) -> list[str]:
     if done.returncode != 0:
         return [re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)]
     told = [line for line in done.stdout.splitlines() if any(word in line for word in _TOLD)]
-    return [*told, *_foreign(folder / "site")]
+    return [*told, *_wrong_in(folder / "site")]
 
 
-def _foreign(built: Path) -> Iterator[str]:
-    """Yield what a page would load from another host."""
+def _wrong_in(built: Path) -> Iterator[str]:
+    """Yield what a page would load from another host, and what should be a link and is none."""
     for page in sorted(built.rglob("*.html")):
-        for tag in _LOADED.findall(page.read_text(encoding="utf-8")):
+        text, name = page.read_text(encoding="utf-8"), page.relative_to(built)
+        for tag in _LOADED.findall(text):
             if "canonical" not in tag:
-                yield f"{page.relative_to(built)} loads from another host: {tag}"
+                yield f"{name} loads from another host: {tag}"
+        for words in _UNRESOLVED.findall(text):
+            yield f"{name}: {words} leads nowhere; write the address behind it, in parentheses"
 
 
 def _correct_edit_links(built: Path, repository: str) -> None:

@@ -85,10 +85,6 @@ def main() -> None:
         step = content["step"]
         scheduler.load_state_dict(content["scheduler"])
 
-    def save() -> None:
-        content = {"step": step, "scheduler": scheduler.state_dict()}
-        smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content, num_kept_partial_checkpoints=2)
-
     say(f"step {step}  held-out loss {evaluate(model, test):.3f}")
     while step < arguments.steps and not smp.stop_requested():
         epoch, done = divmod(step, len(train))
@@ -96,19 +92,21 @@ def main() -> None:
         for tokens in itertools.islice(train, done, None):
             optimizer.zero_grad()
             loss = train_step(model, tokens).reduce_mean()
-            smp.clip_grad_norm_(model.parameters(), 1.0)
+            norm = smp.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             step += 1
-            if step % 20 == 0:
-                say(f"step {step}  loss {loss.item():.3f}")
+            values = {"loss": loss, "gradient norm": norm, "learning rate": scheduler.get_last_lr()[0]}
             ends = step == arguments.steps or smp.stop_requested()
             if ends or step % arguments.save_every == 0:
-                save()
+                values["held-out loss"] = evaluate(model, test)
+                say(f"step {step}  loss {loss.item():.3f}  held-out loss {values['held-out loss']:.3f}")
+                content = {"step": step, "scheduler": scheduler.state_dict()}
+                smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content)
+            smp.log(values, step, mean_over=smp.DP_GROUP)  # to the run's folder, and to the job file's trackers
             if ends:
                 break
 
-    say(f"step {step}  held-out loss {evaluate(model, test):.3f}")
     say(str(smp.offload_report()))
     smp.save_pretrained(arguments.output)  # all ranks; the weights are bfloat16, as they were trained
     if smp.rank() == 0:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from pathlib import Path
 
 import torch
 from data import Batches, standard_library
 from model import GPT, Shape
-from progress import Progress
+from sample import write
 from torch.nn import functional
 
 import smpkit.torch as smp
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the job's hyperparameters; a launcher may add arguments of its own, so unknown ones are let pass."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
@@ -28,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--write-bytes", type=int, default=160, help="how much the trained model writes at the end")
     parser.add_argument("--recompute", default="none", help="checkpoint the blocks: each, contiguous or group_N")
     parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "runs/checkpoints"))
-    return parser.parse_known_args()[0]
+    return parser.parse_known_args()[0]  # a launcher may add arguments of its own
 
 
 @smp.step
@@ -43,32 +41,13 @@ def test_step(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch.
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-@smp.step
-def score_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens)[:, -1]
-
-
-def write(model: smp.DistributedModel, prompt: str, length: int, context: int, temperature: float = 0.7) -> str:
-    """Continue `prompt` by `length` bytes, once per microbatch; every rank takes part, and all write the same."""
-    generator = torch.Generator(smp.state.device).manual_seed(0)
-    tokens = torch.tensor([list(prompt.encode())] * smp.state.cfg.microbatches, device=smp.state.device)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(length):
-            scores = score_step(model, tokens[:, -context:]).concat() / temperature
-            tokens = torch.cat([tokens, torch.multinomial(scores.softmax(-1), 1, generator=generator)], dim=1)
-    model.train()
-    return bytes(tokens[0].tolist()).decode(errors="replace")
-
-
 def evaluate(model: smp.DistributedModel, batches: Batches, count: int = 4) -> float:
     """Return the mean loss on text the model never trained on, in nats per byte, over all ranks."""
     model.eval()
     with torch.no_grad():
         losses = [test_step(model, *batches.at(step)).reduce_mean().item() for step in range(count)]
     model.train()
-    everyone = [loss for losses in smp.allgather(losses, smp.DP_GROUP) for loss in losses]
-    return sum(everyone) / len(everyone)
+    return float(torch.tensor(smp.allgather(losses, smp.DP_GROUP)).mean())
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -77,14 +56,18 @@ def learning_rate(step: int, steps: int) -> float:
     return warmup * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
+def say(text: str) -> None:
+    if smp.rank() == 0:
+        print(text, flush=True)
+
+
 def main() -> None:
     arguments = parse_arguments()
     smp.init()
     smp.stop_requested()  # from here on SIGTERM (a spot reclaim, say) ends the loop below, not the process
     torch.manual_seed(0)
 
-    shape = Shape()
-    text = standard_library(arguments.text_bytes)
+    shape, text = Shape(), standard_library(arguments.text_bytes)
     held_out = len(text) // 20
     train = Batches(text[:-held_out], arguments.batch, shape.context, seed=smp.dp_rank())
     test = Batches(text[-held_out:], arguments.batch, shape.context, seed=1000 + smp.dp_rank())
@@ -99,42 +82,32 @@ def main() -> None:
     step = 0
     if smp.latest_checkpoint(arguments.checkpoints):
         content = smp.resume_from_checkpoint(arguments.checkpoints)
-        step = int(content["step"])
+        step = content["step"]
         scheduler.load_state_dict(content["scheduler"])
 
     def save() -> None:
         content = {"step": step, "scheduler": scheduler.state_dict()}
         smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content, num_kept_partial_checkpoints=2)
 
-    first = evaluate(model, test)
-    progress = Progress(smp.rank() == 0, arguments.steps, start=step)
-    progress.say(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes of text, {smp.size()} ranks, "
-        f"{smp.state.cfg.microbatches} microbatches; held-out loss {first:.2f} at step {step}"
-    )
-    began = time.perf_counter()
-    started_at = step
-    while step < arguments.steps and not smp.stop_requested():
+    before, started = evaluate(model, test), step
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes of text")
+    say(f"held-out loss {before:.2f} at step {step}")
+    bar = smp.progress(range(step + 1, arguments.steps + 1), initial=step, total=arguments.steps)
+    for step in bar:
         optimizer.zero_grad()
-        loss = train_step(model, *train.at(step)).reduce_mean()
+        loss = train_step(model, *train.at(step - 1)).reduce_mean()
         optimizer.step()
         scheduler.step()
-        step += 1
-        progress.update(step, f"loss {loss.item():.3f}")
-        if step % arguments.save_every == 0:
+        bar.set_postfix(loss=loss.item(), refresh=False)
+        stops = smp.stop_requested()
+        if stops or step == arguments.steps or step % arguments.save_every == 0:
             save()
-    if step % arguments.save_every:
-        save()
-    seconds = time.perf_counter() - began
+        if stops:
+            break
 
-    last = evaluate(model, test)
-    bytes_seen = (step - started_at) * arguments.batch * shape.context * smp.dp_size()
-    progress.say(
-        f"held-out loss {first:.2f} -> {last:.2f} nats per byte in {step - started_at} steps, "
-        f"{bytes_seen / max(seconds, 1e-9):,.0f} bytes per second"
-    )
+    say(f"held-out loss {before:.2f} -> {evaluate(model, test):.2f} nats per byte in {step - started} steps")
     written = write(model, "    def ", arguments.write_bytes, shape.context)
-    progress.say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
+    say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
     weights = model.state_dict(gather_to_rank0=True)
     folder = os.environ.get("SM_MODEL_DIR")
     if folder and smp.rank() == 0:

@@ -6,9 +6,23 @@ from collections import Counter
 from types import TracebackType
 
 import torch
+from model import make_model
 from torch import Tensor
 
-from smpkit import OffloadModel
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.testing import EmulatedLink
+
+
+def warm_up(device: torch.device) -> None:
+    """Train a tiny model, so that code, kernels and threads, which every process needs once, are there."""
+    network = make_model(64, 1, 1)
+    links = (EmulatedLink(), EmulatedLink()) if device.type == "cpu" else None
+    model = OffloadModel(network, device, checkpoint_activation=True, links=links)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=1.0)
+    for _ in range(2):
+        model(torch.zeros(2, 1, dtype=torch.long)).logsumexp(-1).sum().backward()
+        optimizer.step()
+    model.synchronize()
 
 
 class DeviceMeter:

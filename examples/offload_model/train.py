@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from accounting import DeviceMeter
+from accounting import DeviceMeter, warm_up
 from budget import MIB, choose_layers, choose_slices, planned_device_bytes, planned_host_bytes, resident_bytes
 from model import make_model, num_parameters
 from torch.nn import functional
@@ -24,7 +24,7 @@ from smpkit.testing import EmulatedLink
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device-budget-mib", type=float, default=8)
+    parser.add_argument("--device-budget-mib", type=float, default=12)
     parser.add_argument("--host-gib", type=float, help="as many layers as the host's memory holds, not --layers")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=12)
@@ -34,18 +34,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     return parser.parse_args()
-
-
-def warm_up(device: torch.device) -> None:
-    """Train a tiny model, so that code, kernels and threads, which every process needs once, are there."""
-    network = make_model(64, 1, 1)
-    links = (EmulatedLink(), EmulatedLink()) if device.type == "cpu" else None
-    model = OffloadModel(network, device, checkpoint_activation=True, links=links)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=1.0)
-    for _ in range(2):
-        model(torch.zeros(2, 1, dtype=torch.long)).logsumexp(-1).sum().backward()
-        optimizer.step()
-    model.synchronize()
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
     from smpkit.plan.offload.model import Machine, OffloadedModel, StepTime
+    from smpkit.plan.svg import Bars
 
 __all__ = ["options", "run"]
 
@@ -64,8 +65,8 @@ class _Plan:
         return found
 
 
-def run(values: dict[str, Any], count_parameters: Callable[[], int] | None, *, as_json: bool) -> None:
-    """Print the plan.
+def run(values: dict[str, Any], count_parameters: Callable[[], int] | None, *, as_json: bool) -> Iterator[Bars]:
+    """Print the plan; return its pictures.
 
     Args:
         values: the command's options.
@@ -74,7 +75,12 @@ def run(values: dict[str, Any], count_parameters: Callable[[], int] | None, *, a
     made = _plan(values, count_parameters)
     if as_json:
         click.echo(json.dumps(_plain(made), indent=2))
-        return
+    else:
+        _print(made)
+    return _pictures(made)
+
+
+def _print(made: _Plan) -> None:
     click.echo("\n".join(_report(made)))
     for name, fits in made.fits.items():
         if not fits:
@@ -148,6 +154,26 @@ def _report(made: _Plan) -> Iterator[str]:
         room = f"{made.host_gib:g} GiB of host memory, 8 GiB of it left free"
         yield f"largest   {_count(made.largest)} parameters fit {room}"
     yield "(gradient clipping updates just-in-time; rates count no recomputation)"
+
+
+def _pictures(made: _Plan) -> Iterator[Bars]:
+    """Yield what the device and the host hold, and what each part of the machine does of a step."""
+    from smpkit.cli._plan_picture import memory_bars
+    from smpkit.plan.offload.model import WORKSPACE_BYTES, device_parts_bytes, host_parts_bytes
+    from smpkit.plan.svg import Bar, Bars
+
+    device = {**device_parts_bytes(made.model), "workspace": WORKSPACE_BYTES}
+    yield memory_bars("memory of the device", {"device": device}, made.device_gib)
+    yield memory_bars("memory of the host", {"host": host_parts_bytes(made.model)}, made.host_gib)
+    step = made.times["overlapped"]
+    busy = [
+        Bar("device", {"forward": step.forward_seconds, "backward": step.backward_seconds}),
+        Bar("link in", {"weights in": step.in_seconds}),
+        Bar("link out", {"gradients out": step.out_seconds}),
+        Bar("host", {"update": step.update_seconds}),
+    ]
+    title = f"a step of {step.total_seconds:.2f} s: how long each part of the machine works"
+    yield Bars(title, busy, "s", step.total_seconds)
 
 
 def _count(number: float) -> str:

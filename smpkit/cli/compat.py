@@ -40,9 +40,9 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     """Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.
 
     \b
-    smpkit compat -- python train.py --epochs 3
-    smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py
-    smpkit compat --check train.py
+    `smpkit compat -- python train.py --epochs 3`
+    `smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py`
+    `smpkit compat --check train.py`
 
     Put `--` before the command. A failure under torchrun is shown as by `smpkit run`. Where SMP v1 itself is installed,
     that is what the command finds, and a note says so. Packages that are gone, such as Apex, are replaced by stand-ins

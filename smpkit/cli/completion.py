@@ -15,9 +15,9 @@ def completion(shell: str) -> None:
     """Print the completion script of SHELL.
 
     \b
-    bash   smpkit completion bash >> ~/.bashrc
-    zsh    smpkit completion zsh >> ~/.zshrc
-    fish   smpkit completion fish > ~/.config/fish/completions/smpkit.fish
+    bash   `smpkit completion bash >> ~/.bashrc`
+    zsh    `smpkit completion zsh >> ~/.zshrc`
+    fish   `smpkit completion fish > ~/.config/fish/completions/smpkit.fish`
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
     from click.shell_completion import get_completion_class
 

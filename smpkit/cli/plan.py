@@ -14,7 +14,9 @@ from smpkit.cli._job import override_options
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from smpkit.plan.schedule.simulate import Timeline
+    from collections.abc import Iterator
+
+    from smpkit.plan.svg import Bars, Drawing
 
 __all__ = ["plan"]
 
@@ -61,15 +63,25 @@ def plan(
 
     KEY of `--sweep` is a parameter such as `microbatches`, or the place of any setting; several are combined.
     """
-    if picture is not None and (options["offload_model"] or compare or sweeps):
-        raise UsageError("`--svg` draws one schedule", hint="leave `--offload-model`, `--compare` and `--sweep` out")
+    drawings: Iterator[Drawing | Bars]
     if options["offload_model"]:
-        _offload_model(file, options, as_json=as_json)
-        return
-    if compare or sweeps:
-        _several(file, overrides, options, compare, sweeps, as_json=as_json)
-        return
+        drawings = _offload_model(file, options, as_json=as_json)
+    elif compare or sweeps:
+        drawings = _several(file, overrides, options, compare, sweeps, as_json=as_json)
+    else:
+        drawings = _one(file, overrides, options, as_json=as_json)
+    if picture is not None:
+        from smpkit.plan.svg import svg
+
+        write_file(picture, svg(list(drawings)), "picture")
+        _console.current().note(f"picture: {picture}")
+
+
+def _one(
+    file: Path | None, overrides: tuple[str, ...], options: dict[str, Any], *, as_json: bool
+) -> Iterator[Drawing | Bars]:
     from smpkit.cli._plan_json import plain
+    from smpkit.cli._plan_picture import of_plan
     from smpkit.cli._plan_text import advise, report
     from smpkit.cli._planned import plan_of, world_of
 
@@ -79,20 +91,10 @@ def plan(
     else:
         click.echo("\n".join(report(made)))
         advise(made)
-    if picture is not None:
-        write_file(picture, _svg(made.plan.timeline), "picture")
-        _console.current().note(f"picture: {picture}")
+    return of_plan(made)
 
 
-def _svg(timeline: Timeline) -> str:
-    from smpkit.plan.schedule.svg import Drawing, svg
-
-    schedule = timeline.schedule
-    title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
-    return svg([Drawing(title, timeline)])
-
-
-def _offload_model(file: Path | None, options: dict[str, Any], *, as_json: bool) -> None:
+def _offload_model(file: Path | None, options: dict[str, Any], *, as_json: bool) -> Iterator[Bars]:
     from smpkit.cli._planned import describe, speed_of
 
     if file is not None:
@@ -103,7 +105,7 @@ def _offload_model(file: Path | None, options: dict[str, Any], *, as_json: bool)
     def count() -> int:
         return sum(tensor.num_elements for tensor in describe(target, Path()).tensors.values())
 
-    _plan_offload_model.run(options, count if target else None, as_json=as_json)
+    return _plan_offload_model.run(options, count if target else None, as_json=as_json)
 
 
 def _several(
@@ -114,7 +116,8 @@ def _several(
     sweeps: tuple[str, ...],
     *,
     as_json: bool,
-) -> None:
+) -> Iterator[Drawing | Bars]:
+    from smpkit.cli._plan_picture import of_plans
     from smpkit.cli._plan_several import compared, plain, report, swept
 
     if compare and (file is not None or sweeps):
@@ -126,3 +129,4 @@ def _several(
     else:
         found = swept(file, sweeps, overrides, options)
     click.echo(json.dumps(plain(found), indent=2) if as_json else "\n".join(report(found)))
+    return of_plans([(row.name, row.planned) for row in found if row.planned is not None])

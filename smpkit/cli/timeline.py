@@ -105,7 +105,7 @@ def _write_trace(run: Run, folder: Path, path: Path, numbers: Sequence[int] | No
 
 
 def _svg(step: ExecutedStep) -> str:
-    from smpkit.plan.schedule.svg import Drawing, svg
+    from smpkit.plan.svg import Drawing, svg
 
     timelines = {"planned": step.planned, "executed": step.executed}
     return svg([Drawing(f"{name}: {_summary(each)}", each) for name, each in timelines.items() if each is not None])

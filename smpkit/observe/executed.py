@@ -79,7 +79,7 @@ class ExecutedStep:
 
     def _repr_html_(self) -> str:
         """Draw it in a notebook, below the planned step."""
-        from smpkit.plan.schedule.svg import Drawing, svg
+        from smpkit.plan.svg import Drawing, svg
 
         both = {"planned": self.planned, "executed": self.executed}
         return svg(

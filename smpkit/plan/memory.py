@@ -173,9 +173,22 @@ class RankMemory:
     @property
     def total_bytes(self) -> int:
         """The most at a time of all that is known."""
-        known = self.parameters_bytes + self.gradients_bytes + self.reduction_bytes + self.optimizer_bytes
-        known += self.masters_bytes
-        return known + max(self.gathered_bytes + (self.activations_bytes or 0), self.step_bytes)
+        return sum(self.parts_bytes.values())
+
+    @property
+    def parts_bytes(self) -> dict[str, int]:
+        """What that is made of; with the optimizer its masters."""
+        activations = self.activations_bytes or 0
+        in_step = self.step_bytes > self.gathered_bytes + activations
+        parts = {
+            "parameters": self.parameters_bytes,
+            "gathered": 0 if in_step else self.gathered_bytes,
+            "gradients": self.gradients_bytes + (self.step_bytes if in_step else 0),
+            "reduction": self.reduction_bytes,
+            "optimizer": self.masters_bytes + self.optimizer_bytes,
+            "activations": 0 if in_step else activations,
+        }
+        return {kind: num_bytes for kind, num_bytes in parts.items() if num_bytes}
 
 
 def memory_of_ranks(

@@ -34,7 +34,7 @@ def progress(batches: Iterable[_Batch], *, total: int | None = None, **options: 
             bar.set_postfix(loss=loss.item())
 
     The bar is tqdm's, so its methods and options are, too. On a terminal it stays on the bottom line, also through
-    `smpkit run`; in a log it is a line every ten seconds at most.
+    `smpkit run`; in a log it is a line every ten seconds at most, and one at the end.
 
     Args:
         total: how many batches there are, if `len(batches)` does not say.
@@ -49,4 +49,7 @@ def progress(batches: Iterable[_Batch], *, total: int | None = None, **options: 
         **({} if sys.stderr.isatty() else {"ncols": _COLUMNS}),
         **options,
     }
-    return tqdm(batches, total=total, **chosen)
+    bar = tqdm(batches, total=total, **chosen)
+    if "delay" not in options:
+        bar.delay = 0  # only the first line waits; the last one is also written of a loop too short for others
+    return bar

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -423,7 +424,26 @@ def test_a_picture_of_the_schedule(smpkit: Smpkit, tmp_path: Path) -> None:
     assert "interleaved, 8 microbatches, bubble 27.3%" in picture
 
 
-def test_a_picture_of_several_plans_is_refused(smpkit: Smpkit, tmp_path: Path) -> None:
-    result = smpkit("plan", "--compare", "a.yaml", "b.yaml", "--svg", str(tmp_path / "plan.svg"))
-    assert result.exit_code == 2
-    assert "`--svg` draws one schedule" in result.stderr
+def test_a_picture_of_a_sweep_has_the_schedule_of_each_plan(smpkit: Smpkit, tmp_path: Path) -> None:
+    (tmp_path / "mp.yaml").write_text("pipeline_parallel_degree: 2\n")
+    arguments = ("plan", str(tmp_path / "mp.yaml"), "--sweep", "microbatches=2,4", "--svg", str(tmp_path / "plan.svg"))
+    assert smpkit(*arguments).exit_code == 0
+    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert "microbatches 2: interleaved, 2 microbatches" in picture
+    assert "microbatches 4: interleaved, 4 microbatches" in picture
+    assert picture.count('class="f"') == 2 * (2 + 4) + 1
+
+
+def test_a_picture_of_an_offload_model_says_what_it_holds_and_what_works_how_long(
+    smpkit: Smpkit, tmp_path: Path
+) -> None:
+    sizes = ("--params", "6.7e9", "--slices", "32", "--memory-gib", "24")
+    said = smpkit("plan", "--offload-model", *sizes, "--svg", str(tmp_path / "plan.svg"))
+    assert said.exit_code == 0
+    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert "memory of the device, of 24 GiB" in picture
+    [device, host] = re.findall(r"memory +device ([\d.]+) GiB  host ([\d.]+) GiB", said.stdout)[0]
+    totals = [f"{float(number):.1f}" for number in re.findall(r">([\d.]+) GiB</text>", picture)]
+    assert totals == [device, host]
+    for kind in ("backward", "weights in", "gradients out", "update"):
+        assert f">{kind}</text>" in picture

@@ -12,30 +12,23 @@ from smpkit.cli.main import cli
 from tests.docs.blocks import PAGES, ROOT
 
 _SCRIPT = (ROOT / "scripts/pictures").read_text(encoding="utf-8")
-_PLANS = re.findall(r"^plan ([\w-]+) '(.*)'$", _SCRIPT, re.MULTILINE)
-_EXAMPLES = re.findall(r"^example (\w+)(.*)$", _SCRIPT, re.MULTILINE)
+_PLANNED = re.findall(r"^planned ([\w-]+) (.*)$", _SCRIPT, re.MULTILINE)
 
 
-def drawn(folder: Path, *arguments: str) -> str:
-    result = CliRunner().invoke(cli, ["plan", *arguments, "--svg", str(folder / "plan.svg")])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(name, arguments, id=name, marks=[pytest.mark.full] * ("--model " in arguments))
+        for name, arguments in _PLANNED
+    ],
+)
+def test_a_picture_is_not_stale(name: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    drawn = tmp_path / "plan.svg"
+    result = CliRunner().invoke(cli, ["plan", *arguments.split(), "--svg", str(drawn)])
     assert result.exit_code == 0, result.output
-    return (folder / "plan.svg").read_text(encoding="utf-8")
-
-
-def recorded(name: str) -> str:
-    return (ROOT / f"docs/assets/{name}.svg").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("name", "parameters"), _PLANS, ids=[name for name, _ in _PLANS])
-def test_a_picture_is_not_stale(name: str, parameters: str, tmp_path: Path) -> None:
-    (tmp_path / "parameters.json").write_text(parameters, encoding="utf-8")
-    assert drawn(tmp_path, str(tmp_path / "parameters.json")) == recorded(name), "run scripts/pictures"
-
-
-@pytest.mark.parametrize(("name", "options"), _EXAMPLES, ids=[name for name, _ in _EXAMPLES])
-def test_the_picture_of_an_example_is_not_stale(name: str, options: str, tmp_path: Path) -> None:
-    picture = drawn(tmp_path, str(ROOT / f"examples/{name}/job.yaml"), *options.split())
-    assert picture == recorded(f"example-{name.replace('_', '-')}"), "run scripts/pictures"
+    recorded = (ROOT / f"docs/assets/{name}.svg").read_text(encoding="utf-8")
+    assert drawn.read_text(encoding="utf-8") == recorded, "run scripts/pictures"
 
 
 def test_each_picture_is_on_a_page_with_words_for_who_cannot_see_it() -> None:
@@ -48,3 +41,16 @@ def test_each_picture_is_on_a_page_with_words_for_who_cannot_see_it() -> None:
     }
     assert set(shown) == {path.name for path in (ROOT / "docs/assets").glob("*.svg")}
     assert all(len(words) > 20 for words in shown.values())
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("examples/*/README.md")), ids=lambda page: page.parent.name)
+def test_each_example_has_a_picture_and_its_output(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "](../../docs/assets/" in text
+    sessions = re.findall(r"```(?:console)?\n(.*?)```", text, re.DOTALL)
+    assert any(line and not line.startswith("$ ") for session in sessions for line in session.splitlines())
+
+
+def test_the_script_of_each_example_is_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("examples/*/*.py")}
+    assert {path: count for path, count in lengths.items() if count >= 120} == {}

@@ -67,6 +67,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
         ("[lost](glossary.md#nowhere)", "anchor does not exist"),
         ("::: smpkit.torch.nowhere", "could not be"),
         ("[lost][smpkit.torch.nowhere]", "unresolved autoref"),
+        ("[`lost`]\n\n[`lost`]: glossary.md", "leads nowhere"),
         ('<img src="https://elsewhere.example/a.png">', "loads from another host"),
     ],
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.example_job import EXAMPLES, launched, on_forked_ranks, run_file
 
 EXAMPLE = EXAMPLES / "finetune"
-HELD_OUT = re.compile(r"step (\d+)  held-out loss ([\d.]+)")
+HELD_OUT = re.compile(r"step (\d+)  (?:loss [\d.]+  )?held-out loss ([\d.]+)")
 
 
 @pytest.fixture
@@ -28,15 +30,15 @@ def small(tmp_path: Path) -> dict[str, Any]:
 
 def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str, Any]) -> None:
     told = HELD_OUT.findall(on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 5}))
-    (first, before), (last, after) = [(int(step), float(loss)) for step, loss in told]
-    assert (first, last) == (0, 5)
+    (first, before), (middle, _), (last, after) = [(int(step), float(loss)) for step, loss in told]
+    assert (first, middle, last) == (0, 4, 5)
     assert before == pytest.approx(6.93, abs=0.15)  # ln 1024: it knows nothing
     assert after < before - 0.25
 
     output = on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 6})
     (first, resumed), (last, after) = [(int(step), float(loss)) for step, loss in HELD_OUT.findall(output)]
     assert (first, last) == (5, 6)
-    assert resumed == float(told[1][1])
+    assert resumed == float(told[-1][1])
     out, on_device = re.search(r"([\d.]+) \wiB out.* at most ([\d.]+) KiB on the device", output).groups()  # type: ignore[union-attr]
     assert float(out) > 0
     assert float(on_device) > 0
@@ -49,9 +51,15 @@ def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str,
 
 @pytest.mark.full
 def test_the_job_as_it_is_run(small: dict[str, Any], tmp_path: Path) -> None:
-    places = [part for name in ("output", "checkpoints") for part in ("--set", f"{name}={tmp_path / f'job-{name}'}")]
+    shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     sizes = {name: small[name] for name in ("text", "batch", "context", "save-every")}
-    channel = ("--set", f"inputs.model={small['model']}")
-    launched(EXAMPLE / "job.yaml", {**sizes, "steps": 2}, *channel, *places)
-    assert (tmp_path / "job-output" / "model" / "model.safetensors").is_file()
-    assert (tmp_path / "job-output" / "model" / "tokenizer.json").is_file()
+    job = tmp_path / "example" / "job.yaml"
+    launched(job, {**sizes, "steps": 2}, "--set", f"inputs.model={small['model']}")
+    model = tmp_path / "example" / "runs" / "output" / "model"
+    assert (model / "model.safetensors").is_file()
+    assert (model / "tokenizer.json").is_file()
+    [board] = job.parent.glob("runs/finetune-*/tensorboard")
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert [value.step for value in events.Scalars("loss")] == [1, 2]
+    assert [value.step for value in events.Scalars("held-out loss")] == [2]

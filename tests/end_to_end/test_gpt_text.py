@@ -85,6 +85,7 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
     assert before == pytest.approx(after, abs=0.02)
     assert now < before - 0.02
     assert more == 20
+    assert f" {steps + 22}/{steps + 22} [" in output + errors, "the bar's last line"
 
 
 @pytest.mark.full

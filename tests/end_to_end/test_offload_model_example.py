@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offload_model"
 
 
@@ -45,6 +47,13 @@ def test_the_hosts_peak_is_what_the_plan_says() -> None:
     planned, measured = float(host[1]), float(host[2])
     assert float(needed[1]) < planned
     assert 0.85 * planned < measured < 1.1 * planned
+
+
+@pytest.mark.full
+def test_it_runs_without_an_option() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "step   39  loss " in done.stdout
 
 
 def test_a_budget_for_less_than_a_layer_is_refused() -> None:

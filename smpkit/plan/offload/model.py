@@ -23,7 +23,9 @@ __all__ = [
     "OffloadedModel",
     "StepTime",
     "Update",
+    "device_parts_bytes",
     "device_peak_bytes",
+    "host_parts_bytes",
     "host_peak_bytes",
     "largest_parameters",
     "step_time",
@@ -264,6 +266,11 @@ def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
 
 
 def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> float:
+    """Return what the device holds at most; see `device_parts_bytes`, whose arguments these are."""
+    return sum(device_parts_bytes(model, in_slice_bytes).values())
+
+
+def device_parts_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> dict[str, float]:
     """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, and borders.
 
     Two borders that left are held until the host can know that they are copied, and one is loaded ahead; with several
@@ -273,23 +280,33 @@ def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None
     Args:
         in_slice_bytes: what one microbatch needs in one slice, with its input and output; None: that of dense blocks.
     """
-    slice_bytes = model.imbalance * model.weights_bytes / model.num_slices
+    slices_bytes = min(2, model.num_slices) * model.imbalance * model.weights_bytes / model.num_slices
     border = model.border_bytes / model.num_microbatches
     if in_slice_bytes is None:
         in_slice_bytes = _SAVED_UNITS * border * model.layers / model.num_slices
     num_borders = 0 if model.num_slices == 1 else 3 if model.num_microbatches == 1 else 4
-    return 2 * min(2, model.num_slices) * slice_bytes + in_slice_bytes + num_borders * border
+    activations = in_slice_bytes + num_borders * border
+    return {"parameters": slices_bytes, "gradients": slices_bytes, "activations": activations}
 
 
 def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:
-    """Return what the host holds: fp32 states, the weights as they travel, gradients that wait, all slice borders.
+    """Return what the host holds at most; see `host_parts_bytes`, whose arguments these are."""
+    return sum(host_parts_bytes(model, update).values())
+
+
+def host_parts_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> dict[str, float]:
+    """Return what the host holds: the weights as they travel, gradients that wait, fp32 states, all slice borders.
 
     Weights of 4 bytes are the master weights themselves. Overlapped, two slices' gradients wait; otherwise all.
     """
     working = model.weights_bytes if model.number_bytes < _MASTER_BYTES else 0.0
     waiting = min(1.0, 2 * model.imbalance / model.num_slices) if update is Update.OVERLAPPED else 1.0
-    borders = model.num_slices * model.border_bytes
-    return model.states_bytes + working + waiting * model.weights_bytes + borders
+    return {
+        "parameters": working,
+        "gradients": waiting * model.weights_bytes,
+        "optimizer": model.states_bytes,
+        "activations": model.num_slices * model.border_bytes,
+    }
 
 
 def largest_parameters(

@@ -107,7 +107,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """Draw it in a notebook."""
-        from smpkit.plan.schedule.svg import Drawing, svg
+        from smpkit.plan.svg import Drawing, svg
 
         count = f"{self.schedule.num_microbatches} microbatches"
         return svg([Drawing(f"{self.schedule.name}, {count}, bubble {self.bubble:.1%}", self)])

@@ -18,6 +18,8 @@ __all__ = ["DRIVER", "Browser"]
 
 DRIVER: Final = shutil.which("chromedriver")
 _SECONDS: Final = 30
+_READY: Final = "document.documentElement.dataset.ready === 'yes'"
+"""Of a report: its charts are drawn."""
 _STARTED: Final = re.compile(r"started successfully on port (\d+)")
 
 
@@ -61,14 +63,18 @@ class Browser:
             self._driver.terminate()
             self._driver.wait(_SECONDS)
 
-    def show(self, path: Path, width: int, scheme: str = "light") -> None:
-        """Show a file in a window of this width, to a reader who prefers this colour scheme."""
+    def show(self, page: Path | str, width: int, scheme: str = "light", ready: str = _READY) -> None:
+        """Show a file or an address in a window of this width, to a reader who prefers this colour scheme.
+
+        Args:
+            ready: what is true of the page when it is there.
+        """
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.devtools("Emulation.setEmulatedMedia", {"features": features})
-        self._ask("POST", "/url", {"url": path.absolute().as_uri()})
-        self.wait_until("document.documentElement.dataset.ready === 'yes'")
+        self._ask("POST", "/url", {"url": page if isinstance(page, str) else page.absolute().as_uri()})
+        self.wait_until(ready)
 
     def run(self, script: str, *arguments: object) -> Any:
         """Return what a script returns."""

@@ -1,0 +1,73 @@
+"""The built site in a real browser: nothing overflows, every picture is drawn, and only this server is asked."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import site
+from tests.docs.test_site import needs_zensical
+from tests.observe.report.browser import DRIVER, Browser
+
+pytestmark = [
+    pytest.mark.full,
+    needs_zensical,
+    pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium chromium-driver"),
+]
+
+PAGES = (
+    "index.html",
+    "tutorials/first-pipeline.html",
+    "how-to/cut-memory.html",
+    "examples/offload_model/index.html",
+    "reference/python/runtime.html",
+    "reference/cli.html",
+)
+UNDRAWN = "return [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src)"
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the base class
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("site")
+    assert site.build(folder / "built") == 0
+    handler = functools.partial(_Quiet, directory=str(folder / "built"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_fits_the_window_and_is_whole(
+    browser: Browser, address: str, page: str, width: int, scheme: str, tmp_path: Path
+) -> None:
+    browser.requests()
+    browser.log("browser")
+    browser.show(f"{address}/{page}", width, scheme, ready="document.readyState === 'complete'")
+    browser.picture(tmp_path / "page.png")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert browser.run(UNDRAWN) == []
+    assert [entry for entry in browser.log("browser") if entry["level"] == "SEVERE"] == []
+    assert [asked for asked in browser.requests() if not asked.startswith((address, "data:", "blob:"))] == []
+    dark = (
+        "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).every((part) => part < 90)"
+    )
+    assert browser.run(dark) == (scheme == "dark")
