@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import importlib
 
+from tests.vision_libraries import MISSING, import_torchvision
+
 __all__ = ["MODELS", "MODULES"]
 
 _LATE = (
@@ -20,6 +22,8 @@ _LATE = (
 MODULES = ("smpkit.torch", *_LATE, "torch._dynamo", "hypothesis", "pytest", "accelerate")
 MODELS = ("bert", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "roberta", "t5", "vit")
 
+if "torchvision" not in MISSING:
+    import_torchvision()  # transformers would
 for module in (*MODULES, *(f"transformers.models.{model}.modeling_{model}" for model in MODELS)):
     importlib.import_module(module)
 

@@ -2,9 +2,9 @@
 
 ::
 
-    module(x)   nn.Module.__call__   ModuleCall   dispatch      checkpointing   the module's own call
-                                                  (a pipeline   (settings of    (hooks and forward,
-                                                   or streams)   the user's)     or compiled)
+    module(x)   nn.Module.__call__   ModuleCall               checkpointing   the module's own call
+                                     (its subclasses: where   (settings of    (hooks and forward,
+                                      and how a call runs)     the user's)     or compiled)
 
 Nothing is wrapped: names, classes and state dicts stay the user's, and copies of a module are plain modules again.
 """
@@ -12,27 +12,18 @@ Nothing is wrapped: names, classes and state dicts stay the user's, and copies o
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = [
-    "CallWrapper",
-    "Dispatch",
-    "ModuleCall",
-    "ModuleSetting",
-    "OriginalCall",
-    "expose_original_forwards",
-    "on_module_created",
-]
+__all__ = ["CallWrapper", "ModuleCall", "ModuleSetting", "OriginalCall", "expose_original_forwards", "on_module_created"]
 
 OriginalCall = Callable[..., Any]
 CallWrapper = Callable[[OriginalCall], OriginalCall]
 """Wraps a call in another."""
-Dispatch = Callable[[OriginalCall, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a call on the rank that holds its module; the others make placeholders."""
 
 
 @runtime_checkable
@@ -52,15 +43,16 @@ class ModuleCall:
     `nn.Module.__call__` looks there first, and pickling and deep copies leave it out.
     """
 
+    pp_ranks: frozenset[int] = frozenset()
+    """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
+
     def __init__(self, module: nn.Module) -> None:
-        compiled: OriginalCall | None = module._compiled_call_impl
-        self.original: OriginalCall = compiled if compiled is not None else module._call_impl
-        self.is_compiled = compiled is not None
+        compiled = module._compiled_call_impl
+        before = compiled if isinstance(compiled, ModuleCall) else None
+        self.is_compiled: bool = compiled is not None if before is None else before.is_compiled
         """Whether `module.compile()` came first."""
-        self.dispatch: Dispatch | None = None
-        self.pp_ranks: frozenset[int] = frozenset()
-        """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
-        self.checkpointing: CallWrapper | None = None
+        self.original: OriginalCall = compiled or module._call_impl if before is None else before.original
+        self.checkpointing: CallWrapper | None = None if before is None else before.checkpointing
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleCall:
@@ -76,14 +68,13 @@ class ModuleCall:
         return call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.checkpointing is None and self.dispatch is not None:  # the fast path of most calls on a pipeline
-            return self.dispatch(self.original, args, kwargs)
-        return self.run(self.checkpointing, args, kwargs)
+        return (self.original if self.checkpointing is None else self.checkpointing(self.original))(*args, **kwargs)
 
     def run(self, wrapper: CallWrapper | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module with `wrapper` in place of its own checkpointing."""
-        original = self.original if wrapper is None else wrapper(self.original)
-        return original(*args, **kwargs) if self.dispatch is None else self.dispatch(original, args, kwargs)
+        call = copy.copy(self)
+        call.checkpointing = wrapper
+        return call(*args, **kwargs)
 
 
 @contextlib.contextmanager

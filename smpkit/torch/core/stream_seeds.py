@@ -6,7 +6,8 @@ in. Each rank can compute the common number from its generator's seed, without a
 
 [Note: numbers without draws] The next number follows from the number before it, not from what was drawn meanwhile:
 ranks with their own samples may draw more or fewer random values. The generator is seeded with it, so whatever restores
-the generator (recomputation by any checkpoint) restores the position in this sequence too.
+the generator (recomputation by any checkpoint) restores the position in this sequence too. It is the number plus a
+constant, as SplitMix64 steps (Steele, Lea, Flood 2014): what a call draws from is mixed, its position need not be.
 
     bits    63      62 to 43    42 to 1     0
             0       _TAG        number      whether the stream is closed, and its seed this rank's own
@@ -29,6 +30,8 @@ _TAGGED: Final = _TAG << _SHIFT
 _NUMBER: Final = (1 << _SHIFT) - 2
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of SplitMix64."""
+_STEP: Final = 2 * _GAMMA & _NUMBER
+"""Between the numbers of a stream, which has them all before it comes to the first one again."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +63,28 @@ class Seeds:
         """Return the number in a seed, which all ranks have."""
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
-    def branch(self, seed: int, key: int, *, closed: bool) -> tuple[int, int]:
-        """Return the seed of a stream for a call in the stream of `seed`, and what `after(seed)` is.
+    def branch(self, seed: int, key: int, *, closed: bool) -> int:
+        """Return the seed of a stream for a call in the stream of `seed`.
 
         Args:
-            key: of what is called; mixed into the number of the call.
+            key: of what is called, of 64 mixed bits; mixed into the number of the call.
             closed: whether the call's stream is for operations on this rank's own values.
         """
-        # Every call of a layer comes here, so `number`, `mix`, `open`, `closed` and `after` are written out.
+        # Every call of a layer comes here, so `number`, `mix`, `open` and `closed` are written out.
         salt = self.rank_salt
         number = (seed ^ salt if seed & 1 else seed) & _NUMBER
         inner = (number + key + _GAMMA) & _WORD
         inner = ((inner ^ (inner >> 30)) * _FIRST) & _WORD
         inner = ((inner ^ (inner >> 27)) * _SECOND) & _WORD
         inner = (inner ^ (inner >> 31)) & _NUMBER
-        later = (number + _GAMMA) & _WORD
-        later = ((later ^ (later >> 30)) * _FIRST) & _WORD
-        later = ((later ^ (later >> 27)) * _SECOND) & _WORD
-        later = (later ^ (later >> 31)) & _NUMBER
-        return (
-            (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED,
-            (later ^ salt) | _TAGGED | 1 if seed & 1 else later | _TAGGED,
-        )
+        return (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED
 
     def after(self, seed: int) -> int:
         """Return the seed of the same stream with the next number."""
-        return self.branch(seed, 0, closed=True)[1]
+        salt = self.rank_salt
+        if seed & 1:
+            return (((seed ^ salt) + _STEP & _NUMBER) ^ salt) | _TAGGED | 1
+        return seed + _STEP & _NUMBER | _TAGGED
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:

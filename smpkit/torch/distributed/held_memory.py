@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
@@ -41,7 +40,6 @@ class HeldMemory:
         self._num_states = -1
         self._other = UNKNOWN
         self._mapped = 0
-        self._peaks: HeldBytes | None = None
 
     def begin_step(self) -> HeldBytes:
         """Measure again what changes between steps only."""
@@ -73,7 +71,7 @@ class HeldMemory:
             # Without a GPU both ends of the link are memory of this process.
             on_host = 0 if devices.is_asynchronous(state.device) else use.mapped - self._mapped
             activations = max(0, allocated - known - on_host)
-        held = HeldBytes(
+        return HeldBytes(
             self._weights,
             self._gradients,
             self._states,
@@ -84,13 +82,6 @@ class HeldMemory:
             use.bytes_out,
             use.bytes_back,
         )
-        self._peaks = held if self._peaks is None else _most(self._peaks, held)
-        return held
-
-    @property
-    def peaks(self) -> HeldBytes | None:
-        """The most of each kind at any time; None before the first step."""
-        return self._peaks
 
     # --- what is held between steps -----------------------------------------------------------------------------------
 
@@ -118,10 +109,6 @@ class HeldMemory:
 
     def _gradient_bytes(self) -> int:
         return sum(size for parameter, size in self._parameters if parameter.grad is not None)
-
-
-def _most(one: HeldBytes, other: HeldBytes) -> HeldBytes:
-    return replace(one, **{name: max(value, getattr(other, name)) for name, value in asdict(one).items()})
 
 
 def _local_buffers(model: Any) -> Iterable[torch.Tensor]:

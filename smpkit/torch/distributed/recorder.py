@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -90,7 +91,7 @@ _DEFAULT_STEPS: Final = 1000
 _NOTICEABLE: Final = 1.02
 """By how much more a rank must hold than its status page says for the page to be written again."""
 _KINDS: Final = tuple(field.name for field in fields(KindBytes))
-_ON_DEVICE: Final = ("weights", "gradients", "states", "activations", "parked", "other")
+_VALUES_ON_DEVICE: Final = attrgetter("weights", "gradients", "states", "activations", "parked", "other")
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
 SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
@@ -122,8 +123,7 @@ class RecordedExecutor(Protocol):
 
 
 def _on_device(held: HeldBytes) -> int:
-    values = (getattr(held, name) for name in _ON_DEVICE)
-    return sum(value for value in values if value != UNKNOWN)
+    return sum([value for value in _VALUES_ON_DEVICE(held) if value != UNKNOWN])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -411,7 +411,8 @@ class Recorder:
 
         for callback, start, end in self._timed:
             callback(self, on_host(start), on_host(end))
-        self._events += [self._sample(on_host(at), held) for at, held in self._held]
+        if self._writer is not None:
+            self._events += [self._sample(on_host(at), held) for at, held in self._held]
         return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -34,16 +33,18 @@ _PYTHON: Final[Any] = torch._C._FunctionBase
 """Nodes of Functions written in Python: holding such a node does not keep its graph alive."""
 
 
-@dataclass(slots=True)
 class _SegmentState:
     """What the forward of one segment leaves for its backward."""
 
-    losses: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    sends: list[tuple[GradientEdge | None, P2PTransfer]] = field(default_factory=list)
-    receives: list[tuple[torch.Tensor, P2PTransfer]] = field(default_factory=list)
-    cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    mutable: list[tuple[torch.Tensor, P2PTransfer]] = field(default_factory=list)
-    """Aliases of received values that the segment may change in place."""
+    __slots__ = ("cuts", "losses", "mutable", "receives", "sends")
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.sends: list[tuple[GradientEdge | None, P2PTransfer]] = []
+        self.receives: list[tuple[torch.Tensor, P2PTransfer]] = []
+        self.cuts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.mutable: list[tuple[torch.Tensor, P2PTransfer]] = []
+        """Aliases of received values that the segment may change in place."""
 
 
 class BackwardWork:

@@ -64,8 +64,6 @@ MAX_OUTPUT_SPECS: Final = 1 << 14
 
 _LOOKAHEAD: Final = 2
 """Actions whose receives are posted before their turn."""
-_AHEAD_BYTES: Final = 1 << 20
-"""Bytes of receives that are posted before the first wait."""
 _MAX_DIVERGED_STEPS: Final = 3
 """After so many steps with microbatches that diverged from the record, that kind of step is not recorded again."""
 _REPLAN_AFTER: Final = 2
@@ -331,7 +329,7 @@ class _StepRunner:
             if self._num_posted <= position < len(upcoming) and upcoming[position][1]:
                 self._post(*upcoming[position])
             if transfers and not self._num_posted:
-                self._post_ahead(upcoming)
+                self._post_ahead(plan)
             # Broadcast the outputs after the last forward. But if the action that follows it needs no receive, it is a
             # backward that another rank waits for: run that one action first.
             if self._is_output_broadcast_due and (transfers or postponed):
@@ -360,18 +358,13 @@ class _StepRunner:
             if not microbatch.released:
                 self._finish_backward(microbatch)
 
-    def _post_ahead(self, upcoming: Sequence[tuple[Action, tuple[P2PTransfer, ...]]]) -> None:
-        """Start the receives of the first actions, up to `_AHEAD_BYTES`: a rank about to wait has the time now.
+    def _post_ahead(self, plan: StepPlan) -> None:
+        """Start the receives of the first actions: a rank about to wait has the time now.
 
         Call it between actions, or the buffers are made in whatever mode the step's code has set.
         """
-        num_bytes, self._num_posted = 0, 1
-        for position, (action, transfers) in enumerate(upcoming):
-            for transfer in transfers:
-                num_bytes += transfer.spec.num_bytes
-            if num_bytes > _AHEAD_BYTES:
-                break
-            self._num_posted = position + 1
+        self._num_posted = plan.num_ahead
+        for action, transfers in plan.upcoming[: plan.num_ahead]:
             if transfers:
                 self._post(action, transfers)
 
@@ -441,7 +434,7 @@ class _StepRunner:
         """Run an action of a microbatch, and report its times to the recorder and the meter."""
         transport, is_timed = self.stage.transport, self._recorder is not None or self._meter is not None
         start_ns, waited_ns = time.perf_counter_ns() if is_timed else 0, transport.waited_ns
-        status.begin_action(kind.value, microbatch.index)
+        status.begin_action(kind, microbatch.index)
         if self._offloads:
             offload_hooks.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:

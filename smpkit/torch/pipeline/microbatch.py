@@ -287,11 +287,14 @@ class Microbatch:
             arguments = TrackedArguments(tensors, changes_first=changes_first)
             if call.output_spec is MISSING and torch.is_inference_mode_enabled():
                 function = tracking_writes(function, arguments)  # inference tensors have no version counters
+            kept = None if stream is None else stage.random.enter(name, stream)
         try:
             stage.inside_unit = is_unit
-            output = (
-                function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
-            )
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                if kept is not None:
+                    stage.random.leave(kept)
             with _NoTorchFunction():
                 result = self._publish_output(call, name, output, arguments)
         except Exception as error:

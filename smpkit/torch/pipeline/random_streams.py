@@ -60,6 +60,8 @@ ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, A
 
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
+_Kept = tuple[Any, int | None, torch.Tensor | None]
+"""What a call has taken away: the mode, the caller's next seed, and the state of the device's generator."""
 _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 _WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
@@ -161,41 +163,50 @@ class RandomStreams:
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function under a stream of its own.
+        """Call a function between `enter` and `leave`."""
+        kept = self.enter(name, closed)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.leave(kept)
+
+    def enter(self, name: str, closed: bool) -> _Kept:
+        """Begin a call under a stream of its own; `leave` ends it.
 
         Args:
             name: of the module or operation.
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
+        mode = later = kept_device = None
         if closed:
             begin_layer(name)
-        if not self.active:
-            if self._replacement is None or not closed:
-                return function(*args, **kwargs)
-            return call_without_operation_streams(function, *args, **kwargs)
-        key = self._names.get(name)
-        if key is None:
-            key = self._names[name] = zlib.crc32(name.encode())
-        mode, device = None, self._device
-        seed, later = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
-        _CPU.manual_seed(seed)
-        if device is not None:
-            with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
-                kept_device = device.get_state()
-                device.manual_seed(seed)
-        # Remove the mode inside a unit, so that operations there run without Python.
-        if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
-            mode = _pop_mode()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if mode is not None:
-                _push_mode(mode)
+            # Remove the mode inside a unit, so that operations there run without Python.
+            if (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
+                mode = _pop_mode()
+        if self.active:
+            key = self._names.get(name)
+            if key is None:
+                key = self._names[name] = mix(0, zlib.crc32(name.encode()))
+            caller = _CPU.initial_seed()
+            later, seed = self._seeds.after(caller), self._seeds.branch(caller, key, closed=closed)
+            _CPU.manual_seed(seed)
+            if self._device is not None:
+                with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
+                    kept_device = self._device.get_state()
+                    self._device.manual_seed(seed)
+        return mode, later, kept_device
+
+    def leave(self, kept: _Kept) -> None:
+        """End a call; `kept` is what `enter` has returned for it."""
+        mode, later, kept_device = kept
+        if mode is not None:
+            _push_mode(mode)
+        if later is not None:
             # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
             # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
             _CPU.manual_seed(later)
-            if device is not None:
-                device.set_state(kept_device)
+            if kept_device is not None and self._device is not None:
+                self._device.set_state(kept_device)
 
 
 class _TrainingStep:

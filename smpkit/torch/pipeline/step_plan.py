@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Final
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
@@ -18,6 +20,9 @@ from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.transport import ActionKey
 
 __all__ = ["StepPlan", "graph_of"]
+
+_AHEAD_BYTES: Final = 1 << 20
+"""Bytes of receives that are posted before the first wait."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,12 @@ class StepPlan:
     def upcoming(self) -> tuple[tuple[Action, tuple[P2PTransfer, ...]], ...]:
         """The actions, each with what it receives."""
         return tuple(zip(self.actions, self.receives, strict=True))
+
+    @cached_property
+    def num_ahead(self) -> int:
+        """For how many of the first actions all receives are posted before the first wait: what `_AHEAD_BYTES` hold."""
+        sums = accumulate(sum(transfer.spec.num_bytes for transfer in received) for received in self.receives)
+        return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in sums))
 
     @cached_property
     def split(self) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Dispatch the calls of modules and operations to the rank that runs them; the others make placeholders.
 
-`install` gives every module a dispatch, by what it lies on::
+`install` gives every module a `ModuleCall` by what it lies on::
 
     model                    on several ranks        runs on every rank
     ├── encoder              encloses units of one   runs on its owner: its units are called together
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.module_call import Dispatch, ModuleCall, OriginalCall
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.output_specs import active_collectors, add_collected, collector_key, returning_collected
@@ -63,7 +63,7 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
 
         if not pp_ranks:
             if _is_torch_leaf(module):
-                _dispatch_to_input(module, name, stage)
+                module._compiled_call_impl = _CallOfInput(module, name, stage.random)
         elif isinstance(module, _CONTAINERS):
             continue  # they are never called
         elif len(pp_ranks) == 1:
@@ -74,9 +74,10 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
                 position = _Position.UNIT if above == name else _Position.NESTED
             # A module that several units share counts as a part of each.
             is_here = stage.rank == NO_RANK or any(stage.rank in pp_ranks_of(other, placement) for other in names)
-            _dispatch_to_owner(module, name or "model", next(iter(pp_ranks)), stage, position, is_here=is_here)
+            owner = next(iter(pp_ranks))
+            module._compiled_call_impl = _OwnedCall(module, name or "model", owner, stage, position, is_here=is_here)
         else:
-            _dispatch_everywhere(module, name or "model", stage.random, pp_ranks, closed=False)
+            module._compiled_call_impl = _CallEverywhere(module, name or "model", stage.random, pp_ranks, closed=False)
 
 
 def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
@@ -123,7 +124,7 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
         if isinstance(module, _CONTAINERS) or _enclosing_unit(name.rpartition(".")[0], placement) is not None:
             continue
         if name in placement or name in above or _is_torch_leaf(module):
-            _dispatch_everywhere(module, name or "model", random, (), closed=name not in above)
+            module._compiled_call_impl = _CallEverywhere(module, name or "model", random, (), closed=name not in above)
 
 
 def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
@@ -139,64 +140,101 @@ def _is_torch_leaf(module: nn.Module) -> bool:
     return known and not any(True for _ in module.children())
 
 
-def _dispatch_to_owner(
-    module: nn.Module, name: str, owner: int, stage: StageContext, position: _Position, *, is_here: bool
-) -> None:
-    """Run the module on its owner only.
+class _OwnedCall(ModuleCall):
+    """Runs a module on its owner only.
 
     Args:
         is_here: whether it is a part of this rank's units, or this process stands for all ranks.
     """
-    closed = position is not _Position.ENCLOSING
-    get_collectors = active_collectors()
 
-    def run_on_its_owner(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __init__(
+        self, module: nn.Module, name: str, owner: int, stage: StageContext, position: _Position, *, is_here: bool
+    ) -> None:
+        super().__init__(module)
+        self.pp_ranks = frozenset({owner})
+        self._module, self._name, self._owner, self._stage = module, name, owner, stage
+        self._is_nested, self._is_here = position is _Position.NESTED, is_here
+        self._closed = position is not _Position.ENCLOSING
+        self._get_collectors = active_collectors()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, stage = self._name, self._stage
+        original = self.original if self.checkpointing is None else self.checkpointing(self.original)
         try:
             microbatch = Current.microbatch
             if microbatch is not None and not stage.inside_unit:
                 if microbatch.unit_wrapper is not None:
                     original = microbatch.unit_wrapper(original)
                 # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
-                collectors = None if get_collectors is None else get_collectors()
-                run: OriginalCall = original
-                mode: object = module.training
+                collectors = None if self._get_collectors is None else self._get_collectors()
+                mode: object = self._module.training
                 if collectors:
-                    run, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
+                    original, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
                 output = microbatch.run_on_owner(
-                    owner, name, name, run, args, kwargs, mode, stream=closed, is_unit=True
+                    self._owner, name, name, original, args, kwargs, mode, stream=self._closed, is_unit=True
                 )
                 return add_collected(collectors, output) if collectors else output
-            if not is_here:
+            if not self._is_here:
                 raise UsageError(
-                    f"`{name}`, whose weights pipeline rank {owner} holds, was called outside a step, on rank"
+                    f"`{name}`, whose weights pipeline rank {self._owner} holds, was called outside a step, on rank"
                     f" {stage.rank}",
                     hint="call it in a function with @smp.step, which all pipeline ranks run",
                 )
-            if position is _Position.NESTED:
+            if self._is_nested:
                 return original(*args, **kwargs)
-            return stage.random.run(name, closed, original, args, kwargs)
+            return stage.random.run(name, self._closed, original, args, kwargs)
         except Exception as error:
             _explain(error, name)
             raise
 
-    _set_dispatch(module, run_on_its_owner, {owner})
 
+class _CallOfInput(ModuleCall):
+    """Runs a module without parameters (a Dropout, an activation) on the owner of its input."""
 
-def _dispatch_to_input(module: nn.Module, name: str, stage: StageContext) -> None:
-    """Dispatch a module without parameters (a Dropout, an activation) to the owner of its input."""
+    def __init__(self, module: nn.Module, name: str, random: RandomStreams) -> None:
+        super().__init__(module)
+        self._module, self._name, self._random = module, name, random
 
-    def run_where_input_is(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._name
+        original = self.original if self.checkpointing is None else self.checkpointing(self.original)
         try:
             microbatch = microbatch_between_units()
             owner = None if microbatch is None else pp_rank_of((args, kwargs), microbatch.stage)
             if microbatch is None or owner is None:
-                return stage.random.run(name, True, original, args, kwargs)
-            return microbatch.run_on_owner(owner, name, name, original, args, kwargs, module.training, stream=True)
+                return self._random.run(name, True, original, args, kwargs)
+            return microbatch.run_on_owner(
+                owner, name, name, original, args, kwargs, self._module.training, stream=True
+            )
         except Exception as error:
             _explain(error, name)
             raise
 
-    _set_dispatch(module, run_where_input_is, set())
+
+class _CallEverywhere(ModuleCall):
+    """Runs a module on every rank.
+
+    Args:
+        closed: whether operations in it draw from its own stream, as in a unit.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, random: RandomStreams, pp_ranks: Collection[int], *, closed: bool
+    ) -> None:
+        super().__init__(module)
+        self.pp_ranks = frozenset(pp_ranks)
+        self._name, self._random, self._closed = name, random, closed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = self.original if self.checkpointing is None else self.checkpointing(self.original)
+        kept = self._random.enter(self._name, self._closed)
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            _explain(error, self._name)
+            raise
+        finally:
+            self._random.leave(kept)
 
 
 def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
@@ -228,30 +266,6 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
         for _ in names:  # each module takes a number on its owner
             stage.random.skip()
     return result
-
-
-def _dispatch_everywhere(
-    module: nn.Module, name: str, random: RandomStreams, pp_ranks: Collection[int], *, closed: bool
-) -> None:
-    """Run the module on every rank.
-
-    Args:
-        closed: whether operations in it draw from its own stream, as in a unit.
-    """
-
-    def run_everywhere(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return random.run(name, closed, original, args, kwargs)
-        except Exception as error:
-            _explain(error, name)
-            raise
-
-    _set_dispatch(module, run_everywhere, pp_ranks)
-
-
-def _set_dispatch(module: nn.Module, dispatch: Dispatch, pp_ranks: Collection[int]) -> None:
-    call = ModuleCall.on(module)
-    call.dispatch, call.pp_ranks = dispatch, frozenset(pp_ranks)
 
 
 def _explain(error: Exception, name: str) -> None:

@@ -329,4 +329,4 @@ def cut_groups(ranks_of_layers: Sequence[frozenset[int] | None], size: int | Non
 
 def _ranks_of(layer: nn.Module) -> frozenset[int] | None:
     call = ModuleCall.of(layer)
-    return None if call.dispatch is None or len(call.pp_ranks) > 1 else call.pp_ranks
+    return None if type(call) is ModuleCall or len(call.pp_ranks) > 1 else call.pp_ranks

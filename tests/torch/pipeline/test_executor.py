@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-import smpkit.torch.pipeline.executor as executor_module
+import smpkit.torch.pipeline.step_plan as step_plan_module
 from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
@@ -134,7 +134,7 @@ def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
 def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     """Return how many receives of the fourth step are on their way when its first one is waited for."""
     if ahead_bytes is not None:
-        executor_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
+        step_plan_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
     model = start(2, microbatches)
     inputs = torch.randn(4 * microbatches, WIDTH)
     for _ in range(3):
