@@ -77,8 +77,7 @@ class DataParallel(StepParticipant):
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
         self.join_context: JoinContext | None = None
-        self._modules = list(module.modules())
-        """Walked in each step; to walk the tree takes ten times as long."""
+        self._module = module
         self._placements = placements
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
@@ -205,9 +204,7 @@ class DataParallel(StepParticipant):
 
     def _broadcast_all_buffers(self, source: int) -> None:
         """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
-        found = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
-        distinct = {id(buffer): buffer for buffer in found}.values()
-        buffers = [buffer for buffer in distinct if buffer.device.type != "meta"]
+        buffers = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
         pieces = [buffer for buffer in buffers if is_tp_shard(buffer)]
         shard_ids = {id(piece) for piece in pieces}
         broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)

@@ -30,7 +30,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,11 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import SmpkitError, UnsupportedError, UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.data_parallel.buckets import Bucket, ReduceTarget, plan_buckets
 from smpkit.torch.distributed.deadline import waiting
 
 __all__ = ["CommHook", "GradientReducer"]
-
-_STRIDED: Final = torch.strided
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -92,6 +90,7 @@ class GradientReducer:
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         self._signature: list[Any] = []
         self._buckets: list[Bucket] = []
+        self._slots: dict[int, tuple[Bucket, int]] = {}
         self._frozen_results: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._overlaps = False
@@ -126,15 +125,14 @@ class GradientReducer:
         used, reduced = self._used_and_reduced()  # of the old buckets: an accumulation may be under way
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
         self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._targets[id(param)])
+        self._slots = {
+            id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
+        }
         for bucket in self._buckets:
             bucket.used = {slot for slot, param in enumerate(bucket.params) if id(param) in used}
             bucket.reduced = {slot for slot, param in enumerate(bucket.params) if id(param) in reduced}
-        self._frozen_results = reduced - set(map(id, live))
-        self._handles = [
-            param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket, slot))  # type: ignore[no-untyped-call]
-            for bucket in self._buckets
-            for slot, param in enumerate(bucket.params)
-        ]
+        self._frozen_results = reduced - set(self._slots)
+        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
         self._handles += [
             param.register_hook(functools.partial(self._stash_earlier_result, bucket, slot))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -215,12 +213,11 @@ class GradientReducer:
             if slot in bucket.reduced:
                 bucket.stash_result(slot)
 
-    def _on_gradient(self, bucket: Bucket, slot: int, param: torch.Tensor) -> None:
+    def _on_gradient(self, param: torch.Tensor) -> None:
         """Record that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
         with self._lock:
-            grad = param.grad
-            if bucket.position < len(self._pending) or (grad is not None and grad.layout is not _STRIDED):
-                raise self._refusal(param, bucket)
+            bucket, slot = self._slots[id(param)]
+            self._check(param, bucket)
             if self._as_view:
                 bucket.make_grad_view(slot)
             bucket.used.add(slot)
@@ -229,11 +226,10 @@ class GradientReducer:
                 self._end_queued = True
                 # As torch's own DDP does: called when the whole backward is over. The name is private.
                 Variable._execution_engine.queue_callback(self._end_of_backward)
-            if not (self._overlaps and bucket.is_ready()):
-                return
             # Only the next bucket in the fixed order may start, even if a later one is ready: another rank's hooks may
             # fire in another order, and collectives that start in different orders deadlock.
-            for candidate in self._buckets[len(self._pending) :]:
+            while self._overlaps and len(self._pending) < len(self._buckets):
+                candidate = self._buckets[len(self._pending)]
                 if not candidate.is_ready():
                     return
                 self._start(candidate)
@@ -243,17 +239,18 @@ class GradientReducer:
         if self.on_backward_end is not None:
             self.on_backward_end()
 
-    def _refusal(self, param: torch.Tensor, bucket: Bucket) -> SmpkitError:
-        if bucket.position < len(self._pending):
-            return UsageError(
+    def _check(self, param: torch.Tensor, bucket: Bucket) -> None:
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not reduce",
+                hint="make its embedding with sparse=False",
+            )
+        if bucket.index() < len(self._pending):
+            raise UsageError(
                 f"parameter `{self._names[id(param)]}` received another gradient in the same backward, after its"
                 " reduction had started",
                 hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
             )
-        return UnsupportedError(
-            f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not reduce",
-            hint="make its embedding with sparse=False",
-        )
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
