@@ -19,7 +19,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = ["CallWrapper", "ModuleCall", "ModuleSetting", "OriginalCall", "expose_original_forwards", "on_module_created"]
+__all__ = [
+    "CallWrapper",
+    "ModuleCall",
+    "ModuleSetting",
+    "OriginalCall",
+    "expose_original_forwards",
+    "on_module_created",
+]
 
 OriginalCall = Callable[..., Any]
 CallWrapper = Callable[[OriginalCall], OriginalCall]
