@@ -20,9 +20,7 @@ from tests.plan.tune.facts import facts
         ("Tesla T4", "float16", 65.1e12),
     ],
 )
-def test_a_published_peak_is_found_by_what_torch_calls_a_device(
-    device: str, half: str | None, expected: float
-) -> None:
+def test_a_published_peak_is_found_by_what_torch_calls_a_device(device: str, half: str | None, expected: float) -> None:
     found = published_peak(device, half)
     assert found is not None
     assert found.flops_per_second == expected
