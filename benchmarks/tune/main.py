@@ -1,43 +1,56 @@
-"""Does `smpkit tune` order configurations as they are? Predict and run a GPT over four ranks in many configurations.
+"""Does `smpkit tune` order configurations as they are? Predict and run a GPT and a T5 over 4 and 8 ranks.
 
-Four ranks share fewer cores on most machines, so the blocks of this GPT sleep, in proportion to the samples that they
-get, and compute little: then stages run beside each other as on machines of their own. What else a step takes is real:
-gloo, the runtime, partition and schedule. The machine's facts are those that `smpkit calibrate` measures at the start:
-the rate of compute is that of the sleep and of matrix products of ranks that share cores.
+Ranks share fewer cores on most machines, so the blocks of these models sleep, in proportion to what they compute for
+the samples that they get, and compute little: then stages run beside each other as on machines of their own. What else
+a step takes is real: gloo, the runtime, partition and schedule, and what ranks do awake, for which they do share cores.
+The machine's facts are those that `smpkit calibrate` measures at the start; the rate of compute is that of the sleep.
+
+The first configuration is measured once more at the end: what differs is noise. Bytes of tensors are counted by kind
+in two more steps of each configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.calibration import read_calibration
-from smpkit.plan.tune.machine import from_calibration
+from smpkit.plan.tune.machine import Machine, from_calibration
 from smpkit.plan.tune.predict import Job, Prediction, predict
 from smpkit.testing import run_ranks
 from smpkit.torch.describe import describe
+from smpkit.torch.distributed.held_memory import HeldMemory
 
-RANKS, SAMPLES = 4, 16
-WIDTH, CONTEXT, LAYERS, VOCABULARY = 128, 32, 8, 32
-FORWARD_SECONDS = 0.008
-"""Of a block, for each sample; backward takes twice as long."""
-WARM_UPS = 3
+SAMPLES: Final = 16
+WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
+FORWARD_SECONDS: Final = 0.006
+"""Of a block of the GPT, for each sample; backward takes twice as long. Other blocks sleep in proportion."""
+WARM_UPS: Final = 3
+COUNTED_STEPS: Final = 2
+KINDS: Final = ("weights", "gradients", "states", "activations")
 
 
 class SleepOnWay(torch.autograd.Function):
@@ -69,23 +82,41 @@ class SleepForWeight(torch.autograd.Function):
         return gradient, None
 
 
+class Slow(nn.Module):
+    """The first module of a block, which sleeps for the whole block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = nn.Parameter(torch.ones(1, 1))
+        self.seconds = 0.0
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not smp.is_tracing() and self.seconds:
+            seconds = value.shape[0] * self.seconds
+            value = SleepOnWay.apply(value, seconds)
+            value = value * SleepForWeight.apply(self.weight, seconds)
+        else:
+            value = value * self.weight
+        result: Tensor = self.inner(value)
+        return result
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
 class Block(nn.Module):
-    """A transformer block that also sleeps."""
+    """A transformer block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm, self.norm_2 = Slow(nn.LayerNorm(WIDTH)), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, value: Tensor) -> Tensor:
         samples, tokens, _ = value.shape
-        if value.device.type == "cpu" and not smp.is_tracing():
-            seconds = samples * FORWARD_SECONDS
-            value = SleepOnWay.apply(value, seconds)
-            value = value * SleepForWeight.apply(self.weight, seconds)
-        query, key, content = self.qkv(self.norm(value)).view(samples, tokens, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        query, key, content = self.qkv(self.norm(value)).view(samples, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
         value = value + self.out(attended.transpose(1, 2).reshape(samples, tokens, WIDTH))
         return value + self.down(functional.gelu(self.up(self.norm_2(value))))
@@ -107,91 +138,249 @@ class Gpt(nn.Module):
         return self.head(value)
 
 
-def build() -> Any:
+def t5() -> nn.Module:
+    """Return Hugging Face's T5 with random weights, half of its blocks in the encoder."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=WIDTH // HEADS,
+        d_ff=4 * WIDTH,
+        num_layers=LAYERS // 2,
+        num_decoder_layers=LAYERS // 2,
+        num_heads=HEADS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    model: Any = T5ForConditionalGeneration(config)
+    for stack in (model.encoder, model.decoder):
+        for block in stack.block:
+            block.layer[0].layer_norm = Slow(block.layer[0].layer_norm)
+    return model
+
+
+MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = {"gpt": Gpt, "t5": t5}
+
+
+def inputs(name: str, samples: int) -> Any:
+    tokens = torch.zeros(samples, CONTEXT, dtype=torch.int64)
+    return tokens if name == "gpt" else {"input_ids": tokens, "labels": tokens}
+
+
+def build(name: str) -> Any:
     """Return the model and a microbatch of one sample, for the description."""
-    return Gpt(), torch.zeros(1, CONTEXT, dtype=torch.int64)
+    return MODELS[name](), inputs(name, 1)
 
 
-def configurations() -> Iterator[dict[str, Any]]:
-    """Yield what is compared."""
-    for rounds in (4, 8, 16):
-        for name in ("interleaved", "simple", "zero_bubble"):
-            yield _config(4, rounds, pipeline=name)
-        yield _config(4, rounds, virtual_pipeline_degree=2)
-    for rounds in (2, 4, 8):
-        for name in ("interleaved", "simple", "zero_bubble"):
-            yield _config(2, rounds, pipeline=name)
-    for rounds in (4, 8):
-        yield _config(2, rounds, virtual_pipeline_degree=2)
-    yield _config(2, 4, shard_optimizer_state=True)
-    for rounds in (1, 2, 4):
+def slow_parts(model: nn.Module) -> dict[str, Slow]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, Slow)}
+
+
+def sleeps(facts: ModelFacts, model: nn.Module) -> dict[str, float]:
+    """Return how long each block sleeps for a sample: as long as its products would take."""
+    flops = {unit.cost.name: unit.cost.flops for unit in facts.units}
+    found = {}
+    for part in slow_parts(model):
+        unit = next(name for name in flops if part.startswith(f"{name}."))
+        found[part] = flops[unit] / facts.samples * FORWARD_SECONDS / _gpt_flops()
+    return found
+
+
+def _gpt_flops() -> float:
+    """Return the operations of a block of the GPT for a sample, forward."""
+    return 2.0 * CONTEXT * (12 * WIDTH**2 + 2 * CONTEXT * WIDTH)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def configurations(ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield what is compared: degrees, microbatches, schedules, virtual stages, sharded states."""
+    stages = ranks
+    while stages > 1:
+        replicas = ranks // stages
+        counts = [each for each in (stages // 2, stages, 2 * stages, 4 * stages) if 2 <= each <= SAMPLES // replicas]
+        for rounds in counts[-3:]:
+            for name in ("interleaved", "simple", "zero_bubble"):
+                yield _config(stages, rounds, pipeline=name)
+            if 2 * stages <= LAYERS:
+                yield _config(stages, rounds, virtual_pipeline_degree=2)
+        stages //= 2
+    yield _config(ranks // 2, ranks, shard_optimizer_state=True)
+    for rounds in (1, 2):
         yield _config(1, rounds)
-    yield _config(1, 1, shard_optimizer_state=True)
-    yield _config(4, 2)
+        yield _config(1, rounds, shard_optimizer_state=True)
 
 
 def _config(stages: int, rounds: int, **more: Any) -> dict[str, Any]:
+    """Return a configuration whose schedule stays as planned: with more microbatches under way it could change."""
     if more.get("pipeline") == "simple":
         more["active_microbatches"] = rounds
+    elif stages > 1 and "virtual_pipeline_degree" not in more:
+        more["active_microbatches"] = min(stages, rounds)
     return {"pipeline_parallel_degree": stages, "microbatches": rounds, "ddp": True, **more}
 
 
 @smp.step
-def _train(model: Any, tokens: Tensor) -> Tensor:
+def _train_gpt(model: Any, tokens: Tensor) -> Tensor:
     logits = model(tokens)
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     model.backward(loss)
     return loss
 
 
-def measure(config: dict[str, Any], steps: int) -> float:
-    """Return the median seconds of a step, on each rank."""
+@smp.step
+def _train_t5(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    model.backward(loss)
+    return loss
+
+
+class Saved:
+    """Counts the bytes of tensors that autograd keeps, each storage once, and not those of parameters."""
+
+    def __init__(self, outside: Iterable[Tensor]) -> None:
+        self.most = self.now = 0
+        self._uses: Counter[int] = Counter()
+        self._outside = {each.untyped_storage()._cdata for each in outside}
+
+    def pack(self, tensor: Tensor) -> Kept:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._outside:
+            self._uses[storage._cdata] += 1
+            if self._uses[storage._cdata] == 1:
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+        return Kept(tensor, self)
+
+    def drop(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._outside:
+            return
+        self._uses[storage._cdata] -= 1
+        if not self._uses[storage._cdata]:
+            self.now -= storage.nbytes()
+
+
+class Kept:
+    """A tensor that autograd keeps, until its backward has run."""
+
+    def __init__(self, tensor: Tensor, saved: Saved) -> None:
+        self.tensor, self._saved = tensor, saved
+
+    def __del__(self) -> None:
+        self._saved.drop(self.tensor)
+
+
+Measured = tuple[float, int, dict[str, int]]
+
+
+def measure_each(
+    name: str, configs: Sequence[dict[str, Any]], seconds: Mapping[str, float], steps: int
+) -> list[Measured]:
+    """Train with one configuration after the other."""
+    found = []
+    for config in configs:
+        found.append(measure(name, config, seconds, steps))
+        smp.shutdown()
+        gc.collect()
+        if int(os.environ["RANK"]) == 0:
+            print(f"{found[-1][0]:.3f} s  {config}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], steps: int) -> Measured:
+    """Train.
+
+    Returns:
+        The seconds of the fastest step, since other programs only add to them; the stage of this rank; and the most
+        bytes that it held of each kind, which are counted in two more steps.
+    """
     smp.init(config)
     torch.manual_seed(0)
-    model = smp.DistributedModel(Gpt())
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    built = MODELS[name]()
+    for part, each in slow_parts(built).items():
+        each.seconds = seconds[part]
+    model = smp.DistributedModel(built)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     tokens = torch.zeros(SAMPLES // smp.dp_size(), CONTEXT, dtype=torch.int64)
-    times = []
-    for _ in range(WARM_UPS + steps):
+    train = _train_gpt if name == "gpt" else _train_t5
+
+    def step(watched: AbstractContextManager[Any]) -> float:
         dist.barrier()
         start = time.perf_counter()
         optimizer.zero_grad()
-        _train(model, tokens)
+        with watched:
+            train(model, tokens)
         optimizer.step()
         dist.barrier()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM_UPS:])
+        return time.perf_counter() - start
+
+    fastest = min([step(nullcontext()) for _ in range(WARM_UPS + steps)][WARM_UPS:])
+    saved = Saved([*model.local_parameters(), tokens])
+    for _ in range(COUNTED_STEPS):
+        step(saved_tensors_hooks(saved.pack, lambda kept: kept.tensor))
+    between = HeldMemory().begin_step()
+    kinds = (between.weights, between.gradients, between.states, saved.most)
+    return fastest, smp.pp_rank(), dict(zip(KINDS, kinds, strict=True))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
-    parser.add_argument("--only", type=int, help="the first so many configurations")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    options = parser.parse_args(arguments)
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
+    """Return this machine as predictions see it, its ranks' products being sleep on a device of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "calibration.json")
-        _measure(RANKS, 10, path)
-        machine = from_calibration(read_calibration(path))
-    model = describe(build)
-    block = next(unit.cost for unit in model.units if unit.cost.name == "blocks.1")
-    awake = block.flops / machine.single_flops * RANKS / machine.parallel_ranks
-    rate = block.flops / (FORWARD_SECONDS + awake)
-    machine = replace(machine, single_flops=rate, parallel_ranks=RANKS)
-    job = Job({1: model}, machine, RANKS, SAMPLES)
-    rows = []
-    for config in list(configurations())[: options.only]:
+        if path is None or not path.exists():
+            path = path or Path(folder, "calibration.json")
+            _measure(ranks, seconds, path)
+        found = read_calibration(path)
+    machine = from_calibration(found)
+    awake = _gpt_flops() / machine.single_flops
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        time.sleep(FORWARD_SECONDS)
+        taken.append(time.perf_counter() - start)
+    rate = _gpt_flops() / (statistics.median(taken) + awake)
+    return replace(machine, single_flops=rate, parallel_ranks=ranks, cores=found.machine.cores, on_host=False)
+
+
+def held(found: Prediction, ranks: Sequence[Measured]) -> dict[str, Any]:
+    """Return what the fullest rank of each stage holds, as predicted and as counted, and by how much they differ."""
+    predicted, counted = [], []
+    for stage, memory in enumerate(found.plan.memory):
+        states = memory.optimizer_bytes + memory.masters_bytes
+        kinds = (memory.parameters_bytes, memory.gradients_bytes, states, memory.activations_bytes or 0)
+        predicted.append(dict(zip(KINDS, kinds, strict=True)))
+        counted.append(max((each for _, place, each in ranks if place == stage), key=lambda each: sum(each.values())))
+    worst = max(abs(sum(a.values()) / sum(b.values()) - 1) for a, b in zip(predicted, counted, strict=True))
+    return {"held": predicted, "counted": counted, "memory_error": worst}
+
+
+def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Predict and measure all configurations."""
+    machine = calibrated(ranks, options.seconds, options.calibration)
+    model = describe(partial(build, name))
+    seconds = sleeps(model, MODELS[name]())
+    job = Job({1: model}, machine, ranks, SAMPLES)
+    rows: list[dict[str, Any]] = []
+    chosen = list(configurations(ranks))[: options.only]
+    configs = [*chosen, chosen[0]]
+    of_ranks = run_ranks(measure_each, ranks, name, configs, seconds, options.steps, timeout=60 * len(configs))
+    for config, measured in zip(configs, zip(*of_ranks, strict=True), strict=True):
         made, _ = ModelParallelConfig.from_sources(config, None)
         found = predict(made, job)
         assert isinstance(found, Prediction), found
-        measured = max(run_ranks(measure, RANKS, config, options.steps, timeout=300))
-        rows.append({"config": config, "predicted": found.step_seconds, "measured": measured})
-        print(f"{found.step_seconds:.3f} {measured:.3f} {config}", file=sys.stderr, flush=True)
-    print(json.dumps(_summary(rows)) if options.json else "\n".join(_table(rows)))
-    return 0
+        row = {"config": config, "predicted": found.step_seconds, "parts": dict(found.parts)}
+        rows.append({**row, "measured": max(seconds for seconds, _, _ in measured), **held(found, measured)})
+    again = rows.pop()
+    return {"model": name, "ranks": ranks, "again": again["measured"], **summary(rows)}
 
 
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     chosen = min(rows, key=lambda row: row["predicted"])
     best = min(row["measured"] for row in rows)
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
@@ -202,6 +391,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "chosen_over_best": chosen["measured"] / best,
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
+        "memory_error": max(row["memory_error"] for row in rows),
         "rows": rows,
     }
 
@@ -215,16 +405,39 @@ def _ranked(values: Sequence[float]) -> list[float]:
     return [sum(each < value for each in values) + (sum(each == value for each in values) - 1) / 2 for value in values]
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    found = _summary(rows)
-    yield "| predicted | measured | configuration |\n|---|---|---|"
-    for row in sorted(rows, key=lambda row: row["measured"]):
+def table(found: dict[str, Any]) -> Iterator[str]:
+    rows = sorted(found["rows"], key=lambda row: row["measured"])
+    yield "| predicted | measured | memory | configuration |\n|---|---|---|---|"
+    for row in rows:
         words = ", ".join(f"{key} {value}" for key, value in row["config"].items() if key != "ddp")
-        yield f"| {row['predicted']:.3f} s | {row['measured']:.3f} s | {words} |"
+        yield f"| {row['predicted']:.3f} s | {row['measured']:.3f} s | {row['memory_error']:.1%} | {words} |"
     yield ""
-    yield f"{found['configurations']} configurations, Spearman {found['spearman']:.3f}; the chosen one takes"
-    yield f"{found['chosen_over_best']:.3f} × the best measured; median error {found['median_error']:.1%}, largest "
-    yield f"{found['largest_error']:.1%}."
+    again = found["again"] / next(row["measured"] for row in found["rows"]) - 1
+    what = f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations"
+    order = (
+        f"Spearman {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured"
+    )
+    errors = f"median error {found['median_error']:.1%}, largest {found['largest_error']:.1%}"
+    memory = f"memory within {found['memory_error']:.1%}"
+    yield f"{what}: {order}; {errors}; {memory}; the first one took {again:+.1%} when it was measured again."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: both")
+    parser.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
+    parser.add_argument("--only", type=int, help="the first so many configurations")
+    parser.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
+    parser.add_argument("--calibration", type=Path, help="read it if it is there, else write it")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    options = parser.parse_args(arguments)
+    for name in options.model or MODELS:
+        for ranks in options.ranks or (4, 8):
+            found = run(name, ranks, options)
+            print(json.dumps(found), file=sys.stderr, flush=True)
+            print(json.dumps(found) if options.json else "\n".join(table(found)), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -117,6 +117,9 @@ def _report(found: Calibration) -> Iterator[str]:
         rates = (found.link.out_bytes_per_second, found.link.back_bytes_per_second)
         both = f"{found.link.both_bytes_per_second / 1e9:.1f} GB/s together"
         yield f"link      {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} GB/s back, {both}"
+    if found.operation_seconds:
+        operator, action = 1e6 * found.operation_seconds, 1e6 * found.action_seconds
+        yield f"host      {operator:.1f} µs an operator, {action:.0f} µs an action of a pipeline"
     yield f"optimizer {found.updates_per_second / 1e6:.0f} million parameters/s on a rank's cores"
     if found.messages:
         yield ""

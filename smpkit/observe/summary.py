@@ -132,7 +132,9 @@ class RunSummary:
     """Over all replicas."""
     tokens_per_s: float | None = None
     flops_share: float | None = None
-    """Of the machine's peak."""
+    """Of the machine's peak: what forward and backward of the model compute, without what is recomputed."""
+    flops_basis: str = ""
+    """Where that peak is from, in words."""
     world_size: int = 1
     pipeline: int = 1
     tensor: int = 1

@@ -52,7 +52,7 @@ def rates(summary: RunSummary) -> str:
     ]
     texts = [f"{count(value)} {unit}" for value, unit in found if value is not None]
     if summary.flops_share is not None:
-        texts.append(f"{summary.flops_share:.0%} of peak")
+        texts.append(f"{summary.flops_share:.0%} of {summary.flops_basis or 'peak'}")
     return ", ".join(texts)
 
 

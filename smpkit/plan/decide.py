@@ -9,9 +9,10 @@ can only be predicted: memory and the course of the offloading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
@@ -27,6 +28,10 @@ from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 
 __all__ = ["Plan", "Policy", "assign_units", "decide"]
+
+_ROUNDS: Final = 8
+_SETTLED: Final = 1e-3
+"""Rounds end when the time on cores changes by less than this share."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def decide(
     else:
         runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
     schedule = _scheduled(policy, graph, config.microbatches)
-    timeline = simulate(schedule, _costs(schedule, runs, speed))
+    timeline = _simulated(schedule, runs, speed)
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
@@ -176,21 +181,57 @@ def _schedule_of(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> 
     return policy.schedule(graph, num_microbatches)
 
 
-def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
-    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike."""
-    forward = {segment: sum(unit.flops for unit in run) / speed.flops_per_second for segment, run in runs.items()}
+def _simulated(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Timeline:
+    """Simulate a schedule; where ranks share cores, how often they want one at once follows from it, and it from that.
+
+    Only their own work takes longer then, not what a device does beside it. Work and idle time settle in a few rounds.
+    """
+    timeline = simulate(schedule, _costs(schedule, runs, speed, 1.0))
+    if speed.ranks <= speed.cores:
+        return timeline
+    slower = 1.0
+    for _ in range(_ROUNDS):
+        spans = timeline.makespan_seconds * schedule.graph.num_ranks
+        busy = slower * sum(_core_seconds(schedule, runs, speed)) / spans if spans else 0.0
+        before, slower = slower, (slower + speed.slowdown(min(1.0, busy))) / 2
+        if abs(slower - before) < _SETTLED * before:
+            break
+        timeline = simulate(schedule, _costs(schedule, runs, speed, slower))
+    return timeline
+
+
+def _core_seconds(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Iterator[float]:
+    """Yield for how long each segment keeps a core busy in a step, alone."""
+    for segment, run in runs.items():
+        actions = 2 + (schedule.splits_backward and schedule.graph.splits(segment))
+        work = sum((3 + unit.recomputed_share) * speed.core_seconds(unit) for unit in run)
+        yield schedule.num_microbatches * (work + actions * speed.action_seconds)
+
+
+def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed, slower: float) -> Costs:
+    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike.
+
+    Args:
+        slower: how much longer work on cores takes because ranks share them.
+    """
+
+    def seconds(unit: UnitCost) -> float:
+        return speed.forward_seconds(unit) + (slower - 1) * speed.core_seconds(unit)
+
+    forward = {segment: sum(map(seconds, run)) for segment, run in runs.items()}
     if not any(forward.values()):
         forward = {segment: 1 / schedule.graph.counts[segment.rank] for segment in runs}
-    again = {segment: sum(unit.recomputed_flops for unit in run) for segment, run in runs.items()}
-    backward = {each: 2 * forward[each] + again[each] / speed.flops_per_second for each in runs}
+    again = {segment: sum(unit.recomputed_share * seconds(unit) for unit in run) for segment, run in runs.items()}
+    backward = {each: 2 * forward[each] + again[each] for each in runs}
     weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
+    of_action = slower * speed.action_seconds
     for segment, run in runs.items():
-        waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
+        waited = of_action + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
         if schedule.splits_backward and weight[segment]:  # its halves are two actions
-            backward[segment] += speed.action_seconds
-            weight[segment] += speed.action_seconds
+            backward[segment] += of_action
+            weight[segment] += of_action
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
 from smpkit.plan.tune.calibration import (
     Attention,
@@ -41,7 +41,8 @@ __all__ = ["main"]
 _MIB: Final = 2**20
 _HEADS, _HEAD_SIZE = 8, 64
 _FEWEST_RUNS: Final = 3
-_MICROBATCHES, _STEPS = 16, 10
+_STEPS: Final = 20
+_TINY: Final = 8
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -67,7 +68,7 @@ class _Measurement:
         self._groups = sorted({size for size in (2, 4, 8, 16, state.size) if 2 <= size <= state.size})
         self._message_bytes = (4096, _MIB, 16 * _MIB)
         num_matmuls = 2 * len(self._dtypes) * len(self._sizes)
-        num_others = len(self._dtypes) * len(self._tokens) + 2 + (4 if fast else 0)
+        num_others = len(self._dtypes) * len(self._tokens) + 4 + (4 if fast else 0)
         num_messages = len(self._message_bytes) * (1 + 3 * len(self._groups)) if state.size > 1 else 0
         # Processes start and warm up in the rest.
         self._slot = 0.7 * seconds / (num_matmuls + num_others + num_messages)
@@ -79,6 +80,7 @@ class _Measurement:
         link = self._link() if devices.is_asynchronous(self._device) else None
         messages, collectives = list(self._messages()), list(self._collectives())
         updates = self._updates()
+        elementwise, operation = self._elementwise(), self._operation()
         action = self._action()
         machine = this_machine().model_copy(
             update={
@@ -101,6 +103,8 @@ class _Measurement:
             collectives=collectives,
             updates_per_second=updates,
             action_seconds=action,
+            operation_seconds=operation,
+            elementwise_bytes_per_second=elementwise,
         )
 
     # --- how ----------------------------------------------------------------------------------------------------------
@@ -260,22 +264,38 @@ class _Measurement:
         optimizer = torch.optim.AdamW([parameter], fused=True)
         return count / self._together(optimizer.step)
 
+    def _elementwise(self) -> float:
+        """Return how many bytes per second operators move that compute no products, of a layer's activations."""
+        value = self._random(*(4096, 4096) if devices.is_asynchronous(self._device) else (256, 256))
+        other, scale = torch.empty_like(value), torch.ones_like(value[0])
+        operators: list[Callable[[], object]] = [
+            lambda: torch.add(value, value, out=other),
+            lambda: gelu(value),
+            lambda: layer_norm(value, value.shape[1:], scale, scale),
+        ]
+        moved = (3 + 2 + 2) * value.numel() * value.element_size()
+        return moved / self._alone(lambda: [operator() for operator in operators])
+
+    def _operation(self) -> float:
+        """Return what the host spends on an operator: modules of small ones, forward and, for twice of it, backward."""
+        modules = [nn.LayerNorm(_TINY), nn.Linear(_TINY, _TINY), nn.GELU()] * _TINY
+        model = nn.Sequential(*modules).to(self._device)
+        value = self._random(1, _TINY).requires_grad_()
+        num_operators = len(modules) + _TINY  # a linear layer also transposes its weight
+        return self._alone(lambda: model(value).sum().backward()) / (3 * num_operators)
+
     def _action(self) -> float:
-        """Return what the runtime itself spends on an action: two stages that compute next to nothing."""
-        stages = 2 if state.size % 2 == 0 else 1
-        init(
-            {
-                "ddp": True,
-                "timeout_seconds": 120,
-                "pipeline_parallel_degree": stages,
-                "microbatches": _MICROBATCHES,
-                "skip_tracing": True,
-            }
-        )
-        model = DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))))
-        inputs = torch.zeros(_MICROBATCHES, 8, device=self._device)
+        """Return what the runtime itself spends on an action, with its message.
+
+        One microbatch goes through stages that compute next to nothing: one rank after the other works, and none of
+        them waits for a core.
+        """
+        stages = max(each for each in (1, 2, 4, 8) if state.size % each == 0)
+        init({"ddp": True, "timeout_seconds": 120, "pipeline_parallel_degree": stages, "skip_tracing": True})
+        model = DistributedModel(nn.Sequential(*(nn.Linear(_TINY, _TINY) for _ in range(stages))))
+        inputs = torch.zeros(1, _TINY, device=self._device)
         seconds = [self._run_step(model, inputs) for _ in range(3 + _STEPS)]
-        return median(seconds[3:]) / (2 * (_MICROBATCHES + stages - 1))
+        return median(seconds[3:]) / (2 * stages)
 
     def _run_step(self, model: DistributedModel, inputs: torch.Tensor) -> float:
         self._barrier()

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,16 +24,14 @@ from torch.utils._pytree import tree_leaves
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError, SmpkitError, UsageError
 from smpkit.plan.decide import assign_units
-from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts, in_dtype
-from smpkit.plan.mesh import CommGroup, Mesh
-from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.memory import ModelFacts, in_dtype
+from smpkit.plan.mesh import Mesh
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import Runtime, state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
-from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import make_delayed
+from smpkit.torch.placement.facts import dtype_name, model_facts
 from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
-from smpkit.torch.placement.shards import TpShard, shard_of
 from smpkit.torch.placement.trace import measure_units, units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
 from smpkit.torch.tensor_parallel.replace import distribute_without_weights
@@ -114,7 +112,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
     if call is not None and cfg.pipeline_parallel_degree > 1:
         facts = _recorded(facts, model, call, cfg, inputs)
-    kept = {name: in_dtype(facts.tensors[name], _dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
+    kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     samples, tokens = _size_of(inputs)
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
 
@@ -156,10 +154,6 @@ def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _call_with_data(factory: Callable[[], Any]) -> Any:
     try:
         return factory()
@@ -196,65 +190,8 @@ def _facts(
 ) -> ModelFacts:
     tree = units_of(model) if pins is None else units_of(model, pins.split)
     costs = measure_units(model, tree, call)
-    names = _first_names(model)
-    units = tuple(_unit(model, cost, names) for cost in costs)
-    placed = {name for unit in units for name in unit.tensors}
-    return ModelFacts(
-        name=type(model).__name__,
-        units=units,
-        tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
-        loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
-        traced=any(cost.activation_bytes for cost in costs),
-        places={} if pins is None else pins.for_units([cost.name for cost in costs]),
-        blocks=tuple(
-            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in repeated_blocks(model)
-        ),
-        notes=tuple(notes),
-    )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _first_names(model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter and buffer by its id, the first one of tied ones."""
-    names: dict[int, str] = {}
-    for name, tensor in _tensors(model):
-        names.setdefault(id(tensor), name)
-    return names
-
-
-def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
-    """Return a unit with the names of its tensors, in place of ids, which mean nothing in another process."""
-    module = model.get_submodule(cost.name)
-    held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
-    shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}
-    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
-    return UnitFacts(UnitCost(**{**values, "shared": shared}), tuple(dict.fromkeys(names[id(each)] for each in held)))
-
-
-def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
-    shard = shard_of(tensor)
-    return TensorFacts(
-        name=name,
-        dtype=_dtype_name(tensor.dtype),
-        num_elements=tensor.numel(),
-        num_bytes=tensor.numel() * tensor.element_size(),
-        trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
-        rows=(tensor.shape[0] if tensor.dim() else 1) if isinstance(tensor, nn.Parameter) else 0,
-        pieces=_pieces(tensor, shard),
-        rows_divided=shard is not None and shard.dim == 0,
-        over_replicas=shard is not None and shard.group is CommGroup.RDP_GROUP,
-    )
-
-
-def _pieces(tensor: torch.Tensor, shard: TpShard | None) -> tuple[int, ...]:
-    if shard is None or not shard.is_distributed:
-        return ()
-    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
-    return tuple(shape.numel() * tensor.element_size() for shape in shapes)
+    places = {} if pins is None else pins.for_units([cost.name for cost in costs])
+    return replace(model_facts(model, costs, places), notes=tuple(notes))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from smpkit.errors import SmpkitError
 from smpkit.observe.runs import RUN_DIR, run_at
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
 from smpkit.observe.summary_text import block
-from smpkit.plan.memory import OPTIMIZERS
+from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
@@ -59,7 +59,7 @@ def install() -> None:
     """Let every job of this process end with its block."""
     if _at_end not in state.end_hooks:
         state.end_hooks.append(_at_end)
-        status.plan_by(_planned)
+        status.plan_by(run_plan.planned)
 
 
 def _at_end() -> None:
@@ -84,6 +84,7 @@ def _report(recorder: Recorder) -> None:
         store.set(str(state.rank), _TOLD.dump_json(told).decode())
         return
     summary = _gathered(told, store, recorder)
+    run_plan.write_plan()
     if os.environ.get(QUIET) != "0":
         sys.stderr.write("\n".join(block(summary)) + "\n")
         sys.stderr.flush()
@@ -108,7 +109,7 @@ def summary_of_rank(recorder: Recorder) -> _Told:
         peak=peak,
         device_peak=devices.peak_bytes(device) if devices.is_asynchronous(device) else recorder.most.on_device or None,
         device_size=devices.total_bytes(device),
-        planned=_planned(),
+        planned=run_plan.planned(),
     )
     gains = tuple(_gains(recorder, rank))
     return _Told(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
@@ -117,39 +118,6 @@ def summary_of_rank(recorder: Recorder) -> _Told:
 def _peaks(recorder: Recorder) -> KindBytes:
     known = recorder.most.kinds
     return KindBytes(**{field.name: known.get(field.name, 0) for field in fields(KindBytes)})
-
-
-def _planned() -> KindBytes | None:
-    """Return what the partition of the model expects this rank to hold; None where nothing was planned.
-
-    Tensor and sharded data parallelism divide tensors after the partition was made.
-    """
-    model, cfg = state.model, state.cfg
-    pipeline = None if model is None else model.pipeline
-    if pipeline is None or pipeline.assignment is None or cfg.sharded_data_parallel_degree > 1:
-        return None
-    load = pipeline.assignment.loads[state.pp_rank]
-    live = pipeline.peak_live_microbatches
-    weights = load.parameters_bytes
-    return KindBytes(
-        weights=weights,
-        gradients=weights,
-        states=_planned_states(weights),
-        activations=(live or 0) * load.activation_bytes,  # 0 is unknown: of a first step without a backward
-    )
-
-
-def _planned_states(weights: int) -> int:
-    optimizer = state.optimizer
-    if optimizer is None:
-        return 0
-    kept = OPTIMIZERS.get(type(optimizer.optimizer).__name__.lower(), 0)
-    if type(optimizer.optimizer).__name__ == "SGD" and any(each.get("momentum") for each in optimizer.param_groups):
-        kept = OPTIMIZERS["momentum"]
-    size = weights * kept
-    if optimizer.masters is not None:  # of two bytes each, with masters and states of four
-        size = 2 * weights * (1 + kept)
-    return size // (state.dp_size if state.cfg.shard_optimizer_state else 1)
 
 
 def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:
@@ -184,6 +152,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
     mesh, cfg = state.mesh, state.cfg
     slowest = max((each.step_seconds or 0.0 for each in told), default=0.0)
     rate = 1 / slowest if slowest else None
+    flops, peak = run_plan.flops_of_step(), run_plan.peak()
+    share = None if flops is None or peak is None or rate is None else flops * rate / state.size / peak.flops_per_second
     # Ranks of a tensor-parallel group have batches of their own, unless the script gives all of them the same.
     batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
     return RunSummary(
@@ -195,6 +165,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         steps_per_s=rate,
         samples_per_s=_rate(rate, own.samples * batches),
         tokens_per_s=_rate(rate, own.tokens * batches),
+        flops_share=share,
+        flops_basis="" if share is None or peak is None else peak.basis,
         world_size=state.size,
         pipeline=mesh.pp_size,
         tensor=mesh.tp_size,

@@ -30,6 +30,8 @@ def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
         ("reduce_scatter", 2),
     }
     assert 0 < found.action_seconds < 1
+    assert 0 < found.operation_seconds < 0.01
+    assert found.elementwise_bytes_per_second > 1e6
     # 16 MiB take longer than 4 KiB, and a copy of all of it within memory is faster than a message.
     assert found.messages[-1].seconds > found.messages[0].seconds
     assert found.memory_bytes_per_second > 16 * 2**20 / found.messages[-1].seconds

@@ -185,3 +185,34 @@ def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: 
     changed = (zoo / "mp.yaml").read_text()
     assert changed != parameters
     assert changed.startswith("# ours\n")
+
+
+AUTOMATIC = JOB.replace(
+    JOB[JOB.index("        pipeline_parallel_degree") : JOB.index("  torch_distributed")],
+    "        microbatches: 1\n        offload_activations: auto   # as it sees fit\n        ddp: true\n",
+)
+ON_ONE_RANK = ("--calibration", "lab.json", "--machine", "lab", "--ranks", "1", "--hosts", "1")
+
+
+@pytest.mark.parametrize(
+    ("gib", "batch", "model", "stays", "layers"),
+    [("1.5", "1", "zoo:long", True, {"keep", "offload"}), ("1.2", "64", "zoo:traced", False, {"keep"})],
+    ids=["what does not fit is offloaded", "smaller microbatches fit as they are"],
+)
+def test_what_layers_do_automatically_is_searched_too(
+    zoo: Path, smpkit: Smpkit, gib: str, batch: str, model: str, *, stays: bool, layers: set[str]
+) -> None:
+    (zoo / "zoo.py").write_text(f"{ZOO}\ndef long():\n    return Net(), torch.zeros(1, 8192, dtype=torch.int64)\n")
+    (zoo / "job.yaml").write_text(AUTOMATIC)
+    asked = (*ON_ONE_RANK, "--memory-gib", gib, "--batch", batch, "--model", model)
+    done = tune(smpkit, *asked, "--write")
+    assert done.exit_code == 0, done.stderr
+    assert ("removed offload_activations" in done.stderr) is not stays
+    assert ("offload_activations: auto   # as it sees fit" in (zoo / "job.yaml").read_text()) is stays
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    assert config.offload_activations == ("auto" if stays else False)
+    again = found(smpkit, *asked)
+    assert again["best"][0]["changes"] == {}
+    assert set(again["present"]["layers"].values()) == layers
+    assert again["present"]["step_seconds"] == again["best"][0]["step_seconds"]

@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from smpkit.observe.summary import read_summary
+from smpkit.plan.tune.calibration import this_machine
+from tests.plan.tune.facts import facts
 
 SMPKIT = [sys.executable, "-c", "from smpkit.cli.main import main; main()"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_text"
@@ -152,3 +154,55 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     assert (summary.steps, summary.ranks[0].peak.weights > 48 * 1024) == (1, True)
     listed = smpkit(tmp_path, "runs").stdout
     assert re.search(r"failed: ", listed)
+
+
+PIPELINE = """
+import torch, smpkit.torch as smp
+from torch import nn
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "simple", "active_microbatches": 4})
+model = smp.DistributedModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+for _ in range(6):
+    optimizer.zero_grad()
+    train_step(model, torch.ones(8, 64))
+    optimizer.step()
+smp.shutdown()
+"""
+
+
+def test_the_plan_of_a_run_knows_its_model_and_the_block_its_share_of_the_peak(tmp_path: Path) -> None:
+    peak = 1e6
+    rate = {"dtype": "float32", "size": 512, "flops_per_second": peak, "shared_flops_per_second": peak}
+    calibration = facts(machine=this_machine().model_dump(), matmul=[rate], link=None)
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration))
+    (tmp_path / "train.py").write_text(PIPELINE)
+    job = """
+entry_point: train.py
+distribution:
+  smdistributed:
+    modelparallel:
+      enabled: true
+      parameters: {pipeline_parallel_degree: 2, microbatches: 4, pipeline: simple, active_microbatches: 4}
+  torch_distributed: {enabled: true, processes_per_host: 2}
+"""
+    (tmp_path / "job.yaml").write_text(job)
+    done = smpkit(tmp_path, "run", "job.yaml")
+    assert done.returncode == 0, done.stderr
+    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    plan, summary = json.loads((run / "plan.json").read_text()), read_summary(run)
+    assert (plan["model"], plan["traced"], plan["optimizer"]) == ("Sequential", True, "adamw")
+    assert plan["mesh"]["pipeline"] == len(plan["stages"]) == 2
+    for rank, stage in zip(summary.ranks, plan["stages"], strict=True):
+        assert rank.planned is not None
+        assert rank.peak.weights == stage["parameters_bytes"] == rank.planned.weights == 4 * 2 * (64 * 64 + 64)
+        assert rank.planned.states == stage["optimizer_bytes"] == 2 * rank.planned.weights
+        assert rank.planned.activations == stage["activations_bytes"] > 0
+    # Six operations for each weight of a product and sample; two ranks.
+    assert summary.steps_per_s is not None
+    assert summary.flops_share == pytest.approx(6 * 4 * 64 * 64 * 8 * summary.steps_per_s / (2 * peak))
+    assert "of the peak in calibration.json" in re.sub(r"\n\[rank 0\]\s+", " ", done.stdout + done.stderr)

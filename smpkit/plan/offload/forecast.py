@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf
+from math import comb, inf
 from typing import Final, Literal
 
 from smpkit.plan.memory import ModelFacts
@@ -17,7 +17,7 @@ from smpkit.plan.offload.simulate import (
     simulate_offload,
 )
 from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
-from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import Timeline
 
@@ -25,6 +25,8 @@ __all__ = ["Forecast", "Speed", "forecast", "layers_of"]
 
 _MOST_LEAD: Final = 16
 """How many layers ahead the engine loads at most."""
+_MOST_SHARING: Final = 256
+"""Of more ranks on a host than that, the mean says how many want a core."""
 _WORTH: Final = 1e-3
 """A longer horizon must save this share of the step to be advised."""
 
@@ -43,6 +45,45 @@ class Speed:
     collective_seconds: Mapping[str, float] = field(default_factory=dict)
     """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
     backward."""
+    operation_seconds: float = 0.0
+    """What the host spends on an operator."""
+    moved_bytes_per_second: float = inf
+    """What the device reads and writes where it computes no products."""
+    is_asynchronous: bool = True
+    """The host runs ahead of the device: the longer of both counts."""
+    on_cores: bool = False
+    """The device is the host's cores."""
+    cores: float = inf
+    """Of a host."""
+    ranks: int = 1
+    """Of a host, which share its cores."""
+
+    def forward_seconds(self, unit: UnitCost) -> float:
+        """Return how long the forward of a unit takes, for a rank with a core of its own."""
+        device, host = self._device_seconds(unit), unit.operations * self.operation_seconds
+        return max(device, host) if self.is_asynchronous else device + host
+
+    def core_seconds(self, unit: UnitCost) -> float:
+        """Return for how much of it a core is busy."""
+        host = unit.operations * self.operation_seconds
+        return host + self._device_seconds(unit) if self.on_cores else host
+
+    def _device_seconds(self, unit: UnitCost) -> float:
+        return unit.flops / self.flops_per_second + unit.moved_bytes / self.moved_bytes_per_second
+
+    def slowdown(self, busy: float) -> float:
+        """Return how much longer a rank's work on its core takes because other ranks want cores too.
+
+        Args:
+            busy: the share of the time in which a rank wants one, 0 to 1. When others do is taken as independent.
+        """
+        others = self.ranks - 1
+        if self.ranks <= self.cores or others > _MOST_SHARING:
+            return max(1.0, self.ranks * busy / self.cores)
+        return sum(
+            comb(others, count) * busy**count * (1 - busy) ** (others - count) * max(1.0, (count + 1) / self.cores)
+            for count in range(others + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +125,7 @@ def forecast(
     """
     found = []
     for rank, actions in enumerate(timeline.schedule.actions):
-        tasks = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
+        tasks = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed))
         ready = [span.start_seconds for span in timeline.spans[rank]]
         bound = None if horizon == "auto" else horizon
         found.append(_forecast(tasks, ready, bound, speed.link, len(timeline.spans)))
@@ -92,7 +133,7 @@ def forecast(
 
 
 def layers_of(
-    model: ModelFacts, assignment: Assignment, timeline: Timeline, rank: int, flops_per_second: float
+    model: ModelFacts, assignment: Assignment, timeline: Timeline, rank: int, speed: Speed
 ) -> list[list[LayerCost]]:
     """Return the layers of each segment of a rank: its units, a backward taking twice a forward."""
     count = sum(segment.rank == rank for segment in timeline.schedule.graph.segments)
@@ -101,18 +142,12 @@ def layers_of(
         # The plan was made for a graph in which nothing returns to a rank: its first segment stands for all runs.
         runs = [list(chain.from_iterable(runs))] + [[] for _ in range(count - 1)]
     costs = {unit.cost.name: unit.cost for unit in model.units}
-    return [
-        [
-            LayerCost(
-                costs[name].flops / flops_per_second,
-                2 * costs[name].flops / flops_per_second,
-                costs[name].boundary_bytes,
-                costs[name].recomputed_flops / flops_per_second,
-            )
-            for name in run
-        ]
-        for run in runs
-    ]
+    return [[_layer_cost(costs[name], speed) for name in run] for run in runs]
+
+
+def _layer_cost(cost: UnitCost, speed: Speed) -> LayerCost:
+    forward = speed.forward_seconds(cost)
+    return LayerCost(forward, 2 * forward, cost.boundary_bytes, forward * cost.recomputed_share)
 
 
 def _runs(assignment: Assignment, rank: int) -> Iterator[list[str]]:

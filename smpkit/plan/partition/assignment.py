@@ -35,6 +35,15 @@ class UnitCost:
     """What the largest recomputation of a checkpointed layer keeps until its backward has passed."""
     recomputed_flops: float = 0.0
     """The part of `flops` that the backward computes again."""
+    operations: int = 0
+    """How many operators a microbatch's forward calls; each costs the host some time, however little it computes."""
+    moved_bytes: int = 0
+    """What those of them read and write that compute no products, and so wait for memory."""
+
+    @property
+    def recomputed_share(self) -> float:
+        """Which part of the forward the backward runs again."""
+        return self.recomputed_flops / self.flops if self.flops else 0.0
 
     @property
     def step_flops(self) -> float:

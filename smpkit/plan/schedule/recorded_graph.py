@@ -97,4 +97,6 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
         activation_bytes=cost.activation_bytes // num_calls,
         boundary_bytes=cost.boundary_bytes // num_calls,
         recomputed_flops=cost.recomputed_flops / num_calls,
+        operations=cost.operations // num_calls,
+        moved_bytes=cost.moved_bytes // num_calls,
     )

@@ -130,7 +130,11 @@ class Calibration(Section):
     updates_per_second: _Positive
     """Parameters that AdamW updates per second on a rank's cores."""
     action_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """What the runtime itself spends on the forward or the backward of a microbatch on a stage, all ranks at once."""
+    """What the runtime itself spends on the forward or the backward of a microbatch on a stage, and on its message."""
+    operation_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """What the host spends on an operator in a forward, and on half of one in a backward: small ones, with autograd."""
+    elementwise_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """What an elementwise operator reads and writes of a value of a layer's size, which caches may hold."""
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final, Literal
 
 from smpkit.config.words import suggestion
@@ -67,6 +68,14 @@ class Machine:
     """How many ranks of a host compute at full speed at the same time."""
     action_seconds: float = 0.0
     """What the runtime itself spends on each action."""
+    operation_seconds: float = 0.0
+    """What the host spends on an operator; 0 where it is contained in the rates."""
+    moved_bytes_per_second: float = inf
+    """What a rank reads and writes where it computes no products; infinite where that is contained in the rates."""
+    cores: float = inf
+    """Of a host, which its ranks share."""
+    is_asynchronous: bool = True
+    """Hosts run ahead of their devices."""
     on_host: bool = False
     """Ranks compute on the host: there is nothing to offload to."""
     measured: Mapping[tuple[Operation, int], Channel] = field(default_factory=dict)
@@ -171,6 +180,10 @@ def from_calibration(calibration: Calibration) -> Machine:
         remote=local,
         parallel_ranks=max(1.0, speed * calibration.ranks),
         action_seconds=calibration.action_seconds,
+        operation_seconds=calibration.operation_seconds,
+        moved_bytes_per_second=calibration.elementwise_bytes_per_second or inf,
+        cores=max(1.0, speed * calibration.ranks) if on_host else machine.cores,
+        is_asynchronous=not on_host,
         on_host=on_host,
         measured=dict(_collectives(calibration)),
     )

@@ -220,6 +220,12 @@ class _Predicting:
             1 / pipeline.bytes_per_second,
             self._machine.action_seconds,
             self._collectives,
+            self._machine.operation_seconds,
+            self._machine.moved_bytes_per_second,
+            self._machine.is_asynchronous,
+            on_cores=self._machine.on_host,
+            cores=self._machine.cores,
+            ranks=min(job.ranks, self._machine.ranks_per_host),
         )
 
     def run(self) -> Prediction | RuledOut:
@@ -366,7 +372,7 @@ class Layer:
 
     saved_bytes: int
     input_bytes: int
-    flops: float
+    cost: UnitCost
 
 
 def layers_of(model: ModelFacts) -> dict[str, Layer]:
@@ -379,7 +385,7 @@ def layers_of(model: ModelFacts) -> dict[str, Layer]:
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
             # What a recomputation allocates is an upper bound of what a layer keeps that is not checkpointed.
             saved = cost.activation_bytes - cost.boundary_bytes + cost.recomputed_bytes
-            found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost.flops)
+            found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
         before = cost.output_bytes
     return found
 
@@ -441,7 +447,7 @@ def _activation(layer: Layer, choice: Choice) -> int:
 
 
 def _chain_layer(layer: Layer, speed: Speed) -> ChainLayer:
-    seconds = layer.flops / speed.flops_per_second
+    seconds = speed.forward_seconds(layer.cost)
     return ChainLayer(seconds, 2 * seconds, layer.saved_bytes, layer.input_bytes)
 
 
@@ -478,7 +484,7 @@ def with_choices(
             activation_bytes=layer.input_bytes if recomputed else layer.saved_bytes,
             boundary_bytes=layer.input_bytes if recomputed and not stays else 0,
             recomputed_bytes=layer.saved_bytes if recomputed else 0,
-            recomputed_flops=layer.flops if recomputed else 0.0,
+            recomputed_flops=layer.cost.flops if recomputed else 0.0,
         )
         units.append(UnitFacts(cost, unit.tensors))
     return replace(model, units=tuple(units))
@@ -504,6 +510,7 @@ def _resized(cost: UnitCost, factor: float) -> UnitCost:
         output_bytes=round(factor * cost.output_bytes),
         boundary_bytes=round(factor * cost.boundary_bytes),
         recomputed_bytes=round(factor * cost.recomputed_bytes),
+        moved_bytes=round(factor * cost.moved_bytes),
     )
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.decide import Policy, assign_units
-from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.memory import ModelFacts
+from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
@@ -38,6 +39,7 @@ from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed
+from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.measure import MeasureOptions, measure
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
@@ -82,8 +84,8 @@ class Pipeline:
         self._parameters: list[nn.Parameter] = []
         self._tied: list[TiedTensor] = []
         self.assignment: Assignment | None = None
-        self._costs: Sequence[UnitCost] = ()
-        """Of the units, on the replica that decided on the assignment."""
+        self.facts: ModelFacts | None = None
+        """Of the whole model, which planning takes; None: the assignment was restored from a checkpoint."""
         self.resumed: Assignment | None = None
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
@@ -129,7 +131,8 @@ class Pipeline:
         live, assignment = self.peak_live_microbatches, self.assignment
         if live is None or assignment is None:
             return 0
-        own = [cost for cost in self._costs if assignment.partition_of.get(cost.name) == state.pp_rank]
+        costs = () if self.facts is None else self.facts.costs
+        own = [cost for cost in costs if assignment.partition_of.get(cost.name) == state.pp_rank]
         saved = sum(max(0, cost.recomputed_bytes - cost.boundary_bytes) for cost in own)
         # One recomputation at a time is held all the same.
         return max(0, live * saved - max((cost.recomputed_bytes for cost in own), default=0))
@@ -147,10 +150,12 @@ class Pipeline:
         if state.pp_rank == 0:
             self.assignment = self._agree_on_assignment(TrialStep(body, call.args, call.kwargs))
             seed = common_seed()
-            self._transport.broadcast_object((self.assignment.to_json(), seed), what="the partition assignment")
+            facts = None if self.facts is None else self.facts.to_json()
+            self._transport.broadcast_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
         else:
-            text, seed = self._transport.receive_object(0, "the partition assignment")
+            text, facts, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
+            self.facts = None if facts is None else ModelFacts.from_json(facts)
         pp_rank_of_unit = self.assignment.partition_of
         self._on_placement(self._root, pp_rank_of_unit)
         refuse_compiled(self._root, pp_rank_of_unit)
@@ -205,10 +210,15 @@ class Pipeline:
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
         group = state.process_group(CommGroup.DP_GROUP)
-        text = [self._decide(step).to_json() if state.dp_rank == 0 else ""]
+        told: list[Any] = [None]
+        if state.dp_rank == 0:
+            assignment = self._decide(step)
+            told = [(assignment.to_json(), None if self.facts is None else self.facts.to_json())]
         with waiting("the partition assignment", group):
-            dist.broadcast_object_list(text, group=group, group_src=0)
-        return Assignment.from_json(text[0])
+            dist.broadcast_object_list(told, group=group, group_src=0)
+        text, facts = told[0]
+        self.facts = None if facts is None else ModelFacts.from_json(facts)
+        return Assignment.from_json(text)
 
     def _decide(self, step: TrialStep) -> Assignment:
         cfg = state.cfg
@@ -225,7 +235,7 @@ class Pipeline:
             costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
             if self._measured:
                 costs = measure(self._root, costs, self._measured, step, state.device)
-        self._costs = costs
+        self.facts = model_facts(self._root, costs, places)
         return assign_units(cfg, costs, places)
 
     def _fits_model(self, assignment: Assignment) -> bool:

@@ -29,7 +29,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.units import Node, UnitTree, unit_tree
@@ -126,8 +126,8 @@ def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | Non
 
 def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
-    counter, kernels = FlopCounterMode(display=False), FusedKernels()
-    started: dict[str, tuple[int, int, int]] = {}
+    counter, kernels, operators = FlopCounterMode(display=False), FusedKernels(), _Operators()
+    started: dict[str, tuple[int, int, int, int, int]] = {}
     saved = _SavedBytes(root)
 
     def flops_so_far() -> int:
@@ -138,13 +138,19 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             checkpointed.begin_unit(name)
-            started[name] = (flops_so_far(), saved.total, len(checkpointed.calls))
+            started[name] = (
+                flops_so_far(),
+                saved.total,
+                len(checkpointed.calls),
+                operators.count,
+                operators.moved_bytes,
+            )
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            flops, num_bytes, num_calls = started.pop(name)
+            flops, num_bytes, num_calls, operations, moved = started.pop(name)
             checkpointed.end_unit()
             inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
@@ -154,6 +160,8 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
                 flops=known.flops + flops_so_far() - flops,
                 activation_bytes=known.activation_bytes + saved.total - num_bytes,
                 output_bytes=_bytes_of(output),
+                operations=known.operations + operators.count - operations,
+                moved_bytes=known.moved_bytes + operators.moved_bytes - moved,
             )
 
         return hook
@@ -164,7 +172,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
             module = root.get_submodule(name)
             handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
         watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with _without_torchs_log(), counter, kernels.installed(), checkpointed.watch(), watched:
+        with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
         _log.warning(
@@ -354,6 +362,25 @@ class CheckpointedCalls:
         unit = None if is_inside_unit or not started_inside else started_inside[0]
         saved, flops = self._saved_bytes() - saved_before, self._flops() - flops_before
         self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops))
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators, views among them, and the bytes that those read and write whose products nobody counts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self.moved_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question about a tensor
+            return output
+        self.count += 1
+        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and func.overloadpacket not in flop_registry:
+            self.moved_bytes += sum(each.numel() * each.element_size() for each in tensors_in((args, output)))
+        return output
 
 
 class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

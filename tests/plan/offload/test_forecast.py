@@ -36,6 +36,10 @@ def _model() -> ModelFacts:
     return ModelFacts("Net", tuple(UnitFacts(cost, ()) for cost in costs), {}, (), traced=True)
 
 
+def _at(flops_per_second: float) -> Speed:
+    return Speed(flops_per_second, LinkSpeed(1.0, 1.0))
+
+
 def _assignment(places: list[int]) -> Assignment:
     costs = [unit.cost for unit in _model().units]
     return assign(costs, max(places) + 1, dict(zip(_NAMES, places, strict=True)), 0)
@@ -91,13 +95,14 @@ def test_a_step_without_checkpointed_layers_moves_nothing() -> None:
 
 def test_segments_of_a_rank_are_the_units_between_other_ranks() -> None:
     timeline = Timeline(simple(SegmentGraph.loop(2, 2), 2), (), ())
-    layers = layers_of(_model(), _assignment([0, 0, 1, 0, 1, 1]), timeline, 0, 5.0)
+    layers = layers_of(_model(), _assignment([0, 0, 1, 0, 1, 1]), timeline, 0, _at(5.0))
     layer = LayerCost(2.0, 4.0, _BOUNDARY, 2.0)
     assert layers == [[layer, layer], [layer]]
 
 
 def test_units_that_return_to_a_rank_are_one_segment_where_the_plan_has_one() -> None:
-    assert [len(each) for each in layers_of(_model(), _assignment([0, 1, 0, 1, 0, 1]), _timeline(2, 2), 0, 1.0)] == [3]
+    layers = layers_of(_model(), _assignment([0, 1, 0, 1, 0, 1]), _timeline(2, 2), 0, _at(1.0))
+    assert [len(each) for each in layers] == [3]
 
 
 def test_memory_of_a_rank_counts_boundaries_and_one_recomputation() -> None:

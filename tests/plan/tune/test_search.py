@@ -9,6 +9,7 @@ import pytest
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import decide
+from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.calibration import Calibration
@@ -127,6 +128,48 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
     work = 3 * 13e12 * 32 / 10e12
     assert shared.compute_seconds + shared.bubble_seconds == pytest.approx(work / 2, rel=0.01)
     assert alone.compute_seconds + alone.bubble_seconds < work / 2
+
+
+def with_operators(count: int, moved_bytes: int = 0) -> ModelFacts:
+    """Return a model each of whose units calls so many operators."""
+    model = gpt()
+    units = [replace(each.cost, operations=count, moved_bytes=moved_bytes) for each in model.units]
+    return replace(model, units=tuple(replace(unit, cost=cost) for unit, cost in zip(model.units, units, strict=True)))
+
+
+def test_operators_and_what_they_move_cost_time_beside_products() -> None:
+    where = Job({1: with_operators(100, 10**9)}, MACHINE, 1, 8)
+    plain = a_prediction(where, microbatches=8).step_seconds
+    slow = replace(MACHINE, operation_seconds=1e-3, moved_bytes_per_second=1e10)
+    # A host runs ahead of its GPU: 13 products of 0.1 s and 14 values of 0.1 s hide 0.1 s of operators in each.
+    ahead = a_prediction(replace(where, machine=slow), microbatches=8).step_seconds
+    assert ahead - plain == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
+    waits = replace(slow, is_asynchronous=False)
+    after = a_prediction(replace(where, machine=waits), microbatches=8).step_seconds
+    assert after - ahead == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
+
+
+def test_only_what_occupies_cores_is_slower_where_ranks_share_them() -> None:
+    """Four replicas on two cores: awake as long as they wait for their devices."""
+    devices = replace(MACHINE, operation_seconds=1e-3, is_asynchronous=False)
+    where = Job({1: with_operators(100)}, devices, 4, 32)
+    alone = a_prediction(where, microbatches=8).compute_seconds
+    shared = a_prediction(replace(where, machine=replace(devices, cores=2)), microbatches=8).compute_seconds
+    on_cores = replace(devices, cores=2, on_host=True)
+    on_them = a_prediction(replace(where, machine=on_cores), microbatches=8).compute_seconds
+    assert alone < shared < 1.5 * alone
+    assert on_them == pytest.approx(2 * alone, rel=0.02)
+    assert a_prediction(replace(where, machine=replace(devices, cores=4)), microbatches=8).compute_seconds == alone
+
+
+def test_how_much_slower_follows_from_how_often_ranks_want_a_core() -> None:
+    speed = Speed(1.0, LinkSpeed(1.0, 1.0), cores=2, ranks=4)
+    assert speed.slowdown(0.0) == 1.0
+    assert speed.slowdown(1.0) == 2.0
+    # With three others that want one in half of the time: 1 of 8 that all do, 3 of 8 that two of them do.
+    assert speed.slowdown(0.5) == pytest.approx((4 + 3 * 1.5 + 2) / 8)
+    assert replace(speed, ranks=1000, cores=100).slowdown(0.5) == 5.0
+    assert replace(speed, cores=4).slowdown(1.0) == 1.0
 
 
 def test_precision_changes_what_is_held() -> None:

@@ -1,0 +1,117 @@
+"""The plan of the model that runs: what `smpkit plan` would say of it, made by the ranks, which know the model.
+
+The first pipeline rank has traced the model and told the others what it found; so each of them can decide, as `smpkit
+plan` does, and no tensor is allocated. Rank 0 writes it into the run's folder after the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from smpkit.errors import SmpkitError
+from smpkit.observe.runs import PLAN, RUN_DIR
+from smpkit.observe.summary import KindBytes
+from smpkit.plan.decide import Plan, decide
+from smpkit.plan.memory import OPTIMIZERS, ModelFacts
+from smpkit.plan.offload.forecast import Speed
+from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.tune.peak import Peak, measured_peak, published_peak
+from smpkit.plan.tune.predict import half_of, in_precision
+from smpkit.torch.core import devices
+from smpkit.torch.core.runtime import state
+
+__all__ = ["flops_of_step", "peak", "planned", "write_plan"]
+
+_SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
+"""What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
+
+_made: tuple[tuple[int, str], Plan | None] | None = None
+
+
+def planned() -> KindBytes | None:
+    """Return what the plan expects this rank to hold; None where nothing is known of the model."""
+    plan = _plan()
+    if plan is None:
+        return None
+    memory = plan.memory[state.pp_rank]
+    return KindBytes(
+        weights=memory.parameters_bytes + memory.gathered_bytes,
+        gradients=memory.gradients_bytes,
+        states=memory.optimizer_bytes + memory.masters_bytes,
+        activations=memory.activations_bytes or 0,
+        offloaded=memory.host_bytes,
+    )
+
+
+def write_plan() -> None:
+    """Add the stages to the plan in the run's folder; nothing that goes wrong here may end a job."""
+    folder, plan = os.environ.get(RUN_DIR), _plan()
+    if not folder or plan is None or plan.assignment is None or plan.model is None:
+        return
+    path = Path(folder, PLAN)
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        stages = [
+            {"units": list(plan.assignment.names(stage)), **asdict(memory), "total_bytes": memory.total_bytes}
+            for stage, memory in enumerate(plan.memory)
+        ]
+        told: dict[str, Any] = {"model": plan.model.name, "traced": plan.model.traced, "optimizer": _optimizer()}
+        part = path.with_name(f".{PLAN}.{os.getpid()}")
+        part.write_text(json.dumps({**known, **told, "stages": stages}, indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def flops_of_step() -> float | None:
+    """Return what forward and backward of all ranks compute in a step, without recomputation; None if unknown."""
+    facts = _facts()
+    if facts is None or not facts.traced:
+        return None
+    pipelines = state.tp_size * state.rdp_size
+    return 3.0 * sum(cost.flops for cost in facts.costs) * state.cfg.microbatches * pipelines
+
+
+def peak() -> Peak | None:
+    """Return what a rank's device computes at most; None if nobody has measured or published it."""
+    half = half_of(state.cfg)
+    # `runs/<run>` lies beside the job file, and a calibration may, too.
+    found = measured_peak(Path(folder).parents[1], half) if (folder := os.environ.get(RUN_DIR)) else None
+    if found is None and devices.is_asynchronous(state.device):
+        found = published_peak(devices.device_name(state.device), half)
+    return found
+
+
+def _facts() -> ModelFacts | None:
+    model = state.model
+    return None if model is None or model.pipeline is None else model.pipeline.facts
+
+
+def _plan() -> Plan | None:
+    """Return the plan, made once for each model and optimizer."""
+    global _made  # noqa: PLW0603
+    facts = _facts()
+    if facts is None:
+        return None
+    key = id(facts), _optimizer()
+    if _made is None or _made[0] != key:
+        cfg = state.cfg
+        try:
+            plan = decide(cfg, state.size, in_precision(facts, half_of(cfg), cfg), _SPEED, key[1])
+        except SmpkitError:
+            plan = None
+        _made = key, plan
+    return _made[1]
+
+
+def _optimizer() -> str:
+    """Return the optimizer as plans name it; of one that they do not know nothing is kept."""
+    if state.optimizer is None:
+        return "sgd"
+    name = type(state.optimizer.optimizer).__name__.lower()
+    if name == "sgd" and any(each.get("momentum") for each in state.optimizer.param_groups):
+        return "momentum"
+    return name if name in OPTIMIZERS else "sgd"
