@@ -63,28 +63,29 @@ class Seeds:
         """Return the number in a seed, which all ranks have."""
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
-    def branch(self, seed: int, key: int, *, closed: bool) -> int:
-        """Return the seed of a stream for a call in the stream of `seed`.
+    def branch(self, seed: int, key: int, *, closed: bool) -> tuple[int, int]:
+        """Return the seed of a stream for a call in the stream of `seed`, and what `after(seed)` is.
 
         Args:
             key: of what is called, of 64 mixed bits; mixed into the number of the call.
             closed: whether the call's stream is for operations on this rank's own values.
         """
-        # Every call of a layer comes here, so `number`, `mix`, `open` and `closed` are written out.
+        # Every call of a layer comes here, so `number`, `mix`, `open`, `closed` and `after` are written out.
         salt = self.rank_salt
         number = (seed ^ salt if seed & 1 else seed) & _NUMBER
         inner = (number + key + _GAMMA) & _WORD
         inner = ((inner ^ (inner >> 30)) * _FIRST) & _WORD
         inner = ((inner ^ (inner >> 27)) * _SECOND) & _WORD
         inner = (inner ^ (inner >> 31)) & _NUMBER
-        return (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED
+        later = number + _STEP & _NUMBER
+        return (
+            (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED,
+            (later ^ salt) | _TAGGED | 1 if seed & 1 else later | _TAGGED,
+        )
 
     def after(self, seed: int) -> int:
         """Return the seed of the same stream with the next number."""
-        salt = self.rank_salt
-        if seed & 1:
-            return (((seed ^ salt) + _STEP & _NUMBER) ^ salt) | _TAGGED | 1
-        return seed + _STEP & _NUMBER | _TAGGED
+        return self.branch(seed, 0, closed=True)[1]
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:

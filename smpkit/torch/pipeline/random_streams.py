@@ -187,8 +187,7 @@ class RandomStreams:
             key = self._names.get(name)
             if key is None:
                 key = self._names[name] = mix(0, zlib.crc32(name.encode()))
-            caller = _CPU.initial_seed()
-            later, seed = self._seeds.after(caller), self._seeds.branch(caller, key, closed=closed)
+            seed, later = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
             _CPU.manual_seed(seed)
             if self._device is not None:
                 with _WithoutModes():  # the device's module may use tensors, which is no operation of the step

@@ -41,8 +41,8 @@ def test_the_seeds_of_a_call_are_those_of_its_number_and_its_key() -> None:
         for seed in [make(mix(number, 1)) for number in range(200) for make in (seeds.open, seeds.closed)]:
             for key in (0, 1, 0xFFFF_FFFF):
                 inner = mix(seeds.number(seed), key)
-                assert seeds.branch(seed, key, closed=True) == seeds.closed(inner)
-                assert seeds.branch(seed, key, closed=False) == seeds.open(inner)
+                assert seeds.branch(seed, key, closed=True)[0] == seeds.closed(inner)
+                assert seeds.branch(seed, key, closed=False)[0] == seeds.open(inner)
 
 
 def test_no_two_calls_of_a_microbatch_draw_from_one_stream() -> None:
@@ -50,7 +50,7 @@ def test_no_two_calls_of_a_microbatch_draw_from_one_stream() -> None:
     for seeds in (Seeds(), Seeds(OWN)):
         seed, found = seeds.open(mix(1, 2)), set()
         for _ in range(300):
-            found |= {seeds.branch(seed, key, closed=True) & 0xFFFFFFFF for key in keys}
+            found |= {seeds.branch(seed, key, closed=True)[0] & 0xFFFFFFFF for key in keys}
             seed = seeds.after(seed)
         # All that a CPU's generator takes of a seed: of as many random ones, one in some 48,000 meets another.
         assert len(found) > 300 * 300 - 10
