@@ -1,7 +1,7 @@
 """The plan of the model that runs: what `smpkit plan` would say of it, made by the ranks, which know the model.
 
 The first pipeline rank has traced the model and told the others what it found; so each of them can decide, as `smpkit
-plan` does, and no tensor is allocated. Rank 0 writes it into the run's folder after the first step.
+plan` does, and no tensor is allocated. Rank 0 adds it to the plan in the run's folder when the run ends.
 """
 
 from __future__ import annotations
