@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 
@@ -39,7 +40,8 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, or what lies in it if it is a list or dict of modules: those are never called themselves."""
-    if type(module).forward is not nn.Module.forward:
+    # Not the attribute itself: the class of a scripted module raises where it is read.
+    if inspect.getattr_static(type(module), "forward") is not nn.Module.forward:
         yield module
         return
     for child in module.children():
