@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import PLAN, RUN_DIR
 from smpkit.observe.summary import KindBytes
@@ -30,7 +31,8 @@ __all__ = ["flops_of_step", "peak", "planned", "write_plan"]
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 
-_made: tuple[tuple[int, str], Plan | None] | None = None
+_made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
+"""The latest plan, behind what it was made for."""
 
 
 def planned() -> KindBytes | None:
@@ -96,15 +98,15 @@ def _plan() -> Plan | None:
     facts = _facts()
     if facts is None:
         return None
-    key = id(facts), _optimizer()
-    if _made is None or _made[0] != key:
-        cfg = state.cfg
+    cfg, optimizer = state.cfg, _optimizer()
+    # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
+    if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
         try:
-            plan = decide(cfg, state.size, in_precision(facts, half_of(cfg), cfg), _SPEED, key[1])
+            plan = decide(cfg, state.size, in_precision(facts, half_of(cfg), cfg), _SPEED, optimizer)
         except SmpkitError:
             plan = None
-        _made = key, plan
-    return _made[1]
+        _made = facts, cfg, optimizer, plan
+    return _made[3]
 
 
 def _optimizer() -> str:

@@ -58,8 +58,7 @@ def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
     module = model.get_submodule(cost.name)
     held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
     shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}
-    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
-    return UnitFacts(UnitCost(**{**values, "shared": shared}), tuple(dict.fromkeys(names[id(each)] for each in held)))
+    return UnitFacts(replace(cost, shared=shared), tuple(dict.fromkeys(names[id(each)] for each in held)))
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
