@@ -19,34 +19,39 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import ModelFacts
+from smpkit.plan.memory import ModelFacts, RankMemory
+from smpkit.plan.schedule.actions import from_json, to_json
 from smpkit.plan.tune.calibration import read_calibration
 from smpkit.plan.tune.machine import Machine, from_calibration
 from smpkit.plan.tune.predict import Job, Prediction, predict
 from smpkit.testing import run_ranks
 from smpkit.torch.describe import describe
 from smpkit.torch.distributed.held_memory import HeldMemory
+from smpkit.torch.pipeline.backward import BackwardWork
 
 SAMPLES: Final = 16
 WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
-FORWARD_SECONDS: Final = 0.006
+FORWARD_SECONDS: Final = 0.012
 """Of a block of the GPT, for each sample; backward takes twice as long. Other blocks sleep in proportion."""
 WARM_UPS: Final = 3
 COUNTED_STEPS: Final = 2
@@ -83,7 +88,7 @@ class SleepForWeight(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """The first module of a block, which sleeps for the whole block."""
+    """The first module of a block, which sleeps for the whole block; or the head."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -129,7 +134,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head = Slow(nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
         value = self.embed(tokens)
@@ -158,6 +163,7 @@ def t5() -> nn.Module:
     for stack in (model.encoder, model.decoder):
         for block in stack.block:
             block.layer[0].layer_norm = Slow(block.layer[0].layer_norm)
+    model.lm_head = Slow(model.lm_head)
     return model
 
 
@@ -179,11 +185,11 @@ def slow_parts(model: nn.Module) -> dict[str, Slow]:
 
 
 def sleeps(facts: ModelFacts, model: nn.Module) -> dict[str, float]:
-    """Return how long each block sleeps for a sample: as long as its products would take."""
+    """Return how long each block, and the head, sleeps for a sample: as long as its products would take."""
     flops = {unit.cost.name: unit.cost.flops for unit in facts.units}
     found = {}
     for part in slow_parts(model):
-        unit = next(name for name in flops if part.startswith(f"{name}."))
+        unit = next(name for name in flops if f"{part}.".startswith(f"{name}.") or name.startswith(f"{part}."))
         found[part] = flops[unit] / facts.samples * FORWARD_SECONDS / _gpt_flops()
     return found
 
@@ -238,43 +244,101 @@ def _train_t5(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-class Saved:
-    """Counts the bytes of tensors that autograd keeps, each storage once, and not those of parameters."""
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that microbatches hold between actions.
 
-    def __init__(self, outside: Iterable[Tensor]) -> None:
-        self.most = self.now = 0
-        self._uses: Counter[int] = Counter()
-        self._outside = {each.untyped_storage()._cdata for each in outside}
+    Those are what forward makes, each storage once and while it lives, and the gradients that wait for the second half
+    of a split backward. Hooks on saved tensors would not do: backwards under them are not split.
+    """
 
-    def pack(self, tensor: Tensor) -> Kept:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._outside:
-            self._uses[storage._cdata] += 1
-            if self._uses[storage._cdata] == 1:
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-        return Kept(tensor, self)
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.most_gradients = self._now = 0
+        self._alive: dict[int, Any] = {}
 
-    def drop(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._outside:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() == -1:  # not in a backward, which needs what it makes for itself
+            for value, declared in zip(tree_leaves(output), func._schema.returns, strict=False):
+                if isinstance(value, Tensor) and declared.alias_info is None and not _in_reducer():
+                    self._add(value.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive or not storage.nbytes():
             return
-        self._uses[storage._cdata] -= 1
-        if not self._uses[storage._cdata]:
-            self.now -= storage.nbytes()
+        num_bytes = storage.nbytes()
+        self._now += num_bytes
+
+        def gone(_: Any) -> None:
+            del self._alive[key]
+            self._now -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+
+    @contextmanager
+    def counting(self, model: smp.DistributedModel) -> Iterator[None]:
+        """Look before and after each backward, since forwards add until then, and whenever a gradient is complete."""
+        run, run_weights, run_all = BackwardWork.run, BackwardWork.run_weights, model.backward
+        waiting: dict[tuple[BackwardWork, int], int] = {}
+        parameters = [each for each in model.local_parameters() if each.requires_grad]
+
+        def look() -> None:
+            self.most = max(self.most, self._now + sum(waiting.values()))
+
+        def first_half(work: BackwardWork, segment: int, split: bool) -> None:
+            look()
+            run(work, segment, split)
+            if segment in work.weight_backwards:
+                kept = work.weight_backwards[segment].boundary_gradients.values()
+                found = {each.untyped_storage()._cdata: each.untyped_storage() for each in tree_leaves(list(kept))}
+                waiting[work, segment] = sum(each.nbytes() for key, each in found.items() if key not in self._alive)
+            look()
+
+        def second_half(work: BackwardWork, segment: int) -> None:
+            run_weights(work, segment)
+            waiting.pop((work, segment), None)
+
+        def whole(*arguments: Any) -> None:
+            look()
+            run_all(*arguments)
+
+        def gradients(_: Tensor) -> None:
+            held = sum(each.grad.nbytes for each in parameters if each.grad is not None)
+            self.most_gradients = max(self.most_gradients, held)
+
+        handles = [each.register_post_accumulate_grad_hook(gradients) for each in parameters]
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(BackwardWork, "run", first_half))
+            stack.enter_context(patch.object(BackwardWork, "run_weights", second_half))
+            if smp.pp_size() == 1:
+                stack.enter_context(patch.object(model, "backward", whole))
+            stack.enter_context(self)
+            yield
+        for each in handles:
+            each.remove()
 
 
-class Kept:
-    """A tensor that autograd keeps, until its backward has run."""
-
-    def __init__(self, tensor: Tensor, saved: Saved) -> None:
-        self.tensor, self._saved = tensor, saved
-
-    def __del__(self) -> None:
-        self._saved.drop(self.tensor)
+def _in_reducer() -> bool:
+    """Return whether a bucket for gradients is being made, which is of another kind."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_globals["__name__"].startswith("smpkit.torch.data_parallel"):
+        frame = frame.f_back
+    return frame is not None
 
 
-Measured = tuple[float, int, dict[str, int]]
+@dataclass(frozen=True)
+class Measured:
+    """What a rank found out about a configuration."""
+
+    seconds: float
+    """Of the fastest step, since other programs only add to it."""
+    stage: int
+    held: dict[str, int]
+    """The most bytes of each kind, which are counted in two more steps."""
+    schedule: str
+    """As JSON, as the last step ran it; empty without one."""
 
 
 def measure_each(
@@ -287,17 +351,12 @@ def measure_each(
         smp.shutdown()
         gc.collect()
         if int(os.environ["RANK"]) == 0:
-            print(f"{found[-1][0]:.3f} s  {config}", file=sys.stderr, flush=True)
+            print(f"{found[-1].seconds:.3f} s  {config}", file=sys.stderr, flush=True)
     return found
 
 
 def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], steps: int) -> Measured:
-    """Train.
-
-    Returns:
-        The seconds of the fastest step, since other programs only add to them; the stage of this rank; and the most
-        bytes that it held of each kind, which are counted in two more steps.
-    """
+    """Train with one configuration."""
     smp.init(config)
     torch.manual_seed(0)
     built = MODELS[name]()
@@ -308,23 +367,27 @@ def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], ste
     tokens = torch.zeros(SAMPLES // smp.dp_size(), CONTEXT, dtype=torch.int64)
     train = _train_gpt if name == "gpt" else _train_t5
 
-    def step(watched: AbstractContextManager[Any]) -> float:
+    def step() -> float:
         dist.barrier()
         start = time.perf_counter()
         optimizer.zero_grad()
-        with watched:
-            train(model, tokens)
+        train(model, tokens)
         optimizer.step()
         dist.barrier()
         return time.perf_counter() - start
 
-    fastest = min([step(nullcontext()) for _ in range(WARM_UPS + steps)][WARM_UPS:])
-    saved = Saved([*model.local_parameters(), tokens])
+    fastest = min([step() for _ in range(WARM_UPS + steps)][WARM_UPS:])
+    held = Held()
     for _ in range(COUNTED_STEPS):
-        step(saved_tensors_hooks(saved.pack, lambda kept: kept.tensor))
+        optimizer.zero_grad()
+        with held.counting(model):
+            train(model, tokens)
+        optimizer.step()
     between = HeldMemory().begin_step()
-    kinds = (between.weights, between.gradients, between.states, saved.most)
-    return fastest, smp.pp_rank(), dict(zip(KINDS, kinds, strict=True))
+    kinds = (between.weights, held.most_gradients, between.states, held.most)
+    executor = None if model.pipeline is None else model.pipeline._executor
+    ran = [] if executor is None else [*executor.schedules.values()]
+    return Measured(fastest, smp.pp_rank(), dict(zip(KINDS, kinds, strict=True)), to_json(ran[-1]) if ran else "")
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -348,14 +411,14 @@ def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
     return replace(machine, single_flops=rate, parallel_ranks=ranks, cores=found.machine.cores, on_host=False)
 
 
-def held(found: Prediction, ranks: Sequence[Measured]) -> dict[str, Any]:
+def held(memories: Sequence[RankMemory], ranks: Sequence[Measured]) -> dict[str, Any]:
     """Return what the fullest rank of each stage holds, as predicted and as counted, and by how much they differ."""
     predicted, counted = [], []
-    for stage, memory in enumerate(found.plan.memory):
+    for stage, memory in enumerate(memories):
         states = memory.optimizer_bytes + memory.masters_bytes
         kinds = (memory.parameters_bytes, memory.gradients_bytes, states, memory.activations_bytes or 0)
         predicted.append(dict(zip(KINDS, kinds, strict=True)))
-        counted.append(max((each for _, place, each in ranks if place == stage), key=lambda each: sum(each.values())))
+        counted.append(max((each.held for each in ranks if each.stage == stage), key=lambda each: sum(each.values())))
     worst = max(abs(sum(a.values()) / sum(b.values()) - 1) for a, b in zip(predicted, counted, strict=True))
     return {"held": predicted, "counted": counted, "memory_error": worst}
 
@@ -375,7 +438,12 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
         found = predict(made, job)
         assert isinstance(found, Prediction), found
         row = {"config": config, "predicted": found.step_seconds, "parts": dict(found.parts)}
-        rows.append({**row, "measured": max(seconds for seconds, _, _ in measured), **held(found, measured)})
+        row |= {"measured": max(each.seconds for each in measured), **held(found.plan.memory, measured)}
+        ran = from_json(measured[0].schedule) if measured[0].schedule else None
+        row["as_planned"] = ran is None or ran.actions == found.plan.timeline.schedule.actions
+        as_run = predict(made, job, schedule=ran)
+        assert isinstance(as_run, Prediction), as_run
+        rows.append({**row, "memory_error_as_run": held(as_run.plan.memory, measured)["memory_error"]})
     again = rows.pop()
     return {"model": name, "ranks": ranks, "again": again["measured"], **summary(rows)}
 
@@ -392,6 +460,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
         "memory_error": max(row["memory_error"] for row in rows),
+        "memory_error_as_run": max(row["memory_error_as_run"] for row in rows),
+        "as_planned": sum(row["as_planned"] for row in rows),
         "rows": rows,
     }
 
@@ -407,10 +477,11 @@ def _ranked(values: Sequence[float]) -> list[float]:
 
 def table(found: dict[str, Any]) -> Iterator[str]:
     rows = sorted(found["rows"], key=lambda row: row["measured"])
-    yield "| predicted | measured | memory | configuration |\n|---|---|---|---|"
+    yield "| predicted | measured | memory | as run | configuration |\n|---|---|---|---|---|"
     for row in rows:
         words = ", ".join(f"{key} {value}" for key, value in row["config"].items() if key != "ddp")
-        yield f"| {row['predicted']:.3f} s | {row['measured']:.3f} s | {row['memory_error']:.1%} | {words} |"
+        times = f"{row['predicted']:.3f} s | {row['measured']:.3f} s"
+        yield f"| {times} | {row['memory_error']:.1%} | {row['memory_error_as_run']:.1%} | {words} |"
     yield ""
     again = found["again"] / next(row["measured"] for row in found["rows"]) - 1
     what = f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations"
@@ -418,7 +489,10 @@ def table(found: dict[str, Any]) -> Iterator[str]:
         f"Spearman {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured"
     )
     errors = f"median error {found['median_error']:.1%}, largest {found['largest_error']:.1%}"
-    memory = f"memory within {found['memory_error']:.1%}"
+    memory = (
+        f"memory within {found['memory_error']:.1%}, and {found['memory_error_as_run']:.1%} for the schedule that ran"
+    )
+    memory += f", the predicted one in {found['as_planned']}"
     yield f"{what}: {order}; {errors}; {memory}; the first one took {again:+.1%} when it was measured again."
 
 

@@ -21,17 +21,25 @@ from smpkit.plan.offload.forecast import Forecast, Speed, forecast
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
-from smpkit.plan.schedule.graph import Segment, SegmentGraph
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
+from smpkit.plan.schedule.receives import posted_bytes
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 
-__all__ = ["Plan", "Policy", "assign_units", "decide"]
+__all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
 
 _ROUNDS: Final = 8
 _SETTLED: Final = 1e-3
 """Rounds end when the time on cores changes by less than this share."""
+_MIN_GAIN: Final = 0.002
+"""Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
+prediction leaves out, and `active_microbatches` has granted the memory."""
+_MIN_LATENCY_SHARE: Final = 0.01
+"""The least latency of a message, as a share of the longest action. A ping leaves out what else lies between two ranks'
+actions: Python of both, other processes on their cores, actions of unequal length. A schedule without slack, as 1F1B,
+waits for all of that in each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,22 @@ class Policy:
         deeper = any(live < limit for live in schedule.peak_live_microbatches)
         has_choice = deeper or self.splits_backward
         return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
+
+    def replanned(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return the schedule that is worth a change with these costs, or the same one if there is none.
+
+        Args:
+            costs: in seconds, measured or predicted, `with_jitter`.
+        """
+        other = self.schedule(schedule.graph, schedule.num_microbatches, costs)
+        before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
+        return other if after < before * (1 - _MIN_GAIN) else schedule
+
+
+def with_jitter(costs: Costs, graph: SegmentGraph) -> Costs:
+    """Return the costs with the least latency that messages have where actions never take equally long."""
+    longest = max(costs.seconds(kind, each) for each in graph.segments for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return replace(costs, latency_seconds=max(costs.latency_seconds, longest * _MIN_LATENCY_SHARE))
 
 
 def assign_units(config: ModelParallelConfig, units: Sequence[UnitCost], places: Mapping[str, int]) -> Assignment:
@@ -133,6 +157,9 @@ def decide(
     model: ModelFacts | None = None,
     speed: Speed | None = None,
     optimizer: str = "adamw",
+    *,
+    replans: bool = True,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -141,6 +168,9 @@ def decide(
         model: None: plan for a model in which every part takes the same time and hands on to the next one.
         speed: of a rank's device and its link with the host; needed with a model.
         optimizer: a name of `smpkit.plan.memory.OPTIMIZERS`, whose states count as memory.
+        replans: whether to choose the schedule once more with the costs of the model's parts, as the runtime does with
+            measured ones after its first steps. That may hold more microbatches, and it takes longer to decide.
+        schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
 
     Raises:
         ConfigError: the model cannot be cut as the configuration asks.
@@ -160,12 +190,18 @@ def decide(
         graph = linear_graph(runs, degree, has_backward)
     else:
         runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
-    schedule = _scheduled(policy, graph, config.microbatches)
+    ran = schedule is not None and schedule.graph.counts == graph.counts
+    schedule = schedule if schedule is not None and ran else _scheduled(policy, graph, config.microbatches)
     timeline = _simulated(schedule, runs, speed)
+    if replans and not ran and policy.can_replan(schedule):
+        again = policy.replanned(schedule, with_jitter(_costs(schedule, runs, speed, 1.0), graph))
+        if again is not schedule:
+            schedule, timeline = again, _simulated(again, runs, speed)
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    memory = _memory(config, mesh, model, assignment, peak_live_shares(schedule, runs), forecasts, optimizer)
+    held = peak_live_shares(schedule, runs), posted_bytes(schedule)
+    memory = _memory(config, mesh, model, assignment, held, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 
 
@@ -240,11 +276,15 @@ def _memory(
     mesh: Mesh,
     model: ModelFacts,
     assignment: Assignment,
-    live_microbatches: Sequence[float],
+    held: tuple[Sequence[float], Sequence[int]],
     forecasts: Sequence[Forecast],
     optimizer: str,
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of each stage: of those of its ranks that hold most."""
+    """Return the memory of each stage: of those of its ranks that hold most.
+
+    Args:
+        held: how many microbatches each stage holds at a time, and what posted receives take.
+    """
 
     def of_share(stage: int) -> list[RankMemory]:
         shares = shares_of(
@@ -257,7 +297,8 @@ def _memory(
             memory_of_ranks(
                 model,
                 assignment,
-                live_microbatches=live_microbatches,
+                live_microbatches=held[0],
+                posted_bytes=held[1],
                 states_per_parameter=OPTIMIZERS[optimizer],
                 replicated=config.ddp and mesh.dp_size > 1,
                 offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],

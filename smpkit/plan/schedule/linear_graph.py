@@ -36,11 +36,11 @@ def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCos
     """Return for each rank how many microbatches it holds at its peak, by what their live segments keep.
 
     A segment counts as the part of its rank's activations that it makes; with a segment per rank these are whole
-    microbatches. From the first half of a split backward until the second it counts twice: the gradients that wait for
-    the second half are about as large as the activations that they are multiplied with, and rarely larger. The backward
-    of a recomputed segment is not split, so the segment ends with it.
+    microbatches. From the first half of a split backward until the second, the gradients that wait for the second half
+    count, too. The backward of a recomputed segment is not split, so the segment ends with it.
     """
     kept = {segment: sum(unit.activation_bytes for unit in run) for segment, run in runs.items()}
+    postponed = {segment: sum(unit.postponed_bytes for unit in run) for segment, run in runs.items()}
     whole = {segment for segment, run in runs.items() if any(unit.recomputed_flops for unit in run)}
     shares = []
     for rank, actions in enumerate(schedule.actions):
@@ -51,20 +51,21 @@ def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCos
             shares.append(float(schedule.peak_live_microbatches[rank]))
             continue
         peak = 0
-        for held in _held(ends, halves):
-            peak = max(peak, sum(kept[Segment(rank, index)] for index in held))
+        for live, waiting in _held(ends, halves):
+            held = sum(kept[Segment(rank, index)] for index in live)
+            peak = max(peak, held + sum(postponed[Segment(rank, index)] for index in waiting))
         shares.append(peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
     return shares
 
 
-def _held(actions: Sequence[Action], halves: Sequence[Action]) -> Iterator[list[int]]:
-    """Yield for each action of a rank the segments, by index, of which it holds activations, or gradients for later."""
+def _held(actions: Sequence[Action], halves: Sequence[Action]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield for each action of a rank the segments, by index, of which it holds activations, and waiting gradients."""
     split = {(each.segment, each.microbatch) for each in halves}
     waiting: set[tuple[int, int]] = set()
     for action, live in zip(actions, live_segments(tuple(actions)), strict=True):
         key = (action.segment, action.microbatch)
         if action.kind is Kind.BACKWARD and key in split:
             waiting.add(key)
-        yield [index for index, _ in (*live, *waiting)]
+        yield [index for index, _ in live], [index for index, _ in waiting]
         if action.kind is Kind.WEIGHT:
             waiting.discard(key)

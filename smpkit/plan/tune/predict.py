@@ -19,6 +19,7 @@ from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts, in
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
 from smpkit.plan.tune.machine import Machine
 
@@ -162,14 +163,20 @@ def samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None:
     return None if rest or not samples else samples
 
 
-def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
-    """Return what a step takes, or why there is none."""
+def predict(
+    config: ModelParallelConfig, job: Job, *, replans: bool = True, schedule: Schedule | None = None
+) -> Prediction | RuledOut:
+    """Return what a step takes, or why there is none.
+
+    Args:
+        replans, schedule: see `decide`.
+    """
     samples = samples_per_microbatch(config, job)
     if samples is None:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
     model = job.models[config.tensor_parallel_degree]
     scale = samples / model.samples
-    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config)).run()
+    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config), replans, schedule).run()
 
 
 def half_of(config: ModelParallelConfig) -> str | None:
@@ -204,8 +211,16 @@ def _in_dtype(model: ModelFacts, old: str, new: str, itemsize: int) -> ModelFact
 class _Predicting:
     """One configuration."""
 
-    def __init__(self, config: ModelParallelConfig, job: Job, model: ModelFacts) -> None:
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        job: Job,
+        model: ModelFacts,
+        replans: bool,
+        schedule: Schedule | None,
+    ) -> None:
         self._config, self._job, self._model = config, job, model
+        self._replans, self._schedule = replans, schedule
         self._machine = job.machine
         self._layers = layers_of(model)
         self._mesh = Mesh.from_world(
@@ -239,6 +254,8 @@ class _Predicting:
                     with_choices(self._model, self._layers, choices, mixed=self._config.offload_activations == "auto"),
                     self._speed,
                     self._job.optimizer,
+                    replans=self._replans,
+                    schedule=self._schedule,
                 )
             except ConfigError as error:
                 return RuledOut("partition", error.problems[0].message)
@@ -511,6 +528,7 @@ def _resized(cost: UnitCost, factor: float) -> UnitCost:
         boundary_bytes=round(factor * cost.boundary_bytes),
         recomputed_bytes=round(factor * cost.recomputed_bytes),
         moved_bytes=round(factor * cost.moved_bytes),
+        postponed_bytes=round(factor * cost.postponed_bytes),
     )
 
 

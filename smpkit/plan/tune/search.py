@@ -9,7 +9,7 @@ schedule, virtual stages, microbatches in flight, offloading and the partition's
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,6 +23,8 @@ __all__ = ["Found", "search"]
 
 _VARIED: Final = 4
 """Around how many of the best the rest is varied."""
+_NUM_SETTLED: Final = 6
+"""How many of the best, at most, are predicted with the schedule that the runtime will change to."""
 _MOST_MICROBATCHES: Final = 128
 _PATIENCE: Final = 4
 """How many times as long it may take to find a first one that fits."""
@@ -101,7 +103,7 @@ class _Search:
         for prediction in self._ranking()[:_VARIED]:
             varied = [(self._bound(config), config) for config in self._around(prediction.config)]
             self._go_through(sorted(varied, key=lambda pair: pair[0]), self._began + self._budget)
-        ranking = self._ranking()
+        ranking = self._settled(self._ranking())
         best = ranking[0].step_seconds if ranking else 0.0
         gap = 0.0 if unseen is None else max(0.0, 1 - unseen / best) if ranking else 1.0
         nearest = self._nearest if not ranking else None
@@ -129,7 +131,7 @@ class _Search:
     def _predict(self, config: ModelParallelConfig) -> Prediction | RuledOut:
         key = config.model_dump_json()
         if key not in self._seen:
-            found = self._seen[key] = predict(config, self._job)
+            found = self._seen[key] = predict(config, self._job, replans=False)
             if isinstance(found, RuledOut):
                 self._reasons[_sentence(found)] += 1
                 lacks = found.missing_bytes
@@ -152,7 +154,24 @@ class _Search:
 
     def _ranking(self) -> list[Prediction]:
         """Return what fits, the fastest first; of those as fast the one that changes least."""
-        found = [each for each in self._seen.values() if isinstance(each, Prediction)]
+        return self._ordered([each for each in self._seen.values() if isinstance(each, Prediction)])
+
+    def _settled(self, ranking: Sequence[Prediction]) -> list[Prediction]:
+        """Predict the best once more with the schedules that the runtime will settle on; drop what then does not fit.
+
+        To search with these would take several times as long, and orders configurations alike. The best one is always
+        predicted again; the next ones as time allows.
+        """
+        end = self._began + self._budget
+        again: list[Prediction] = []
+        rest = deque(ranking)
+        while rest and len(again) < _NUM_SETTLED and (not again or self._clock() < end):
+            found = predict(rest.popleft().config, self._job)
+            if isinstance(found, Prediction):
+                again.append(found)
+        return [*self._ordered(again), *rest]
+
+    def _ordered(self, found: Sequence[Prediction]) -> list[Prediction]:
         if not found:
             return []
         unit = _WORTH * min(each.step_seconds for each in found)

@@ -40,13 +40,14 @@ from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.receives import LOOKAHEAD
 from smpkit.torch.core import devices, offload_hooks, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import P2PTransfer, backward_timetable
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.module_state import gather_conflicts, refuse_kept_graph, warn_of_conflicts
-from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, reserve
+from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.replan import Meter, Trial, replan
@@ -62,8 +63,6 @@ MAX_KINDS: Final = 256
 MAX_OUTPUT_SPECS: Final = 1 << 14
 """Kinds of call that are kept for a kind of step."""
 
-_LOOKAHEAD: Final = 2
-"""Actions whose receives are posted before their turn."""
 _MAX_DIVERGED_STEPS: Final = 3
 """After so many steps with microbatches that diverged from the record, that kind of step is not recorded again."""
 _REPLAN_AFTER: Final = 2
@@ -221,7 +220,7 @@ class Executor:
             if known.trial.is_over:
                 known.plan, known.trial = known.trial.winner(self.stage), None
         elif meter is not None and self._policy.can_replan(plan.schedule):
-            schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
+            schedule = replan(self.stage, plan.schedule, self._policy.replanned, meter)
             if schedule is not plan.schedule:
                 known.trial = Trial(plan, replace(plan, schedule=schedule), seconds)
 
@@ -320,12 +319,12 @@ class _StepRunner:
         self._num_split = len(plan.split)
         upcoming = plan.upcoming
         # Post receives before their values are needed: gloo sends data only once the receive is posted.
-        for first in upcoming[:_LOOKAHEAD]:
+        for first in upcoming[:LOOKAHEAD]:
             self._post(*first)
         microbatches, split = self.microbatches, plan.split
         forward = self._resume_forward if plan.has_revisits else self.run_forward
         postponed = False
-        for position, (action, transfers) in enumerate(upcoming, _LOOKAHEAD):
+        for position, (action, transfers) in enumerate(upcoming, LOOKAHEAD):
             if self._num_posted <= position < len(upcoming) and upcoming[position][1]:
                 self._post(*upcoming[position])
             if transfers and not self._num_posted:
@@ -427,6 +426,8 @@ class _StepRunner:
             self._run_action(kind, segment, microbatch, work.run_weights, segment)
         if len(work.done) > microbatch.segments[self.stage.rank] and not work.weight_backwards:
             microbatch.release()  # all of this rank's backward has run
+            if kind is Kind.WEIGHT:
+                drop_graph(self.stage, self.outputs.get(microbatch.index))
 
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object

@@ -143,6 +143,17 @@ def reserve(stage: StageContext, output: Any, count: int) -> None:
         devices.host_memory(packed_bytes([value.spec for value in own] * count), stage.device)
 
 
+def drop_graph(stage: StageContext, output: Any) -> None:
+    """Let go of the graph behind a microbatch's output, whose backward ran in halves.
+
+    The first half leaves what its nodes have saved, and nothing but the end of the graph frees that: activations of all
+    microbatches would stay until the step ends.
+    """
+    for tensor in _stage_tensors_by_owner([output]).get(stage.rank, []):
+        if tensor.value is not None:
+            tensor.value = tensor.value.detach()
+
+
 def _stage_tensors_by_owner(outputs: list[Any]) -> dict[int, list[StageTensor]]:
     """Return the stage tensors of all outputs, each once, in the order in which they are returned."""
     found: dict[int, dict[int, StageTensor]] = {}

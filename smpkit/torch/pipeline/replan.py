@@ -22,10 +22,10 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
+from smpkit.plan.decide import with_jitter
 from smpkit.plan.schedule.actions import Costs, Schedule, from_json, to_json
 from smpkit.plan.schedule.checker import check
-from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
-from smpkit.plan.schedule.simulate import simulate
+from smpkit.plan.schedule.graph import Kind, Segment
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer
 from smpkit.torch.pipeline.messages import Tag
@@ -36,13 +36,6 @@ __all__ = ["Meter", "Trial", "replan"]
 T = TypeVar("T")
 
 _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_MIN_GAIN: Final = 0.002
-"""Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
-prediction leaves out, and `active_microbatches` has granted the memory."""
-_MIN_LATENCY_SHARE: Final = 0.01
-"""The least latency of a message, as a share of the longest action. A ping leaves out what else lies between two ranks'
-actions: Python of both, other processes on their cores, actions of unequal length. A schedule without slack, as 1F1B,
-waits for all of that in each microbatch."""
 _NUM_TRIED: Final = 2
 """Steps that each schedule runs, with the measured step for the one before; the fastest of them counts."""
 _MAX_SLOWDOWN: Final = 0.03
@@ -116,8 +109,8 @@ def _is_kept(before_seconds: float, after_seconds: float) -> bool:
     return after_seconds <= before_seconds * (1 + _MAX_SLOWDOWN)
 
 
-Planner = Callable[[SegmentGraph, int, Costs], Schedule]
-"""Makes the schedule of a graph and a number of microbatches."""
+Planner = Callable[[Schedule, Costs], Schedule]
+"""Returns the schedule that is worth the change with these costs, or the same one."""
 
 
 def replan(stage: StageContext, schedule: Schedule, planner: Planner, meter: Meter) -> Schedule:
@@ -135,7 +128,8 @@ def replan(stage: StageContext, schedule: Schedule, planner: Planner, meter: Met
     for rank in range(1, stage.size):
         num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
-    text = stage.from_first_pipeline(_better_schedule(schedule, planner, _costs(counts, measured)))
+    better = planner(schedule, with_jitter(_costs(counts, measured), schedule.graph))
+    text = stage.from_first_pipeline("" if better is schedule else to_json(better))
     stage.transport.broadcast_object(text, what="the schedule")
     return _checked_schedule(schedule, text)
 
@@ -146,13 +140,6 @@ def _checked_schedule(schedule: Schedule, text: str) -> Schedule:
     other = from_json(text)
     check(other)
     return other
-
-
-def _better_schedule(schedule: Schedule, planner: Planner, costs: Costs) -> str:
-    """Return a schedule that is worth the change, as JSON; an empty string if there is none."""
-    other = planner(schedule.graph, schedule.num_microbatches, costs)
-    before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
-    return to_json(other) if after < before * (1 - _MIN_GAIN) else ""
 
 
 def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
@@ -166,12 +153,11 @@ def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
             segment, first = Segment(rank, index), len(_KINDS) * index
             forward[segment], inputs, weight[segment] = measured[rank][first : first + len(_KINDS)]
             backward[segment] = inputs + weight[segment]
-    longest_seconds = max((*forward.values(), *backward.values()), default=0.0)
     return Costs(
         forward,
         backward,
         weight,
-        latency_seconds=max(longest_seconds * _MIN_LATENCY_SHARE, *(each[-2] for each in measured)),
+        latency_seconds=max(each[-2] for each in measured),
         seconds_per_byte=max(each[-1] for each in measured),
     )
 

@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Final
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.receives import num_ahead
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.transport import ActionKey
 
 __all__ = ["StepPlan", "graph_of"]
-
-_AHEAD_BYTES: Final = 1 << 20
-"""Bytes of receives that are posted before the first wait."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +78,8 @@ class StepPlan:
 
     @cached_property
     def num_ahead(self) -> int:
-        """For how many of the first actions all receives are posted before the first wait: what `_AHEAD_BYTES` hold."""
-        sums = accumulate(sum(transfer.spec.num_bytes for transfer in received) for received in self.receives)
-        return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in sums))
+        """For how many of the first actions all receives are posted before the first wait."""
+        return num_ahead([sum(transfer.spec.num_bytes for transfer in received) for received in self.receives])
 
     @cached_property
     def split(self) -> frozenset[int]:

@@ -126,9 +126,10 @@ def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | Non
 
 def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
-    counter, kernels, operators = FlopCounterMode(display=False), FusedKernels(), _Operators()
-    started: dict[str, tuple[int, int, int, int, int]] = {}
+    counter, kernels = FlopCounterMode(display=False), FusedKernels()
+    started: dict[str, tuple[int, int, int, int, int, int]] = {}
     saved = _SavedBytes(root)
+    operators = _Operators(saved, lambda: bool(started))
 
     def flops_so_far() -> int:
         return counter.get_total_flops() + kernels.flops
@@ -144,13 +145,14 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
                 len(checkpointed.calls),
                 operators.count,
                 operators.moved_bytes,
+                operators.postponed_bytes,
             )
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            flops, num_bytes, num_calls, operations, moved = started.pop(name)
+            flops, num_bytes, num_calls, operations, moved, postponed = started.pop(name)
             checkpointed.end_unit()
             inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
@@ -162,6 +164,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
                 output_bytes=_bytes_of(output),
                 operations=known.operations + operators.count - operations,
                 moved_bytes=known.moved_bytes + operators.moved_bytes - moved,
+                postponed_bytes=known.postponed_bytes + operators.postponed_bytes - postponed,
             )
 
         return hook
@@ -244,12 +247,21 @@ class _SavedBytes:
         self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
+        self._made_of_parameters: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
         self._packed: list[torch.Tensor] = []
 
+    def is_of_parameters(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a parameter, a view of one, or was noted as made of parameters alone."""
+        self._know_mode_of(tensor)
+        return _storage_key(tensor) in self._made_of_parameters
+
+    def note_made_of_parameters(self, tensor: torch.Tensor) -> None:
+        """Count a tensor, such as a weight in another dtype, as a parameter in `is_of_parameters`."""
+        self._made_of_parameters[_storage_key(tensor)] = tensor
+
     def pack(self, tensor: torch.Tensor) -> int:
-        if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
-            self._register_parameters(tensor.fake_mode)
+        self._know_mode_of(tensor)
         if _storage_key(tensor) not in self._seen:
             self._seen[_storage_key(tensor)] = tensor
             self.total += tensor.untyped_storage().nbytes()
@@ -263,15 +275,19 @@ class _SavedBytes:
         and the threads that end with it, would never be freed.
         """
         self._seen.clear()
+        self._made_of_parameters.clear()
         self._packed.clear()
         self._parameters = tuple
 
-    def _register_parameters(self, mode: FakeTensorMode) -> None:
-        """Count the fake tensors that this mode makes of the parameters as seen: operations save those."""
+    def _know_mode_of(self, tensor: torch.Tensor) -> None:
+        """Count the fake tensors that a tensor's mode makes of the parameters as seen: operations save those."""
+        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        if mode is None or id(mode) in self._modes:
+            return
         self._modes.add(id(mode))
         for parameter in self._parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[_storage_key(fake)] = fake
+            self._seen[_storage_key(fake)] = self._made_of_parameters[_storage_key(fake)] = fake
 
     def unpack(self, number: int) -> torch.Tensor:
         return self._packed[number]
@@ -365,12 +381,16 @@ class CheckpointedCalls:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views among them, and the bytes that those read and write whose products nobody counts."""
+    """Counts operators, views among them; the bytes that those read and write whose products nobody counts; and the
+    gradients for which weights wait where a backward is split, as `split_backward` does it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, saved: _SavedBytes, is_in_unit: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self.moved_bytes = 0
+        self.postponed_bytes = 0
+        self._saved, self._is_in_unit = saved, is_in_unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -380,7 +400,23 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and func.overloadpacket not in flop_registry:
             self.moved_bytes += sum(each.numel() * each.element_size() for each in tensors_in((args, output)))
+        if not is_view and self._is_in_unit():  # what fake parameters are made with comes before
+            self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
         return output
+
+    def _note_gradients(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
+        """Count an operator's outputs, whose gradients are as large, if a weight meets something that is computed.
+
+        Biases and norms have their gradients in the first half.
+        """
+        weights, others = [], []
+        for each in inputs:
+            (weights if self._saved.is_of_parameters(each) else others).append(each)
+        if weights and not others:
+            for each in outputs:
+                self._saved.note_made_of_parameters(each)
+        elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
+            self.postponed_bytes += sum(each.numel() * each.element_size() for each in outputs)
 
 
 class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -49,9 +49,9 @@ def live_on_last(actions: list[tuple[Kind, int]], unit: UnitCost) -> float:
 
 
 def test_gradients_that_wait_for_the_second_half_of_a_backward_count_until_it_has_run() -> None:
-    unit = UnitCost("unit", activation_bytes=1000)
-    assert live_on_last(AT_ONCE, unit) == 2
-    assert live_on_last(POSTPONED, unit) == 4
+    unit = UnitCost("unit", activation_bytes=1000, postponed_bytes=500)
+    assert live_on_last(AT_ONCE, unit) == 1.5
+    assert live_on_last(POSTPONED, unit) == 3
 
 
 def test_what_is_computed_again_is_not_split_and_ends_with_its_backward() -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 import smpkit.torch as smp
 import smpkit.torch.pipeline.step_plan as step_plan_module
-from smpkit.plan.decide import Policy
-from smpkit.plan.schedule.actions import Costs, Schedule, from_json
+from smpkit.plan.decide import Policy, with_jitter
+from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.core.runtime import state
@@ -24,7 +24,7 @@ from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast
-from smpkit.torch.pipeline.replan import Meter, _better_schedule, _costs, _is_kept
+from smpkit.torch.pipeline.replan import Meter, _costs, _is_kept
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
 
@@ -264,17 +264,16 @@ def test_what_is_measured_as_slower_is_not_kept(seconds: tuple[float, float], ke
 )
 def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
     schedule = interleaved(SegmentGraph.chain(4, num_bytes=8), 16, 8)
-    text = _better_schedule(schedule, Policy("interleaved", 8).schedule, costs)
-    assert bool(text) is deeper
-    assert not deeper or sum(from_json(text).peak_live_microbatches) > sum(schedule.peak_live_microbatches)
+    better = Policy("interleaved", 8).replanned(schedule, costs)
+    assert (better is not schedule) is deeper
+    assert not deeper or sum(better.peak_live_microbatches) > sum(schedule.peak_live_microbatches)
 
 
 @pytest.mark.parametrize(("degree", "live"), [(2, (3, 1)), (4, (5, 4, 3, 1))])
 def test_messages_count_as_late_even_where_a_ping_is_fast(degree: int, live: tuple[int, ...]) -> None:
     schedule = interleaved(SegmentGraph.chain(degree, num_bytes=8), 8, degree + 2)
-    costs = _costs((1,) * degree, [[0.02, 0.04, 0.0, 1e-5, 0.0]] * degree)
-    text = _better_schedule(schedule, Policy("interleaved", degree + 2).schedule, costs)
-    assert from_json(text).peak_live_microbatches == live
+    costs = with_jitter(_costs((1,) * degree, [[0.02, 0.04, 0.0, 1e-5, 0.0]] * degree), schedule.graph)
+    assert Policy("interleaved", degree + 2).replanned(schedule, costs).peak_live_microbatches == live
 
 
 def test_meter_takes_medians_by_segment_and_kind() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any, Final
+import weakref
+from typing import Any, ClassVar, Final
 
 import pytest
 import torch
@@ -106,3 +107,61 @@ def tensors_in_cycles(names: list[str]) -> dict[str, int]:
 def test_memory_never_waits_for_pythons_search_for_cycles(size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind.ranks == size]
     assert run_ranks(tensors_in_cycles, size, names) == [dict.fromkeys(names, 0)] * size
+
+
+class Watched(torch.autograd.Function):
+    """Doubles; its node lives as long as the graph it is in."""
+
+    nodes: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Watched.nodes.append(weakref.ref(ctx))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+class Watching(nn.Linear):
+    """Counts how many graphs there are when it runs."""
+
+    most = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Watched.apply(super().forward(x))
+        self.most = max(self.most, sum(node() is not None for node in Watched.nodes))
+        return y  # type: ignore[no-any-return]
+
+
+def graphs_at_a_time() -> int:
+    """Return how many microbatches' graphs the second of two stages held at a time."""
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": 6,
+            "active_microbatches": 2,
+            "pipeline": "zero_bubble",
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Watching(8, 8))
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    for _ in range(3):
+        model.zero_grad()
+        Watched.nodes.clear()
+        train_step(model, torch.randn(12, 8)).reduce_mean()
+    assert smp.pp_rank() == 0 or Watched.nodes
+    most = net[1].most
+    assert isinstance(most, int)
+    return most
+
+
+def test_a_returned_loss_keeps_no_graph_whose_backward_ran_in_halves() -> None:
+    first, last = run_ranks(graphs_at_a_time, 2)
+    assert first == 0
+    assert 0 < last <= 2

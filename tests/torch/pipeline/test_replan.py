@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import smpkit.torch as smp
+from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Costs, Schedule, to_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.executor import _StepRunner
-from smpkit.torch.pipeline.replan import Meter, Trial, _better_schedule, _checked_schedule, _costs
+from smpkit.torch.pipeline.replan import Meter, Trial, _checked_schedule, _costs
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.transport import Outbox
 from tests.ranks import run_ranks
@@ -74,7 +75,12 @@ def test_a_gain_that_is_too_small_to_be_sure_of_changes_nothing(latency_seconds:
     seconds, deeper_seconds = (simulate(each, costs).makespan_seconds for each in (before, after))
     gain = 1 - deeper_seconds / seconds
     assert (0.0002 < gain < 0.002, gain > 0.003) == (not worth, worth), gain
-    assert bool(_better_schedule(before, lambda *_: after, costs)) is worth
+
+    class Deeper(Policy):
+        def schedule(self, *_: object) -> Schedule:
+            return after
+
+    assert Deeper("interleaved", 3).replanned(before, costs) is (after if worth else before)
 
 
 def alone(rank: int = 0) -> StageContext:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
+from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.placement.fused_kernels import FusedKernels
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
 
@@ -330,3 +332,20 @@ def test_tensors_with_data_get_torchs_own_operations_meanwhile_and_everything_do
     assert kernels.flops == 2 * 2 * HEADS * LENGTH * LENGTH * 16
     assert same(results())
     assert "_Attention" not in type(functional.scaled_dot_product_attention(x.requires_grad_(), x, x).grad_fn).__name__
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dtype | None) -> None:
+    blocks, x = nn.Sequential(Block(), Block()), states()
+
+    def body(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss: Tensor = blocks(x)
+            return loss
+
+    counted = sum(cost.postponed_bytes for cost in costs_of(blocks, x, body))
+    start = x.clone().requires_grad_()
+    left = backward_inputs([body(start).sum()], [None], [start])
+    assert left is not None
+    waiting = {each.untyped_storage() for each in tree_leaves(list(left.boundary_gradients.values()))}
+    assert counted == sum(each.nbytes() for each in waiting) > 0
