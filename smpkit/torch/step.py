@@ -59,7 +59,14 @@ class StepFunction:
         recorder = latest_recorder()
         if recorder is None:
             return self._call(args, kwargs)
-        return recorder.run_step(getattr(self, "__name__", "step"), self._call, args, kwargs)  # a partial has no name
+        recorder.begin_step(getattr(self, "__name__", "step"))  # a functools.partial has none
+        try:
+            outputs = self._call(args, kwargs)
+        except BaseException as error:
+            recorder.abandon_step(error)
+            raise
+        recorder.end_step()
+        return outputs
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = state.cfg.microbatches

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import fields
 from operator import add, itemgetter
 from pathlib import Path
-from typing import Final, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -176,6 +176,7 @@ class Recorder:
     ) -> None:
         self._writer = writer
         self._profiler = profiler
+        self._mark: AbstractContextManager[Any] | None = None
         self._max_steps = max_steps
         self._sampling = sampling
         self._recording = sampling is None or sampling.first > 0
@@ -296,23 +297,8 @@ class Recorder:
             self._executor.recorder = self.on_action if self._recording else None
             self._executor.stage.transport.recorder = self.on_message if self._recording else None
 
-    def run_step(self, name: str, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Record one call of a step function, or time it at least."""
-        self.begin_step(name)
-        try:
-            if self._profiler is None:
-                result = run(*args, **kwargs)
-            else:
-                with self._profiler.step(self._step):
-                    result = run(*args, **kwargs)
-        except BaseException as error:
-            self.abandon_step(error)
-            raise
-        self.end_step()
-        return result
-
     def begin_step(self, name: str) -> None:
-        """Start a step; its events are kept until `end_step`."""
+        """Start a step; its events are kept until `end_step` or `abandon_step`, one of which must follow."""
         self._step += 1
         self._name = name
         if (page := status.current_page()) is not None:
@@ -334,6 +320,14 @@ class Recorder:
         self._began_ns = time.perf_counter_ns()
         if self._recording:
             self._hold(self._began_ns, self.memory.begin_step())
+        if self._profiler is not None:
+            self._mark = self._profiler.step(self._step)
+            self._mark.__enter__()
+
+    def _end_mark(self, mark: AbstractContextManager[Any]) -> None:
+        """End the mark of the step in a profile."""
+        self._mark = None
+        mark.__exit__(None, None, None)
 
     def _is_wanted(self, name: str) -> bool:
         wanted = self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
@@ -341,6 +335,8 @@ class Recorder:
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
+        if self._mark is not None:
+            self._end_mark(self._mark)
         if not self._recording:
             if self._is_training:
                 self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
@@ -394,6 +390,8 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
+        if self._mark is not None:
+            self._end_mark(self._mark)
         self.has_failed = True
         if _is_out_of_memory(error):
             with suppress(Exception):  # there may be no memory for this either, and the error itself must get out
