@@ -15,21 +15,24 @@ from typing import Any, Final
 
 from smpkit.observe.summary import KindBytes
 
-__all__ = ["STATUS_DIR", "RankStatus", "StatusPage", "page_of", "read_status"]
+__all__ = ["ACTION_CELL", "LAYER_CELL", "STATUS_DIR", "RankStatus", "StatusPage", "page_of", "read_status"]
 
 STATUS_DIR: Final = "SMPKIT_STATUS_DIR"
 """The folder for the pages of one host's ranks, set by their launcher."""
 
-_SIZE: Final = 4096
-_HEAD: Final = struct.Struct("<IqqIB")
-"""Number of writes to the text (odd while one goes on), step, microbatch, length of the text, first letter of the
-action's kind."""
-_COUNT: Final = struct.Struct("<I")
-_STEP: Final = struct.Struct("<q")
-_LAYER_AT: Final = 64
-_LAYER_SIZE: Final = 192
-_TEXT_AT: Final = _LAYER_AT + _LAYER_SIZE
-_NOTHING: Final = bytes(_LAYER_SIZE)
+ACTION_CELL: Final = 2
+"""The cell of a page with the action that runs: its microbatch times 256, and the first letter of its kind."""
+LAYER_CELL: Final = 3
+"""The cell with the number of the layer that runs; 0: none."""
+
+_WRITES, _STEP, _LENGTH, _NAMES_LENGTH = 0, 1, 4, 5
+"""More cells: the number of writes to the text (odd while one goes on), the step, the lengths of text and names."""
+_CELLS: Final = struct.Struct("=6q")
+_TEXT_AT: Final = 64
+_NAMES_AT: Final = 4096
+_SIZE: Final = 1 << 16
+"""Of the file, which takes no more memory than was written to."""
+_LONGEST_NAME: Final = 191
 _ACTIONS: Final = {"F": "forward", "B": "backward", "W": "weight half of the backward"}
 
 
@@ -38,8 +41,29 @@ def page_of(folder: Path, rank: int) -> Path:
     return folder / f"status-{rank}"
 
 
+class _Numbers(dict[str, int]):
+    """The numbers of layers, from 1; whoever asks for a new one gives it a name in the page."""
+
+    def __init__(self, page: mmap.mmap, cells: memoryview) -> None:
+        self._page, self._cells, self._num_names = page, cells, 0
+
+    def __missing__(self, name: str) -> int:
+        entry = name.encode()[:_LONGEST_NAME].replace(b"\n", b" ") + b"\n"
+        begin = _NAMES_AT + self._cells[_NAMES_LENGTH]
+        if begin + len(entry) > _SIZE:
+            self[name] = 0
+            return 0
+        self._page[begin : begin + len(entry)] = entry
+        self._cells[_NAMES_LENGTH] += len(entry)
+        self._num_names += 1
+        self[name] = self._num_names
+        return self._num_names
+
+
 class StatusPage:
     """A rank's own page.
+
+    What changes with every action and layer is one number in `cells`: whoever notes it there calls no function.
 
     Raises:
         OSError: it cannot be made.
@@ -49,45 +73,38 @@ class StatusPage:
         with page_of(folder, rank).open("w+b") as file:
             file.truncate(_SIZE)
             self._page = mmap.mmap(file.fileno(), _SIZE)
-        self._writes = 0
-        self._layers: dict[str, bytes] = {}
+        self.cells = memoryview(self._page)[: _CELLS.size].cast("q")
+        self.layer_numbers = _Numbers(self._page, self.cells)
+        """By name, what stands for a layer in its cell; a name is given a number when it is asked for."""
         self.begin_step(-1)
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins; -1: none has."""
-        _STEP.pack_into(self._page, 4, step)
+        self.cells[_STEP] = step
 
     def begin_action(self, kind: str, microbatch: int) -> None:
-        """Note that an action of a microbatch begins."""
-        self._page[12:20] = _STEP.pack(microbatch)
-        self._page[24] = ord(kind[0])
+        """Note that an action of a microbatch begins, and that no layer runs, as in a backward."""
+        self.cells[ACTION_CELL] = microbatch * 256 + ord(kind[0])
+        self.cells[LAYER_CELL] = 0
 
     def begin_layer(self, name: str) -> None:
         """Note that a layer begins."""
-        packed = self._layers.get(name)
-        if packed is None:
-            packed = self._layers[name] = name.encode()[: _LAYER_SIZE - 1].ljust(_LAYER_SIZE, b"\0")
-        self._page[_LAYER_AT:_TEXT_AT] = packed
-
-    def end_layers(self) -> None:
-        """Note that no layer runs, as in a backward or between steps."""
-        self._page[_LAYER_AT:_TEXT_AT] = _NOTHING
+        self.cells[LAYER_CELL] = self.layer_numbers[name]
 
     def write(self, held: KindBytes, planned: KindBytes | None, remedy: str) -> None:
         """Note what the rank holds, what was planned, and the setting that would save most."""
         content = {"held": asdict(held), "planned": None if planned is None else asdict(planned), "remedy": remedy}
         text = json.dumps(content).encode()
-        if len(text) > _SIZE - _TEXT_AT:
+        if len(text) > _NAMES_AT - _TEXT_AT:
             return
-        self._writes += 1
-        _COUNT.pack_into(self._page, 0, self._writes)
+        self.cells[_WRITES] += 1
         self._page[_TEXT_AT : _TEXT_AT + len(text)] = text
-        _COUNT.pack_into(self._page, 20, len(text))
-        self._writes += 1
-        _COUNT.pack_into(self._page, 0, self._writes)
+        self.cells[_LENGTH] = len(text)
+        self.cells[_WRITES] += 1
 
     def close(self) -> None:
         """Unmap the page; the file stays for the launcher."""
+        self.cells.release()
         self._page.close()
 
 
@@ -115,8 +132,8 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         return None
     if len(data) < _SIZE:
         return None
-    writes, step, microbatch, length, kind = _HEAD.unpack_from(data)
-    layer = data[_LAYER_AT:_TEXT_AT].rstrip(b"\0").decode("utf-8", errors="replace")
+    writes, step, action, layer, length, names_length = _CELLS.unpack_from(data)
+    names = data[_NAMES_AT : _NAMES_AT + names_length].decode("utf-8", errors="replace").split("\n")
     told: dict[str, Any] = {}
     if writes and not writes % 2:
         try:
@@ -126,9 +143,9 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
     held, planned = told.get("held"), told.get("planned")
     return RankStatus(
         step=step,
-        action=_ACTIONS.get(chr(kind), ""),
-        microbatch=microbatch,
-        layer=layer,
+        action=_ACTIONS.get(chr(action % 256), ""),
+        microbatch=action // 256,
+        layer=names[layer - 1] if 0 < layer < len(names) else "",
         held=None if held is None else KindBytes(**held),
         planned=None if planned is None else KindBytes(**planned),
         remedy=str(told.get("remedy", "")),

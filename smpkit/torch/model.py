@@ -46,6 +46,7 @@ from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weig
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
+from smpkit.torch.run_plan import begin_plan
 from smpkit.torch.state_dict import (
     PARTIAL_KEY,
     full_model_state,
@@ -284,6 +285,7 @@ class DistributedModel(nn.Module):
             run_deferred_loads()
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
+        begin_plan(self)
 
     def random_state(self) -> Mapping[str, int]:
         """Return seed and step of the random streams, for a checkpoint; the same on all ranks."""

@@ -14,7 +14,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.shard_attributes import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.distributed.recorder import recorded_optimizer
+from smpkit.torch.distributed.recorder import timed_optimizer
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
@@ -149,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
 
-    @recorded_optimizer()
+    @timed_optimizer
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Update this rank's parameters; with `fp16`, unless a gradient of any rank is not finite.
 

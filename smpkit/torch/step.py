@@ -14,7 +14,7 @@ from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgres
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.distributed.recorder import latest_recorder, note_training, recorded_step
+from smpkit.torch.distributed.recorder import latest_recorder, note_training
 from smpkit.torch.pipeline.one_stage import OneStage
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
@@ -56,10 +56,17 @@ class StepFunction:
         Raises:
             UsageError: inside another step, or with a batch that `microbatches` does not divide.
         """
-        if latest_recorder() is None:
+        recorder = latest_recorder()
+        if recorder is None:
             return self._call(args, kwargs)
-        with recorded_step(getattr(self, "__name__", "step")):  # a functools.partial has none
-            return self._call(args, kwargs)
+        recorder.begin_step(getattr(self, "__name__", "step"))  # a functools.partial has none
+        try:
+            outputs = self._call(args, kwargs)
+        except BaseException as error:
+            recorder.abandon_step(error)
+            raise
+        recorder.end_step()
+        return outputs
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = state.cfg.microbatches
@@ -96,7 +103,7 @@ class StepFunction:
         for end in parts.end_step:
             end(run)
         if run.total_backwards:
-            note_training(lambda: _size_of(calls))
+            note_training(_size_of, calls)
         return collate(outputs)
 
     def _body(self, call: MicrobatchCall) -> Any:

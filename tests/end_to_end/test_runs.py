@@ -206,3 +206,52 @@ distribution:
     assert summary.steps_per_s is not None
     assert summary.flops_share == pytest.approx(6 * 4 * 64 * 64 * 8 * summary.steps_per_s / (2 * peak))
     assert "of the peak in calibration.json" in re.sub(r"\n\[rank 0\]\s+", " ", done.stdout + done.stderr)
+
+
+KILLED = """
+import os, signal, torch, smpkit.torch as smp
+from torch import nn
+smp.init()
+model = smp.DistributedModel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+dies = False
+@smp.step
+def train_step(model, batch):
+    if dies and smp.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = model(batch).square().mean()
+    model.backward(loss)
+    return loss
+for step in range(3):
+    dies = step == int(os.environ["SM_HP_DIES_IN"])
+    train_step(model, torch.ones(8, 64))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("degree", "dies_in"), [(1, 2), (2, 0)], ids=["data parallel", "in its first step"])
+def test_the_report_of_a_run_that_was_killed_shows_its_plan(degree: int, dies_in: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    job = f"""
+entry_point: train.py
+hyperparameters: {{dies-in: {dies_in}}}
+distribution:
+  smdistributed:
+    modelparallel:
+      enabled: true
+      parameters: {{pipeline_parallel_degree: {degree}, microbatches: 2, ddp: true}}
+  torch_distributed: {{enabled: true, processes_per_host: 2}}
+"""
+    (tmp_path / "job.yaml").write_text(job)
+    done = smpkit(tmp_path, "run", "job.yaml")
+    assert done.returncode != 0
+    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    plan = json.loads((run / "plan.json").read_text())
+    weights = 4 * 2 * (64 * 64 + 64) // degree
+    assert [stage["parameters_bytes"] for stage in plan["stages"]] == [weights] * degree
+    assert [stage["optimizer_bytes"] for stage in plan["stages"]] == [2 * weights] * degree
+    report = smpkit(tmp_path, "report", "--output", "report.html")
+    assert report.returncode == 0, report.stderr
+    page = (tmp_path / "report.html").read_text()
+    expected = "as planned" if dies_in == 0 else "plan 32.5 KiB"
+    assert expected in page

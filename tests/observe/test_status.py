@@ -4,8 +4,11 @@ import os
 import signal
 from pathlib import Path
 
-from smpkit.observe.status import RankStatus, StatusPage, page_of, read_status
+import pytest
+
+from smpkit.observe.status import STATUS_DIR, RankStatus, StatusPage, page_of, read_status
 from smpkit.observe.summary import KindBytes
+from smpkit.torch.core import status
 
 HELD, PLANNED = KindBytes(weights=1, activations=2), KindBytes(weights=1)
 
@@ -19,10 +22,10 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
     page.write(HELD, PLANNED, "`microbatches: 8` saves most")
     expected = RankStatus(12, "backward", 2, "blocks.1", HELD, PLANNED, "`microbatches: 8` saves most")
     assert read_status(tmp_path, 3) == expected
-    page.end_layers()
+    page.begin_action("F", 300)
     page.write(HELD, None, "")
     page.close()
-    assert read_status(tmp_path, 3) == RankStatus(12, "backward", 2, "", HELD, None, "")
+    assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, "")
 
 
 def test_a_page_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
@@ -42,16 +45,44 @@ def test_a_missing_short_or_half_written_page_tells_nothing_wrong(tmp_path: Path
     assert read_status(tmp_path, 0) is None
     page = StatusPage(tmp_path, 0)
     page.write(HELD, None, "")
-    page._page[0:4] = (3).to_bytes(4, "little")  # odd: it was writing
+    page.cells[0] = 3  # odd: it was writing
     assert read_status(tmp_path, 0) == RankStatus(-1)
-    page._page[0:4] = (4).to_bytes(4, "little")
-    page._page[256:258] = b"\xff\xff"
+    page.cells[0] = 4
+    page._page[64:66] = b"\xff\xff"
     assert read_status(tmp_path, 0) == RankStatus(-1)
 
 
 def test_a_layer_with_a_long_name_is_cut(tmp_path: Path) -> None:
     page = StatusPage(tmp_path, 0)
     page.begin_layer("x" * 1000)
-    status = read_status(tmp_path, 0)
-    assert status is not None
-    assert status.layer == "x" * 191
+    found = read_status(tmp_path, 0)
+    assert found is not None
+    assert found.layer == "x" * 191
+
+
+def test_each_layer_is_found_again_and_where_there_is_no_room_for_names_nothing_wrong_is(tmp_path: Path) -> None:
+    page = StatusPage(tmp_path, 0)
+    names = [f"blocks.{number}." + "x" * 100 for number in range(1000)]
+    found = []
+    for name in [*names, *names]:
+        page.begin_layer(name)
+        read = read_status(tmp_path, 0)
+        assert read is not None
+        found.append(read.layer)
+    fitting = next(number for number, layer in enumerate(found) if not layer)
+    assert fitting > 500
+    assert found == [*names[:fitting], *[""] * (len(names) - fitting)] * 2
+
+
+def test_what_a_process_notes_is_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_page", "_cells", "_layer_numbers"):
+        monkeypatch.setattr(status, name, getattr(status, name))
+    status.use_page(None)
+    status.begin_action("F", 1)
+    status.begin_layer("nowhere")
+    status.open_page(2, {STATUS_DIR: str(tmp_path)})
+    status.begin_action("W", 5)
+    status.begin_layer("head")
+    assert read_status(tmp_path, 2) == RankStatus(-1, "weight half of the backward", 5, "head")
+    status.begin_action("B", 5)
+    assert read_status(tmp_path, 2) == RankStatus(-1, "backward", 5)

@@ -47,6 +47,8 @@ class Content:
     stalls: tuple[figures.LayerStall, ...]
     planned: tuple[KindBytes | None, ...]
     """By rank."""
+    stages: tuple[KindBytes | None, ...]
+    """What was planned, by stage."""
     settings: tuple[Setting, ...]
     environment: dict[str, str]
     warnings: tuple[Warned, ...]
@@ -74,7 +76,7 @@ def content_of(material: Material) -> Content:
             try:
                 steps = _step_views(material, main)
                 matrix = figures.matrix(run, [steps[0].number])
-                summary = summary or figures.summary_of_events(run, material.name)
+                summary = _summary(summary, figures.summary_of_events(run, material.name))
             except SmpkitError as error:
                 missing["events"] = f"The events cannot be used: {error.message}."
             if steps and not any(step.memory for step in steps):
@@ -90,12 +92,20 @@ def content_of(material: Material) -> Content:
         matrix=matrix,
         stalls=stalls,
         planned=_planned(material, summary),
+        stages=_stages(material),
         settings=material.settings,
         environment=material.environment,
         warnings=material.warnings,
         logs=material.logs,
         missing=missing,
     )
+
+
+def _summary(told: RunSummary | None, seen: RunSummary) -> RunSummary:
+    """Return what ranks have told at their end; where they came to none, what events show, and how the run ended."""
+    if told is None or told.ranks:
+        return told or seen
+    return replace(seen, started=told.started, seconds=told.seconds, exit_reason=told.exit_reason, notes=told.notes)
 
 
 def _step_views(material: Material, main: figures.StepTimes) -> tuple[StepView, ...]:
@@ -136,8 +146,7 @@ def _thinned(curve: Curve) -> Curve:
 def _planned(material: Material, summary: RunSummary | None) -> tuple[KindBytes | None, ...]:
     """Return what was planned for each rank: by the summary, or by the stages of a plan that knows the model."""
     ranks: Sequence[RankSummary] = () if summary is None else summary.ranks
-    stages = (material.plan or {}).get("stages")
-    by_stage = [_of_stage(stage) for stage in stages] if isinstance(stages, list) else []
+    by_stage = _stages(material)
     run = material.events
     found = []
     for rank in ranks:
@@ -146,6 +155,12 @@ def _planned(material: Material, summary: RunSummary | None) -> tuple[KindBytes 
             planned = by_stage[run.mesh.coordinates(rank.rank).pp % len(by_stage)]
         found.append(planned)
     return tuple(found)
+
+
+def _stages(material: Material) -> tuple[KindBytes | None, ...]:
+    """Return the memory of each stage, by a plan that knows the model."""
+    stages = (material.plan or {}).get("stages")
+    return tuple(map(_of_stage, stages)) if isinstance(stages, list) else ()
 
 
 def _of_stage(stage: Any) -> KindBytes | None:

@@ -89,7 +89,7 @@ def _missing(content: Content, *names: str) -> Html | None:
 def _summary(content: Content, _: int) -> Html:
     summary = content.summary
     if summary is None:
-        return _missing(content, "summary", "events") or Html("")
+        return joined([_missing(content, "summary", "events"), _plan(content)])
     gains = [element("li", code(_ticked(gain_line(each)))) for each in summary.gains]
     notes = [element("p", each, class_="note") for each in summary.notes]
     parts = [figures(_key_figures(content, summary)), element("h3", "What it gained") if gains else None]
@@ -98,7 +98,20 @@ def _summary(content: Content, _: int) -> Html:
         parts += [element("h3", "Where an average step's time goes"), _split(summary)]
     if any(_held(rank) for rank in summary.ranks):
         parts += [element("h3", "Peak memory by kind, beside the plan"), _peaks(content, summary)]
+    else:
+        parts.append(_plan(content))
     return joined(parts)
+
+
+def _plan(content: Content) -> Html | None:
+    """Return what is planned, of a run whose ranks have not measured anything yet."""
+    stages = [(stage, kinds) for stage, kinds in enumerate(content.stages) if kinds is not None]
+    if not stages:
+        return None
+    shown = [kind for kind in _KINDS if any(getattr(kinds, kind) for _, kinds in stages)]
+    rows = [[str(stage), *(amount(getattr(kinds, kind)) for kind in shown)] for stage, kinds in stages[:_MOST_ROWS]]
+    names = ["on the host" if kind == "offloaded" else kind for kind in shown]
+    return joined([element("h3", "Memory by kind, as planned"), table(["stage", *names], rows, "fullest rank of each")])
 
 
 def _ticked(line: str) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from smpkit.observe.status import STATUS_DIR, StatusPage
+from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, StatusPage
 from smpkit.observe.summary import KindBytes
 
 __all__ = [
@@ -18,9 +18,13 @@ __all__ = [
     "open_page",
     "plan_by",
     "planned",
+    "use_page",
 ]
 
 _page: StatusPage | None = None
+_cells: memoryview | None = None
+_layer_numbers: Mapping[str, int] = {}
+"""Both are the page's: what is noted in every action and layer is written there without another call."""
 _planner: Callable[[], KindBytes | None] | None = None
 checkpoints = False
 """Whether layers of this process have been checkpointed."""
@@ -28,13 +32,20 @@ checkpoints = False
 
 def open_page(rank: int, environ: Mapping[str, str] | None = None) -> None:
     """Begin a page, where the environment names a folder; without one, or where it is gone, nothing is noted."""
-    global _page  # noqa: PLW0603 - one per process
     folder = (os.environ if environ is None else environ).get(STATUS_DIR)
     if folder and _page is None:
         try:
-            _page = StatusPage(Path(folder), rank)
+            use_page(StatusPage(Path(folder), rank))
         except OSError:
-            _page = None
+            use_page(None)
+
+
+def use_page(page: StatusPage | None) -> None:
+    """Note on this page from now on; None: nowhere."""
+    global _page, _cells, _layer_numbers
+    _page, _cells, _layer_numbers = page, None, {}
+    if page is not None:
+        _cells, _layer_numbers = page.cells, page.layer_numbers
 
 
 def current_page() -> StatusPage | None:
@@ -43,16 +54,16 @@ def current_page() -> StatusPage | None:
 
 
 def begin_action(kind: str, microbatch: int) -> None:
-    """Note that an action begins."""
-    if _page is not None:
-        _page.begin_action(kind, microbatch)
-        _page.end_layers()
+    """Note that an action begins, and that no layer runs."""
+    if _cells is not None:
+        _cells[ACTION_CELL] = microbatch * 256 + ord(kind[0])
+        _cells[LAYER_CELL] = 0
 
 
 def begin_layer(name: str) -> None:
     """Note that a layer begins."""
-    if _page is not None:
-        _page.begin_layer(name)
+    if _cells is not None:
+        _cells[LAYER_CELL] = _layer_numbers[name]
 
 
 def note_checkpoint() -> None:

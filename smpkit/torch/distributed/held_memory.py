@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from smpkit.observe.events import UNKNOWN, HeldBytes
+from smpkit.observe.events import UNKNOWN
 from smpkit.torch.core import devices
 from smpkit.torch.core.offload_hooks import OffloadUse, current_offloader
 from smpkit.torch.core.runtime import state
 
-__all__ = ["HeldMemory"]
+__all__ = ["Held", "HeldMemory"]
 
 _SETTLED: Final = 4
 _EVERY: Final = 64
 """How many steps lie between two looks at all parameters of a model, after its first ones."""
+
+
+Held: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+"""The values of a `HeldBytes`, in the order of its fields: one is made after each action of a step."""
 
 
 class HeldMemory:
@@ -40,23 +44,25 @@ class HeldMemory:
         self._num_states = -1
         self._other = UNKNOWN
         self._mapped = 0
+        self._device = state.device
 
-    def begin_step(self) -> HeldBytes:
+    def begin_step(self) -> Held:
         """Measure again what changes between steps only."""
         # Parameters seldom change after the first steps, which place, cast and shard them.
         if self._num_steps < _SETTLED or self._num_steps % _EVERY == 0:
             self._measure_model()
         self._num_steps += 1
+        self._device = state.device  # asked for once in a step: it costs more than what is measured
         self._measure_optimizer()
         self._gradients = self._gradient_bytes()
         use = _offload_use()
-        self._mapped, allocated = use.mapped, _allocated_bytes()
+        self._mapped, allocated = use.mapped, _allocated_bytes(self._device)
         known = self._weights + self._gradients + self._states + use.parked
         # Less than the weights: another allocator serves torch than the one that was asked.
         self._other = UNKNOWN if allocated is None or allocated < self._weights else max(0, allocated - known)
         return self.now()
 
-    def now(self, *, gradients_may_be_new: bool = True) -> HeldBytes:
+    def now(self, *, gradients_may_be_new: bool = True) -> Held:
         """Measure.
 
         Args:
@@ -65,13 +71,13 @@ class HeldMemory:
         if gradients_may_be_new and self._gradients < self._all_gradients:
             self._gradients = self._gradient_bytes()
         use, activations = _offload_use(), UNKNOWN
-        allocated = _allocated_bytes()
+        allocated = _allocated_bytes(self._device)
         if self._other != UNKNOWN and allocated is not None:
             known = self._weights + self._gradients + self._states + use.parked + self._other
             # Without a GPU both ends of the link are memory of this process.
-            on_host = 0 if devices.is_asynchronous(state.device) else use.mapped - self._mapped
+            on_host = 0 if devices.is_asynchronous(self._device) else use.mapped - self._mapped
             activations = max(0, allocated - known - on_host)
-        return HeldBytes(
+        return (
             self._weights,
             self._gradients,
             self._states,
@@ -108,7 +114,7 @@ class HeldMemory:
         self._states = _storage_bytes([*_tensors_of(states), *masters])
 
     def _gradient_bytes(self) -> int:
-        return sum(size for parameter, size in self._parameters if parameter.grad is not None)
+        return sum([size for parameter, size in self._parameters if parameter.grad is not None])
 
 
 def _local_buffers(model: Any) -> Iterable[torch.Tensor]:
@@ -177,10 +183,10 @@ def _find_mallinfo() -> Any:
 _mallinfo: Final = _find_mallinfo()
 
 
-def _allocated_bytes() -> int | None:
-    """Return what the allocator of this rank's device has handed out; None if it does not tell."""
-    if devices.is_asynchronous(state.device):
-        return devices.memory_bytes(state.device)
+def _allocated_bytes(device: torch.device) -> int | None:
+    """Return what the allocator of a device has handed out; None if it does not tell."""
+    if devices.is_asynchronous(device):
+        return devices.memory_bytes(device)
     if _mallinfo is None:
         return None
     counted = _mallinfo()

@@ -1,6 +1,6 @@
 """Record what this rank does, for `smpkit timeline`, and sum it up for the block at the end of the run.
 
-While a step runs, an event is a tuple appended to a list; it becomes a line of `events_<rank>.jsonl` after the step.
+While a step runs, an event is a tuple appended to a list, and stays one until it is a line of `events_<rank>.jsonl`.
 GPU work is timed by the GPU: a span lies between two events of its stream, whose times are read when the step has
 ended, so that nothing in it waits. The host, which only launches the work, would time the launch.
 
@@ -12,6 +12,7 @@ written, but the same sample is summed up.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -20,9 +21,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
-from operator import attrgetter
+from operator import add, itemgetter
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from smpkit.observe.events import (
     UNKNOWN,
     ActionSpan,
     Counter,
-    Event,
     EventsError,
     EventWriter,
     Header,
@@ -41,6 +41,7 @@ from smpkit.observe.events import (
     MemorySample,
     MessageSpan,
     PlannedSchedule,
+    Row,
     StepSpan,
     WorkSpan,
 )
@@ -56,7 +57,7 @@ from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.distributed.held_memory import HeldMemory
+from smpkit.torch.distributed.held_memory import Held, HeldMemory
 from smpkit.torch.distributed.profiler import Profiler, profiler_of
 from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
 
@@ -71,14 +72,15 @@ __all__ = [
     "note_training",
     "recorded_backward",
     "recorded_microbatch",
-    "recorded_optimizer",
-    "recorded_step",
     "recorded_work",
     "start",
     "stop",
+    "timed_optimizer",
 ]
 
 _log = logging.getLogger("smpkit")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 EVENTS_DIR: Final = "SMPKIT_EVENTS_DIR"
 """The folder for the files of events, on every host; nothing is recorded without it."""
@@ -90,8 +92,10 @@ QUIET: Final = "SMPKIT_SUMMARY"
 _DEFAULT_STEPS: Final = 1000
 _NOTICEABLE: Final = 1.02
 """By how much more a rank must hold than its status page says for the page to be written again."""
+_FORWARD, _BACKWARD = Kind.FORWARD.value, Kind.BACKWARD.value
 _KINDS: Final = tuple(field.name for field in fields(KindBytes))
-_VALUES_ON_DEVICE: Final = attrgetter("weights", "gradients", "states", "activations", "parked", "other")
+_HELD: Final = tuple(field.name for field in fields(HeldBytes))
+_OFFLOADED: Final = itemgetter(_HELD.index("offloaded"))
 Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
 SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
@@ -122,8 +126,11 @@ class RecordedExecutor(Protocol):
     def last_schedule(self) -> Schedule | None: ...
 
 
-def _on_device(held: HeldBytes) -> int:
-    return sum([value for value in _VALUES_ON_DEVICE(held) if value != UNKNOWN])
+def _on_device(held: Held) -> int:
+    weights, gradients, states, activations, parked, _, other, _, _ = held
+    if activations < 0 or other < 0:
+        activations, other = max(0, activations), max(0, other)
+    return weights + gradients + states + activations + parked + other
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -140,15 +147,14 @@ class MostHeld:
         self.with_offloaded = 0
         """What it would have been with everything kept on the device."""
 
-    def add(self, samples: Iterable[HeldBytes]) -> None:
+    def add(self, samples: Sequence[Held]) -> None:
         """Take in what was measured during a step."""
-        for held in samples:
-            known = {name: value for name, value in vars(held).items() if value != UNKNOWN}
-            for name, value in known.items():
+        for name, values in zip(_HELD, zip(*samples, strict=True), strict=False):
+            if (value := max(values)) != UNKNOWN:
                 self.kinds[name] = max(value, self.kinds.get(name, 0))
-            on_device = _on_device(held)
-            self.on_device = max(self.on_device, on_device)
-            self.with_offloaded = max(self.with_offloaded, on_device + held.offloaded)
+        on_device = [_on_device(held) for held in samples]
+        self.on_device = max(self.on_device, *on_device)
+        self.with_offloaded = max(self.with_offloaded, *map(add, on_device, map(_OFFLOADED, samples)))
 
 
 class Recorder:
@@ -170,6 +176,7 @@ class Recorder:
     ) -> None:
         self._writer = writer
         self._profiler = profiler
+        self._mark: AbstractContextManager[Any] | None = None
         self._max_steps = max_steps
         self._sampling = sampling
         self._recording = sampling is None or sampling.first > 0
@@ -184,16 +191,20 @@ class Recorder:
         self._name = ""
         self._began_ns = 0
         self._executor: RecordedExecutor | None = None
-        self._events: list[Event] = []
+        self._rows: list[Row] = []
+        """Events without those of the lists below."""
+        self._works: list[tuple[str, int, int]] = []
         self._actions: list[tuple[str, int, int, int, int]] = []
         self._messages: list[tuple[str, int, int, int, int, int]] = []
         self._backwards: list[tuple[int, int]] = []
         self._timed: list[tuple[SpanCallback, Timestamp, Timestamp]] = []
         """Spans whose times are read at the end of the step, in the order in which they ended."""
         self.memory = HeldMemory()
-        self._held: list[tuple[Timestamp, HeldBytes]] = []
+        self._held: list[tuple[Timestamp, Held]] = []
         self._schedules: dict[str, str] = {}
         """By text, the keys of the schedules that have been written."""
+        self._latest_schedule: tuple[Schedule | None, str] = None, ""
+        """The one of the latest step that was written, and its key."""
 
     @property
     def active(self) -> bool:
@@ -202,10 +213,10 @@ class Recorder:
 
     # --- hooks of a running step --------------------------------------------------------------------------------------
 
-    def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
+    def on_action(self, kind: str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """Note an action, and what it has left in memory (the executor's hook)."""
-        self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
-        self._hold(end_ns, self.memory.now(gradients_may_be_new=str(kind) != str(Kind.FORWARD)))
+        self._actions.append((kind, segment, microbatch, start_ns, end_ns))
+        self._hold(end_ns, self.memory.now(gradients_may_be_new=kind != _FORWARD))
 
     def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         """Note a message to or from a rank of this pipeline (the transport's hook)."""
@@ -213,11 +224,11 @@ class Recorder:
 
     def on_work(self, name: str, start_ns: int, end_ns: int) -> None:
         """Note something else that took time."""
-        self._events.append(WorkSpan(self._step, name, start_ns, end_ns))
+        self._works.append((name, start_ns, end_ns))
 
     def on_counter(self, name: str, value: int, at_ns: int) -> None:
         """Note a figure of the step."""
-        self._events.append(Counter(name, value, at_ns))
+        self._rows.append((Counter, (name, value, at_ns)))
 
     def on_backward(self, start_ns: int, end_ns: int) -> None:
         """Note a backward of the current microbatch, where there is no pipeline."""
@@ -227,26 +238,27 @@ class Recorder:
         """Note a whole microbatch, where there is no pipeline: what comes before its backward is its forward."""
         backwards, self._backwards = self._backwards, []
         forward_end_ns = backwards[0][0] if backwards else end_ns
-        self._actions.append((str(Kind.FORWARD), 0, index, start_ns, forward_end_ns))
+        self._actions.append((_FORWARD, 0, index, start_ns, forward_end_ns))
         if backwards:
-            self._actions.append((str(Kind.BACKWARD), 0, index, forward_end_ns, backwards[-1][1]))
+            self._actions.append((_BACKWARD, 0, index, forward_end_ns, backwards[-1][1]))
 
     def note_memory(self) -> None:
         """Note what is in memory now."""
         self._hold(_now(), self.memory.now())
 
-    def _hold(self, at: Timestamp, held: HeldBytes) -> None:
+    def _hold(self, at: Timestamp, held: Held) -> None:
         """Keep a sample, and let the status page have it if it is the largest so far."""
         self._held.append((at, held))
-        size = _on_device(held) - max(0, held.other)
+        weights, gradients, states, activations, parked, *_ = held
+        size = weights + gradients + states + activations + parked
         if size > self._shown:
             self._shown = round(size * _NOTICEABLE)
             self._show(held)
 
-    def _show(self, held: HeldBytes) -> None:
+    def _show(self, held: Held) -> None:
         page = status.current_page()
         if page is not None:
-            kinds = {name: max(0, value) for name, value in vars(held).items() if name in _KINDS}
+            kinds = {name: max(0, value) for name, value in zip(_HELD, held, strict=True) if name in _KINDS}
             page.write(KindBytes(**kinds), status.planned(), self._remedy(kinds))
 
     def _remedy(self, kinds: Mapping[str, int]) -> str:
@@ -286,7 +298,7 @@ class Recorder:
             self._executor.stage.transport.recorder = self.on_message if self._recording else None
 
     def begin_step(self, name: str) -> None:
-        """Start a step; its events are kept until `end_step`."""
+        """Start a step; its events are kept until `end_step` or `abandon_step`, one of which must follow."""
         self._step += 1
         self._name = name
         if (page := status.current_page()) is not None:
@@ -302,23 +314,29 @@ class Recorder:
                 # Else what the device has left to do of the step before, such as the optimizer's part, counts here.
                 devices.wait_for_stream(state.device)
         if self._sampling is None and self._step == self._max_steps:
-            self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
+            self._write([(Mark, (f"recording ended after {self._max_steps} steps", time.perf_counter_ns()))])
         if self._profiler is not None:
             self._profiler.before(self._step)
         self._began_ns = time.perf_counter_ns()
         if self._recording:
             self._hold(self._began_ns, self.memory.begin_step())
+        if self._profiler is not None:
+            self._mark = self._profiler.step(self._step)
+            self._mark.__enter__()
+
+    def _end_mark(self, mark: AbstractContextManager[Any]) -> None:
+        """End the mark of the step in a profile."""
+        self._mark = None
+        mark.__exit__(None, None, None)
 
     def _is_wanted(self, name: str) -> bool:
         wanted = self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
         return wanted or (self._profiler is not None and self._profiler.wants(self._step))
 
-    def marked(self) -> AbstractContextManager[None]:
-        """Mark the step in the profile, if it is profiled."""
-        return nullcontext() if self._profiler is None else self._profiler.step(self._step)
-
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
+        if self._mark is not None:
+            self._end_mark(self._mark)
         if not self._recording:
             if self._is_training:
                 self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
@@ -329,12 +347,9 @@ class Recorder:
             self._clear()
             return
         key = self._schedule_key()
-        step = self._step
-        self._events += [ActionSpan(step, *action) for action in self._actions]
-        self._events += [self._message(*message) for message in self._messages]
-        self._events.append(Counter("memory, bytes", _memory_bytes(), end_ns))
-        self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
-        self._write(self._events)
+        self._rows.append((Counter, ("memory, bytes", _memory_bytes(), end_ns)))
+        self._rows.append((StepSpan, (self._step, self._name, key, self._began_ns, end_ns)))
+        self._write(self._all_rows())
         self._clear()
         if self._profiler is not None:
             self._profiler.after(self._step)
@@ -343,15 +358,26 @@ class Recorder:
         """Add the step to the sums of the run, if it was one that trains."""
         if not self._is_training:
             return
-        actions = [ActionSpan(self._step, *action) for action in self._actions]
-        messages = [self._message(*message) for message in self._messages]
-        works = [event for event in self._events if isinstance(event, WorkSpan)]
+        actions = [(start, end) for _, _, _, start, end in self._actions]
+        messages = [(direction, start, end) for direction, _, _, _, start, end in self._messages]
         pipeline = self._executor is not None
-        parts = parts_of(self._began_ns, end_ns, actions, messages, works, is_pipeline=pipeline)
+        parts = parts_of(self._began_ns, end_ns, actions, messages, self._works, is_pipeline=pipeline)
         self.meter.add_step(self._began_ns, end_ns, parts)
         if self.meter.num_steps == WARM_UP + 1:
             self.most = MostHeld()  # until its first step, a rank of a pipeline holds the whole model
-        self.most.add(held for _, held in self._held)
+        self.most.add([held for _, held in self._held])
+
+    def _all_rows(self) -> list[Row]:
+        """Return all that was noted of the step; a step's own row comes last."""
+        step, peers = self._step, self._peers
+        rows: list[Row] = [(MemorySample, (*held, step, at)) for at, held in self._held if isinstance(at, int)]
+        rows += [(WorkSpan, (step, *work)) for work in self._works]
+        rows += [(ActionSpan, (step, *action)) for action in self._actions]
+        rows += [
+            (MessageSpan, (step, direction, peers[peer], tag, num_bytes, start, end))
+            for direction, peer, num_bytes, tag, start, end in self._messages
+        ]
+        return rows + self._rows
 
     def note_training(self, samples: int, tokens: int) -> None:
         """Note that the present step trains, and how much it takes in on this rank; 0 where that is unknown."""
@@ -364,6 +390,8 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
+        if self._mark is not None:
+            self._end_mark(self._mark)
         self.has_failed = True
         if _is_out_of_memory(error):
             with suppress(Exception):  # there may be no memory for this either, and the error itself must get out
@@ -374,14 +402,11 @@ class Recorder:
         for callback, start, end in self._timed:
             if isinstance(start, int) and isinstance(end, int):
                 callback(self, start, end)
-        self._events += [ActionSpan(self._step, *action) for action in self._actions]
-        self._events += [self._message(*message) for message in self._messages]
-        self._events += [self._sample(at_ns, held) for at_ns, held in self._held if isinstance(at_ns, int)]
-        self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
-        self._write(self._events)
+        self._rows.append((Mark, (f"{type(error).__name__} in step {self._step}", time.perf_counter_ns())))
+        self._write(self._all_rows())
         self._clear()
 
-    def _largest(self) -> HeldBytes:
+    def _largest(self) -> Held:
         """Return what was held when it was most in the present step, or is now."""
         samples = [*(held for _, held in self._held), self.memory.now()]
         return max(samples, key=_on_device)
@@ -411,31 +436,25 @@ class Recorder:
 
         for callback, start, end in self._timed:
             callback(self, on_host(start), on_host(end))
-        if self._writer is not None:
-            self._events += [self._sample(on_host(at), held) for at, held in self._held]
+        if last is not None and self._writer is not None:
+            self._held = [(on_host(at), held) for at, held in self._held]
         return end_ns
 
-    def _write(self, events: Sequence[Event]) -> None:
+    def _write(self, rows: Iterable[Row]) -> None:
         """Write events to the file; if the disk is full, training goes on without a record."""
         if self._writer is None:
             return
         try:
-            self._writer.write(events)
+            self._writer.write_rows(rows)
         except OSError as error:
             _log.warning("recording ended: events cannot be written: %s", error.strerror)
             with suppress(OSError):
                 self._writer.close()
             self._writer, self._sampling = None, self._sampling or Sampling()
 
-    def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
-        return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
-
-    def _sample(self, at_ns: int, held: HeldBytes) -> MemorySample:
-        return MemorySample(**vars(held), step=self._step, at_ns=at_ns)
-
     def _clear(self) -> None:
-        self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
-        self._held = []
+        self._rows, self._works, self._actions, self._messages, self._backwards = [], [], [], [], []
+        self._timed, self._held = [], []
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
@@ -444,17 +463,21 @@ class Recorder:
         schedule = self._followed_schedule()
         if schedule is None:
             return ""
-        text = to_json(schedule)
-        if text not in self._schedules:
-            self._schedules[text] = str(len(self._schedules))
-            self._events.append(PlannedSchedule(self._schedules[text], text))
-        return self._schedules[text]
+        known, key = self._latest_schedule
+        if known is not schedule:
+            text = to_json(schedule)
+            if text not in self._schedules:
+                self._schedules[text] = str(len(self._schedules))
+                self._rows.append((PlannedSchedule, (self._schedules[text], text)))
+            key = self._schedules[text]
+            self._latest_schedule = schedule, key
+        return key
 
     def _followed_schedule(self) -> Schedule | None:
         if self._executor is not None:
             return self._executor.last_schedule
         # Without a pipeline microbatches run one after the other, each with its backward if the step has one.
-        backward = any(kind == str(Kind.BACKWARD) for kind, *_ in self._actions)
+        backward = any(kind == _BACKWARD for kind, *_ in self._actions)
         return one_f_one_b(1, state.cfg.microbatches) if backward else None
 
 
@@ -518,47 +541,41 @@ def stop() -> None:
         recorder.close()
 
 
-def recorded_step(name: str) -> AbstractContextManager[None]:
-    """Record one call of a step function, or time it at least."""
-    return nullcontext() if _recorder is None else _recorded_step(_recorder, name)
-
-
-@contextmanager
-def _recorded_step(recorder: Recorder, name: str) -> Iterator[None]:
-    recorder.begin_step(name)
-    try:
-        with recorder.marked():
-            yield
-    except BaseException as error:
-        recorder.abandon_step(error)
-        raise
-    recorder.end_step()
-
-
-def note_training(size: Callable[[], tuple[int, int]]) -> None:
+def note_training(size: Callable[_P, tuple[int, int]], *args: _P.args, **kwargs: _P.kwargs) -> None:
     """Note in a step that it trains.
 
     Args:
-        size: returns how many samples and tokens it takes in on this rank; called if the step is recorded.
+        size: returns how many samples and tokens it takes in on this rank; called, with what follows, if the step is
+            recorded.
     """
     if _recorder is not None:
-        _recorder.note_training(*size() if _recorder.active else (0, 0))
+        _recorder.note_training(*size(*args, **kwargs) if _recorder.active else (0, 0))
 
 
-@contextmanager
-def recorded_optimizer() -> Iterator[None]:
+def timed_optimizer(update: Callable[_P, _T]) -> Callable[_P, _T]:
     """Time the optimizer: after each step where the host's clock can, else after those that are recorded."""
-    recorder = _recorder
-    if recorder is None or not (recorder.meter.is_exact or recorder.active):
-        yield
-        return
-    if not recorder.meter.is_exact:
+
+    @functools.wraps(update)
+    def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        recorder = _recorder
+        if recorder is None:
+            return update(*args, **kwargs)
+        meter = recorder.meter
+        if meter.is_exact:
+            start_ns = time.perf_counter_ns()
+            result = update(*args, **kwargs)
+            meter.add_optimizer(start_ns, time.perf_counter_ns())
+            return result
+        if not recorder.active:
+            return update(*args, **kwargs)
         devices.wait_for_stream(state.device)
-    start_ns = time.perf_counter_ns()
-    yield
-    if not recorder.meter.is_exact:
+        start_ns = time.perf_counter_ns()
+        result = update(*args, **kwargs)
         devices.wait_for_stream(state.device)
-    recorder.meter.add_optimizer(start_ns, time.perf_counter_ns())
+        meter.add_optimizer(start_ns, time.perf_counter_ns())
+        return result
+
+    return timed
 
 
 def _now() -> Timestamp:

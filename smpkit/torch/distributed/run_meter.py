@@ -10,12 +10,10 @@ optimizer above all, is part of it. So the parts of a step add up to the time th
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from smpkit.observe.events import ActionSpan, MessageSpan, WorkSpan
 from smpkit.observe.summary import Split
 
 __all__ = ["STALL", "WARM_UP", "RunMeter", "Sampling", "StepParts", "parts_of"]
@@ -28,6 +26,8 @@ WARM_UP: Final = 2
 _FIRST: Final = 20
 _EVERY: Final = 50
 _TENFOLD_FROM: Final = 5000
+_UNSETTLED: Final = 3 * 256
+"""How many times are kept before they are added up, three for each step."""
 
 
 @dataclass
@@ -41,18 +41,28 @@ class Sampling:
     """
 
     first: int = _FIRST
-    _counts: Counter[str] = field(default_factory=Counter)
+    _left: dict[str, int] = field(default_factory=dict)
+    """By step function, how many calls come before the next one that is recorded."""
+    _next: dict[str, int] = field(default_factory=dict)
+    """Its number."""
 
     def next(self, name: str) -> bool:
         """Tell whether the next call of this step function is recorded."""
-        number = self._counts[name]
-        self._counts[name] += 1
-        if number < self.first or not self.first:
-            return bool(self.first)
-        every, limit = _EVERY, _TENFOLD_FROM
-        while number >= limit:
-            every, limit = every * 10, limit * 10
-        return number % every == 0
+        left = self._left.get(name, 0)
+        if left:
+            self._left[name] = left - 1
+            return False
+        if not self.first:
+            return False
+        number = self._next.get(name, 0)
+        following = number + 1
+        if following >= self.first:
+            every, limit = _EVERY, _TENFOLD_FROM
+            while following >= limit:
+                every, limit = every * 10, limit * 10
+            following += -following % every
+        self._next[name], self._left[name] = following, following - number - 1
+        return True
 
 
 @dataclass(frozen=True)
@@ -69,34 +79,37 @@ class StepParts:
 def parts_of(
     start_ns: int,
     end_ns: int,
-    actions: Iterable[ActionSpan],
-    messages: Iterable[MessageSpan],
-    works: Iterable[WorkSpan],
+    actions: Sequence[tuple[int, int]],
+    messages: Iterable[tuple[str, int, int]],
+    works: Iterable[tuple[str, int, int]],
     *,
     is_pipeline: bool,
 ) -> StepParts:
     """Divide one step.
 
+    Args:
+        start_ns, end_ns: of the step.
+        actions: begin and end of each.
+        messages: the direction of each, its begin and its end.
+        works: the name of each, its begin and its end.
+
     Waiting for a message is bubble: a rank alone cannot tell how long it was under way. Over a pipeline so is what is
     left at the end, when this rank has no more to do and others have.
     """
-    ran = sum(each.end_ns - each.start_ns for each in actions)
+    ran = sum([end - start for start, end in actions])
     bubble = handed = stall = worked = inside = 0
-    for message in messages:
-        length = message.end_ns - message.start_ns
-        if message.direction == "receive":
-            bubble += length
+    for direction, start, end in messages:
+        if direction == "receive":
+            bubble += end - start
         else:
-            handed += length
-    spans = [(each.start_ns, each.end_ns) for each in actions]
-    for work in works:
-        length = work.end_ns - work.start_ns
-        if work.name.startswith(STALL):
-            stall += length
+            handed += end - start
+    for name, begun, ended in works:
+        if name.startswith(STALL):
+            stall += ended - begun
         else:
-            worked += length
-        if any(start <= work.start_ns and work.end_ns <= end for start, end in spans):
-            inside += length
+            worked += ended - begun
+        if any(start <= begun and ended <= end for start, end in actions):
+            inside += ended - begun
     compute = max(0, ran - bubble - handed - inside)
     rest = max(0, end_ns - start_ns - compute - bubble - handed - stall - worked)
     return StepParts(compute, bubble + (rest if is_pipeline else 0), handed + worked, stall, 0 if is_pipeline else rest)
@@ -113,8 +126,8 @@ class _Sums:
     """Of the step function."""
     optimizer: int = 0
 
-    def add(self, whole: int, call: int, optimizer: int) -> None:
-        self.steps += 1
+    def add(self, steps: int, whole: int, call: int, optimizer: int) -> None:
+        self.steps += steps
         self.whole += whole
         self.call += call
         self.optimizer += optimizer
@@ -132,17 +145,6 @@ class _Group:
     recorded: _Sums = field(default_factory=_Sums)
     parts: list[StepParts] = field(default_factory=list)
     """Of the recorded ones."""
-
-
-@dataclass
-class _Step:
-    """The latest training step, until the next one begins."""
-
-    start_ns: int
-    end_ns: int
-    parts: StepParts | None
-    optimizer: int = 0
-    last_ns: int = 0
 
 
 class RunMeter:
@@ -163,7 +165,12 @@ class RunMeter:
         self.tokens = 0
         self.is_exact = is_exact
         self._start, self._rest = _Group(), _Group()
-        self._last: _Step | None = None
+        self._times: list[int] = []
+        """The latest steps, which `_settle` adds up: of each its begin, its end, and the time of its optimizer."""
+        self._parts: dict[int, StepParts] = {}
+        """By number, from 1, those among them that were recorded."""
+        self._last_ns = 0
+        """The end of the latest step, or of its optimizer."""
 
     def add_step(self, start_ns: int, end_ns: int, parts: StepParts | None) -> None:
         """Add a training step.
@@ -172,39 +179,49 @@ class RunMeter:
             start_ns, end_ns: of the call; the end is only that of the host's part where the device has work left.
             parts: of a recorded step, whose end is the device's.
         """
-        self._close(start_ns)
         self.num_steps += 1
-        self._last = _Step(start_ns, end_ns, parts, last_ns=end_ns)
+        times = self._times
+        times += (start_ns, end_ns, 0)
+        self._last_ns = end_ns
+        if parts is not None:
+            self._parts[self.num_steps] = parts
+        if len(times) > _UNSETTLED:
+            self._settle()
 
     def add_optimizer(self, start_ns: int, end_ns: int) -> None:
         """Add the time of the optimizer after the latest step."""
-        if self._last is not None:
-            self._last.optimizer += end_ns - start_ns
-            self._last.last_ns = end_ns
+        if self._times:
+            self._times[-1] += end_ns - start_ns
+            self._last_ns = end_ns
 
-    def finish(self) -> None:
-        """Close the last step, where its optimizer ended."""
-        if self._last is not None:
-            self._close(self._last.last_ns)
+    def finish(self, end_ns: int | None = None) -> None:
+        """Close the last step, at a time or where its optimizer ended."""
+        self._settle(self._last_ns if end_ns is None else end_ns)
 
-    def _close(self, next_ns: int) -> None:
-        step, self._last = self._last, None
-        if step is None:
-            return
-        times = (max(1, next_ns - step.start_ns), step.end_ns - step.start_ns, step.optimizer)
-        group = self._start if self.num_steps <= WARM_UP else self._rest
-        group.all.add(*times)
-        if step.parts is not None:
-            group.recorded.add(*times)
-            group.parts.append(step.parts)
+    def _settle(self, end_ns: int | None = None) -> None:
+        """Add up the latest steps, but the last one only if its end is given: it lasts until the next one begins."""
+        times = self._times
+        starts, ends, optimizers = times[::3], times[1::3], times[2::3]
+        first = self.num_steps - len(starts) + 1
+        closed = [*starts[1:], *([] if end_ns is None else [end_ns])][: len(starts)]
+        split = max(0, min(len(closed), WARM_UP + 1 - first))
+        for group, begin, end in ((self._start, 0, split), (self._rest, split, len(closed))):
+            if begin < end:
+                call = sum(ends[begin:end]) - sum(starts[begin:end])
+                group.all.add(end - begin, closed[end - 1] - starts[begin], call, sum(optimizers[begin:end]))
+        for number in [each for each in self._parts if each < first + len(closed)]:
+            group, at = self._start if number <= WARM_UP else self._rest, number - first
+            group.recorded.add(1, closed[at] - starts[at], ends[at] - starts[at], optimizers[at])
+            group.parts.append(self._parts.pop(number))
+        del times[: 3 * len(closed)]
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def step_seconds(self) -> float | None:
-        """How long a step takes on average; None before the first one."""
+        """How long a step takes on average, in seconds; None before the first one has ended."""
         sums = self._settled.all
-        return sums.whole / sums.steps * 1e-9 if sums.steps else None
+        return max(1, sums.whole) / sums.steps * 1e-9 if sums.steps else None
 
     def split(self) -> Split:
         """Divide the average step; nothing before the first one."""
@@ -213,7 +230,7 @@ class RunMeter:
         if not sums.steps:
             return Split()
         timed = sums if self.is_exact or not group.recorded.steps else group.recorded
-        whole, call = sums.whole / sums.steps, timed.call / timed.steps
+        whole, call = max(1, sums.whole) / sums.steps, timed.call / timed.steps
         optimizer = timed.optimizer / timed.steps
         fits = min(1.0, whole / max(1.0, call + optimizer))
         call, optimizer = call * fits, optimizer * fits
@@ -226,6 +243,7 @@ class RunMeter:
     @property
     def _settled(self) -> _Group:
         """The steps without those of the start, if there are enough others."""
+        self._settle()
         if self._rest.all.steps >= WARM_UP:
             return self._rest
         return _Group(

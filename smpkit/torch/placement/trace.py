@@ -108,14 +108,20 @@ def _statistics(module: nn.Module) -> list[torch.Tensor]:
 # --- their costs ------------------------------------------------------------------------------------------------------
 
 
-def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | None) -> list[UnitCost]:
+def measure_units(
+    root: nn.Module,
+    tree: UnitTree,
+    body: Callable[[], Any] | None,
+    untraced: Callable[[str], object] | None = None,
+) -> list[UnitCost]:
     """Return what the units cost, in the order in which `body` calls them.
 
     Args:
         body: runs the step for one microbatch on arguments that `fake` has converted; None to skip the pass.
+        untraced: is told why the pass failed; None: a warning says so, and what follows for the partition.
     """
     costs = {unit.name: UnitCost(unit.name, unit.parameters_bytes, shared=unit.shared) for unit in tree.units}
-    measured = _trace(root, costs, body) if body is not None else {}
+    measured = _trace(root, costs, body, untraced or _warn) if body is not None else {}
     in_order = [*measured, *(name for name in costs if name not in measured)]
     every = [measured.get(name, costs[name]) for name in in_order]
     if any(cost.flops for cost in every):
@@ -124,7 +130,17 @@ def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | Non
     return [_with(cost, flops=float(cost.parameters_bytes)) for cost in every]
 
 
-def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
+def _warn(reason: str) -> None:
+    _log.warning(
+        "the step could not be traced on tensors without data (%s); the model is partitioned by the sizes of its"
+        " parameters, without regard to what it computes and keeps. `skip_tracing: True` leaves the pass out",
+        reason,
+    )
+
+
+def _trace(
+    root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any], untraced: Callable[[str], object]
+) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
     counter, kernels = FlopCounterMode(display=False), FusedKernels()
     started: dict[str, tuple[int, int, int, int, int, int]] = {}
@@ -178,12 +194,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
         with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
-        _log.warning(
-            "the step could not be traced on tensors without data (%s: %s); the model is partitioned by the sizes of"
-            " its parameters, without regard to what it computes and keeps. `skip_tracing: True` leaves the pass out",
-            type(error).__name__,
-            next(iter(str(error).splitlines()), "no reason given"),
-        )
+        untraced(f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}")
         return {}
     finally:
         saved.forget()
@@ -447,10 +458,14 @@ class TrialStep:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Any:
-        """Run forward only: `model.backward` does nothing meanwhile, and `smp.is_tracing()` is true."""
+        """Run forward only: `model.backward` does nothing meanwhile, and `smp.is_tracing()` is true.
+
+        With gradients, also where the first step of a job is one without: training keeps activations.
+        """
         state.tracing = True
         try:
-            return self.body(*self.args, **self.kwargs)
+            with torch.enable_grad():
+                return self.body(*self.args, **self.kwargs)
         finally:
             state.tracing = False
 

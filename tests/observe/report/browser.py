@@ -11,6 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,12 +64,16 @@ class Browser:
             self._driver.terminate()
             self._driver.wait(_SECONDS)
 
-    def show(self, page: Path | str, width: int, scheme: str = "light", ready: str = _READY) -> None:
+    def show(
+        self, page: Path | str, width: int, scheme: str = "light", ready: str = _READY, *, touches: bool = False
+    ) -> None:
         """Show a file or an address in a window of this width, to a reader who prefers this colour scheme.
 
         Args:
             ready: what is true of the page when it is there.
+            touches: whether the screen is one for fingers.
         """
+        self.devtools("Emulation.setTouchEmulationEnabled", {"enabled": touches, "maxTouchPoints": 2})
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -93,6 +98,18 @@ class Browser:
         """Do something with the mouse, as the WebDriver protocol has it."""
         pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
         self._ask("POST", "/actions", {"actions": [pointer]})
+
+    def touch(self, *fingers: Sequence[tuple[float, float]]) -> None:
+        """Put fingers on the screen, move each along its places, all at the same time, and lift them."""
+        names = [f"finger {number}" for number in range(len(fingers))]
+        sources = []
+        for name, places in zip(names, fingers, strict=True):
+            moves: list[dict[str, Any]] = [
+                {"type": "pointerMove", "x": round(x), "y": round(y), "origin": "viewport"} for x, y in places
+            ]
+            actions = [moves[0], {"type": "pointerDown", "button": 0}, *moves[1:], {"type": "pointerUp", "button": 0}]
+            sources.append({"type": "pointer", "id": name, "parameters": {"pointerType": "touch"}, "actions": actions})
+        self._ask("POST", "/actions", {"actions": sources})
 
     def press(self, *keys: str) -> None:
         """Press keys one after the other."""

@@ -76,7 +76,7 @@ def test_hover_tells_the_action(browser: Browser, pages: dict[str, Path]) -> Non
     x, y, *_ = _schedule(browser)
     # Rank 0 as planned: F0 is the first of 15 equal parts of the time.
     browser.mouse({"type": "pointerMove", "x": round(x + 80), "y": round(y + 34), "origin": "viewport"})
-    tip = browser.run("const tip = document.querySelector('.tip'); return tip.hidden ? '' : tip.innerText")
+    tip = browser.run(_TIP)
     assert "F0: forward of microbatch 0, segment 0" in tip
     assert "0.0 ms to 1.0 ms: 1.0 ms" in tip
     assert "rank 0, stage 0, planned" in tip
@@ -100,6 +100,40 @@ def test_dragging_zooms_the_schedule_and_memory_with_it(browser: Browser, pages:
     assert browser.run(_AXIS) == label
 
 
+def test_fingers_zoom_move_and_ask_on_a_screen_for_them(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.show(pages["one"], 400, touches=True)
+    x, y, width, _ = _schedule(browser)
+    whole, axis = browser.run(_PIXELS), browser.run(_AXIS)
+
+    def across(*shares: float) -> list[tuple[float, float]]:
+        return [(x + width * share, y + 40) for share in shares]
+
+    # One finger moves nothing while all of the step is shown, and leaves no selection as a mouse does.
+    browser.touch(across(0.7, 0.5, 0.3))
+    assert browser.run(_AXIS) == axis
+    # Two fingers that part zoom in, memory with the schedule.
+    browser.touch(across(0.45, 0.35, 0.2), across(0.55, 0.65, 0.8))
+    browser.wait_until("true")
+    near, zoomed = browser.run(_PIXELS), browser.run(_AXIS)
+    assert near != whole
+    assert zoomed != axis
+    # Then one moves it.
+    browser.touch(across(0.7, 0.5, 0.3))
+    browser.wait_until("true")
+    assert browser.run(_AXIS) not in (axis, zoomed)
+    # Two that come together zoom out again, to the whole step and no further.
+    for _ in range(4):
+        browser.touch(across(0.1, 0.25, 0.45), across(0.9, 0.75, 0.55))
+    browser.wait_until("true")
+    assert browser.run(_AXIS) == axis
+    # A tap asks what is there, and the answer stays until the next one.
+    browser.touch([(x + 60, y + 34)])
+    assert "forward of microbatch 0, segment 0" in browser.run(_TIP)
+    browser.touch([(x + 2, y - 30)])
+    assert browser.run(_TIP) == ""
+
+
+_TIP = "const tip = document.querySelector('.tip'); return tip.hidden ? '' : tip.innerText"
 _PIXELS = f"return document.querySelector('{SCHEDULE}').toDataURL()"
 _AXIS = "return document.querySelector('[data-chart=\"memory\"] canvas').toDataURL()"
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.observe.events import ActionSpan, MessageSpan, WorkSpan
 from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
 
@@ -16,14 +15,11 @@ MS = 1_000_000
 
 
 def test_a_step_is_divided_and_its_parts_add_up() -> None:
-    actions = [ActionSpan(0, "F", 0, 0, 0, 40 * MS), ActionSpan(0, "B", 0, 0, 50 * MS, 90 * MS)]
-    messages = [
-        MessageSpan(0, "receive", 1, 0, 8, 0, 10 * MS),
-        MessageSpan(0, "send", 1, 1, 8, 38 * MS, 40 * MS),
-    ]
+    actions = [(0, 40 * MS), (50 * MS, 90 * MS)]
+    messages = [("receive", 0, 10 * MS), ("send", 38 * MS, 40 * MS)]
     works = [
-        WorkSpan(0, f"{STALL}layer 3", 50 * MS, 55 * MS),  # in the backward
-        WorkSpan(0, "reduce gradients", 90 * MS, 96 * MS),  # after it
+        (f"{STALL}layer 3", 50 * MS, 55 * MS),  # in the backward
+        ("reduce gradients", 90 * MS, 96 * MS),  # after it
     ]
     pipeline = parts_of(0, 100 * MS, actions, messages, works, is_pipeline=True)
     assert pipeline == StepParts(63 * MS, (10 + 14) * MS, (2 + 6) * MS, 5 * MS, 0)
@@ -33,6 +29,7 @@ def test_a_step_is_divided_and_its_parts_add_up() -> None:
 
 
 def test_the_first_steps_are_recorded_then_fewer_and_fewer_by_each_step_function() -> None:
+    assert not any(Sampling(first=0).next("train") for _ in range(60))
     sampling = Sampling(first=3)
     chosen = [number for number in range(120_000) if sampling.next("train")]
     assert chosen[:5] == [0, 1, 2, 50, 100]
@@ -52,12 +49,12 @@ def steps(meter: RunMeter, count: int, *, recorded: int = 1) -> None:
     meter.finish()
 
 
-@pytest.mark.parametrize("recorded", [1, 10])
-def test_the_split_of_the_average_step_adds_up_to_it(recorded: int) -> None:
+@pytest.mark.parametrize(("recorded", "count"), [(1, 41), (10, 41), (50, 1001)])
+def test_the_split_of_the_average_step_adds_up_to_it(recorded: int, count: int) -> None:
     meter = RunMeter(is_exact=True)
-    steps(meter, 41, recorded=recorded)
+    steps(meter, count, recorded=recorded)
     split = meter.split()
-    assert meter.num_steps == 41
+    assert meter.num_steps == count
     assert meter.step_seconds == pytest.approx(0.1, rel=0.002)
     assert split.total == pytest.approx(meter.step_seconds, rel=1e-9)
     assert (split.compute, split.bubble, split.communication) == pytest.approx((0.035, 0.02, 0.01))
@@ -72,7 +69,7 @@ def test_where_the_hosts_clock_times_launches_alone_only_recorded_steps_count() 
         meter.add_step(start, start + (70 if is_recorded else 1) * MS, parts)
         if is_recorded:
             meter.add_optimizer(start + 70 * MS, start + 90 * MS)
-    meter._close(4000 * MS)
+    meter.finish(4000 * MS)
     split = meter.split()
     assert (split.compute, split.optimizer, split.other) == pytest.approx((0.07, 0.02, 0.01), rel=0.02)
 
@@ -130,7 +127,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
         time.sleep(0.01)
     found = recorder.latest_recorder()
     assert found is not None
-    found.meter._close(time.perf_counter_ns())
+    found.meter.finish(time.perf_counter_ns())
     split, clock = found.meter.split(), (time.perf_counter() - began[2]) / 6
     assert split.total == pytest.approx(clock, rel=0.02)
     assert split.compute >= 0.06

@@ -349,3 +349,38 @@ def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dty
     assert left is not None
     waiting = {each.untyped_storage() for each in tree_leaves(list(left.boundary_gradients.values()))}
     assert counted == sum(each.nbytes() for each in waiting) > 0
+
+
+class SixOperators(nn.Module):
+    """A product with a transposed weight, two views, and two element-wise operators, one of them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = functional.relu(self.linear(x)).add_(1)
+        return made.view(-1).view(x.shape)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SixOperators(), SixOperators()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        made: Tensor = second(first(first(x) * 2))
+        return made
+
+
+def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobody_counts() -> None:
+    model, rows = Twice(), 6
+    first, second = costs_of(model, torch.zeros(rows, WIDTH))
+    assert (first.name, second.name) == ("blocks.0", "blocks.1")
+    # t, addmm, relu, add_, view, view; the multiplication between units is no unit's.
+    assert (first.operations, second.operations) == (12, 6)
+    # relu and add_ read and write the value; views move nothing, and the product's time follows from its operations.
+    value = rows * WIDTH * 4
+    assert (first.moved_bytes, second.moved_bytes) == (2 * 4 * value, 4 * value)
+    assert second.flops == 2 * rows * WIDTH * WIDTH

@@ -368,11 +368,14 @@ class ScheduleView {
     const end = (event) => this._end(event, place(event));
     canvas.addEventListener("pointerup", end);
     canvas.addEventListener("pointercancel", end);
-    canvas.addEventListener("pointerleave", () => {
+    const leave = () => {
       this.hover = null;
       this.tip.hidden = true;
       this.draw();
-    });
+    };
+    // A finger leaves as it is lifted; what it asked stays until the next tap, here or elsewhere.
+    canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || leave());
+    document.addEventListener("pointerdown", (event) => event.target === canvas || leave());
   }
 
   _move(event, [x, y]) {

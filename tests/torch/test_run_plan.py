@@ -1,0 +1,131 @@
+"""The plan of the model that runs is in the run's folder as soon as it can be known, whatever degrees the job has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.observe.runs import RUN_DIR
+from smpkit.plan.decide import decide
+from smpkit.plan.offload.forecast import Speed
+from smpkit.plan.offload.work import LinkSpeed
+from smpkit.torch.core.runtime import state
+from smpkit.torch.describe import describe
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, MICROBATCHES = 16, 8, 2
+WEIGHTS = 4 * 2 * (WIDTH * WIDTH + WIDTH)
+SPEED = Speed(1e12, LinkSpeed(1e9, 1e9))
+
+
+class Counted(nn.Sequential):
+    """Counts its calls where a trace must not leave its own, and draws random numbers."""
+
+    def __init__(self) -> None:
+        with smp.tensor_parallelism(state.initialized):
+            super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+        self.calls: list[str] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls.append("call")
+        result: torch.Tensor = super().forward(value)
+        return result
+
+
+step_calls: list[str] = []
+
+
+@smp.step
+def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    step_calls.append("call")
+    loss = model(batch).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+    return found
+
+
+def train(folder: Path | None, config: dict[str, Any], *, evaluates: bool = False) -> tuple[list[float], int, int]:
+    """Train for two steps; return the losses, and how often step function and model were called."""
+    step_calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(RUN_DIR, raising=False)
+        if folder is not None:
+            patch.setenv(RUN_DIR, str(folder))
+        smp.init({"microbatches": MICROBATCHES, **config})
+        torch.manual_seed(1)
+        model = smp.DistributedModel(inner := Counted())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        batch = torch.randn(ROWS, WIDTH)
+        if evaluates:
+            with torch.no_grad():
+                evaluate(model, batch)
+            if folder is not None and smp.rank() == 0:
+                assert plan_of(folder)["stages"][0]["parameters_bytes"] > 0
+        losses = []
+        for _ in range(2):
+            losses.append(train_step(model, batch).reduce_mean().item())
+            optimizer.step()
+            if folder is not None and smp.rank() == 0:
+                assert plan_of(folder)["traced"]
+        smp.shutdown()
+    return losses, len(step_calls), len(inner.calls)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_without_a_pipeline_the_plan_is_what_smpkit_plan_says_and_training_is_as_without(
+    evaluates: bool, tmp_path: Path
+) -> None:
+    assert train(tmp_path, {}, evaluates=evaluates) == train(None, {}, evaluates=evaluates)
+    cfg = ModelParallelConfig(microbatches=MICROBATCHES)
+    facts = describe(lambda: (Counted(), torch.ones(ROWS // MICROBATCHES, WIDTH)), cfg=cfg)
+    [expected] = decide(cfg, 1, facts, SPEED, "adamw").memory
+    found = plan_of(tmp_path)
+    [stage] = found["stages"]
+    assert (found["model"], found["optimizer"]) == ("Counted", "adamw")
+    assert stage["activations_bytes"] == expected.activations_bytes
+    assert stage["activations_bytes"] > 0
+    assert stage["total_bytes"] == expected.total_bytes
+    assert stage["optimizer_bytes"] == 2 * WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "weights"),
+    [
+        ({"ddp": True}, 1, WEIGHTS),
+        ({"ddp": True, "tensor_parallel_degree": 2}, 1, WEIGHTS // 2),
+        ({"pipeline_parallel_degree": 2}, 2, WEIGHTS // 2),
+    ],
+    ids=["data", "tensor", "pipeline"],
+)
+def test_two_ranks_write_one_plan_also_where_the_first_step_evaluates(
+    config: dict[str, Any], stages: int, weights: int, tmp_path: Path
+) -> None:
+    run_ranks(_evaluate_and_train, 2, tmp_path, config)
+    found = plan_of(tmp_path)
+    assert len(found["stages"]) == stages
+    for stage in found["stages"]:
+        assert stage["parameters_bytes"] == pytest.approx(weights, abs=4 * WIDTH)  # a bias may be whole on both
+        assert stage["activations_bytes"] > 0
+    assert [path.name for path in tmp_path.glob(".plan*")] == []
+
+
+def _evaluate_and_train(folder: Path, config: dict[str, Any]) -> None:
+    train(folder, config, evaluates=True)
