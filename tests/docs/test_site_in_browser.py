@@ -12,13 +12,9 @@ import pytest
 
 from scripts import site
 from tests.docs.test_site import needs_zensical
-from tests.observe.report.browser import DRIVER, Browser
+from tests.observe.report.browser import Browser
 
-pytestmark = [
-    pytest.mark.full,
-    needs_zensical,
-    pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium chromium-driver"),
-]
+pytestmark = [pytest.mark.full, needs_zensical]
 
 PAGES = (
     "index.html",
@@ -45,12 +41,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
