@@ -20,11 +20,28 @@ PAGES = (
     "index.html",
     "tutorials/first-pipeline.html",
     "how-to/cut-memory.html",
+    "explanation/coming-from.html",
+    "reference/environment.html",
     "examples/offload_model/index.html",
     "reference/python/runtime.html",
     "reference/cli.html",
 )
 UNDRAWN = "return [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src)"
+BROKEN = """
+const range = document.createRange(), broken = [];
+for (const code of document.querySelectorAll("table code")) {
+  const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode()); ) {
+    for (const word of text.data.matchAll(/[^\\s-]+/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) broken.push(word[0]);
+    }
+  }
+}
+return broken;
+"""
+"""Words of code in tables that are on two lines."""
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -55,6 +72,7 @@ def test_a_page_fits_the_window_and_is_whole(
     browser.picture(tmp_path / "page.png")
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.run(UNDRAWN) == []
+    assert browser.run(BROKEN) == []
     assert [entry for entry in browser.log("browser") if entry["level"] == "SEVERE"] == []
     assert [asked for asked in browser.requests() if not asked.startswith((address, "data:", "blob:"))] == []
     dark = (
