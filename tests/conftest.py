@@ -9,13 +9,14 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 from tests.leftovers import kill_processes_of
+from tests.observe.report.browser import DRIVER, Browser
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
@@ -81,3 +82,12 @@ def scrubbed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("SMPKIT_SUMMARY", "0")  # the block at the end of a run, in tests of anything else
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One window for all tests that look at pages; where there is no Chromium they are skipped."""
+    if DRIVER is None:
+        pytest.skip("no chromedriver: apt-get install chromium chromium-driver")
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened

@@ -57,6 +57,7 @@ def main() -> None:
     model = smp.DistributedModel(peft.get_peft_model(base, adapters))
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(trained, lr=arguments.learning_rate))
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=arguments.steps)
 
     before = evaluate(model)
     generator = torch.Generator().manual_seed(smp.dp_rank())  # the ranks of a pipeline draw the same
@@ -65,6 +66,7 @@ def main() -> None:
         loss = train_step(model, *draw(arguments.batch, generator, downwards=True)).reduce_mean()
         smp.clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the adapters of all ranks
         optimizer.step()
+        decay.step()
         if smp.rank() == 0 and step % 50 == 0:
             print(f"step {step}  loss {loss.item():.3f}", flush=True)
     after = evaluate(model)

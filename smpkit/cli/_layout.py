@@ -39,8 +39,11 @@ def fold(head: str, parts: Iterable[str], columns: int, separator: str = "  ") -
 def table(rows: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
     """Yield the lines of a table; one too wide loses spacing, or is split into several that repeat the first column.
 
-    The first column is what the row is about, and stands to the left; all others to the right.
+    The first column is what the row is about, and stands to the left; all others to the right. A column with nothing
+    below its heading is left out.
     """
+    said = [n == 0 or len(rows) == 1 or any(cells[1:]) for n, cells in enumerate(zip(*rows, strict=True))]
+    rows = [[cell for cell, kept in zip(row, said, strict=True) if kept] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     first, rest = 1, len(widths)
     gap = next((gap for gap in (2, 1) if sum(widths) + gap * (rest - 1) <= columns), 2)

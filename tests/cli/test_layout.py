@@ -26,6 +26,11 @@ def test_a_wide_table_becomes_two() -> None:
     ]  # fmt: skip
 
 
+def test_a_column_without_an_entry_is_left_out() -> None:
+    rows = [["features", "on the host", "time"], ["sharding", "", "+1%"], ["offloading", "", "+0%"]]
+    assert list(table(rows, 80)) == ["features    time", "sharding     +1%", "offloading   +0%"]
+
+
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_a_plan_fits_any_terminal_and_loses_nothing(
     columns: int, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,29 @@ def test_each_example_has_a_picture_and_its_output(page: Path) -> None:
     assert "](../../docs/assets/" in text
     sessions = re.findall(r"```(?:console)?\n(.*?)```", text, re.DOTALL)
     assert any(line and not line.startswith("$ ") for session in sessions for line in session.splitlines())
+
+
+_SHOWN = [
+    pytest.param(command, answer, id=page.parent.name, marks=[pytest.mark.full] * ("--model " in command))
+    for page in sorted(ROOT.glob("examples/*/README.md"))
+    for command, answer in re.findall(
+        r"^\$ smpkit plan ((?:[^\n]*\\\n)*[^\n]*)\n((?:[^$`][^\n]*\n|\n)+)",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+]
+
+
+@pytest.mark.parametrize(("command", "answer"), _SHOWN)
+def test_a_plan_that_an_example_shows_is_the_one_that_is_made(
+    command: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "120")
+    result = CliRunner().invoke(cli, ["plan", *shlex.split(command.replace("\\\n", " "))])
+    assert result.exit_code == 0, result.output
+    said = [line.split() for line in result.output.splitlines()]
+    assert [line for line in answer.splitlines() if line.split() not in said] == []
 
 
 def test_the_script_of_each_example_is_short() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 from smpkit.observe.report.content import content_of
 from smpkit.observe.report.folder import read_material
 from smpkit.observe.report.page import page
-from tests.observe.report.browser import DRIVER, Browser
+from tests.observe.report.browser import Browser
 from tests.observe.report.folders import write_run
-
-pytestmark = pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium chromium-driver")
 
 BLANK = """
 return [...document.querySelectorAll("canvas")].filter((canvas) => {
@@ -40,12 +37,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["one"].write_text(page([one]), encoding="utf-8")
     found["two"].write_text(page([one, other]), encoding="utf-8")
     return found
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
