@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-import smpkit.torch.pipeline.step_plan as step_plan_module
 from smpkit.plan.decide import Policy, with_jitter
+from smpkit.plan.schedule import receives as receives_module
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
@@ -134,7 +134,7 @@ def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
 def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     """Return how many receives of the fourth step are on their way when its first one is waited for."""
     if ahead_bytes is not None:
-        step_plan_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
+        receives_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
     model = start(2, microbatches)
     inputs = torch.randn(4 * microbatches, WIDTH)
     for _ in range(3):
