@@ -420,7 +420,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Biases and norms have their gradients in the first half.
         """
-        weights, others = [], []
+        weights: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for each in inputs:
             (weights if self._saved.is_of_parameters(each) else others).append(each)
         if weights and not others:
