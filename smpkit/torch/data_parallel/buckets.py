@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import NoneType
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Bucket", "ReduceTarget", "plan_buckets"]
+__all__ = ["NEVER", "Bucket", "ReduceTarget", "chunks_of", "plan_buckets"]
 
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 NEVER: Final = sys.maxsize
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 _gradient_of: Final = attrgetter("grad")
 
@@ -214,6 +216,30 @@ def _copy_to_gradients(params: list[nn.Parameter], results: list[torch.Tensor]) 
     torch._foreach_copy_(list(map(_gradient_of, params)), results)
 
 
+def chunks_of(
+    tensors: Iterable[_Tensor],
+    kind_of: Callable[[_Tensor], object],
+    cap_bytes: int,
+    first_cap_bytes: int | None = None,
+) -> list[list[_Tensor]]:
+    """Group tensors, in their order, into chunks of one kind, dtype and device, and of at most `cap_bytes`.
+
+    A tensor larger than the cap has a chunk of its own. Chunks are in the order in which their first tensors come.
+    """
+    chunks: list[list[_Tensor]] = []
+    latest: dict[object, tuple[list[_Tensor], int]] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device, kind_of(tensor))
+        chunk, filled = latest.get(kind, ([], 0))
+        limit = first_cap_bytes if first_cap_bytes and chunks and chunk is chunks[0] else cap_bytes
+        if not chunk or filled + tensor.nbytes > limit:
+            chunk, filled = [], 0
+            chunks.append(chunk)
+        chunk.append(tensor)
+        latest[kind] = chunk, filled + tensor.nbytes
+    return chunks
+
+
 def plan_buckets(
     parameters: Sequence[nn.Parameter],
     cap_bytes: int,
@@ -224,18 +250,7 @@ def plan_buckets(
     A bucket holds one dtype of one device for one target; a parameter larger than the cap has a bucket of its own.
     Buckets are in the order in which their last gradients become ready.
     """
-    contents: list[list[nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, ReduceTarget], tuple[list[nn.Parameter], int]] = {}
-    for param in parameters:
-        key = (param.dtype, param.device, reduce_target_of(param))
-        size = param.numel() * param.element_size()
-        content, filled = open_buckets.get(key, ([], 0))
-        limit = min(FIRST_BUCKET_BYTES, cap_bytes) if content is (contents[0] if contents else None) else cap_bytes
-        if not content or filled + size > limit:
-            content, filled = [], 0
-            contents.append(content)
-        content.append(param)
-        open_buckets[key] = (content, filled + size)
+    contents = chunks_of(parameters, reduce_target_of, cap_bytes, min(FIRST_BUCKET_BYTES, cap_bytes))
     ready_order = {id(param): index for index, param in enumerate(parameters)}
     contents.sort(key=lambda content: ready_order[id(content[-1])])
     last = len(contents) - 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from smpkit.torch.data_parallel.join import JoinContext
 
 __all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
+
+
+_REPLICATED: Final = "the broadcast of parameters and buffers"
 
 
 @dataclass(frozen=True)
@@ -204,11 +207,9 @@ class DataParallel(StepParticipant):
         buffers = [each for each in own.values() if each is not None and each.device.type != "meta"]
         if not buffers:
             return
-        pieces = [buffer for buffer in buffers if is_tp_shard(buffer)]
-        shard_ids = {id(piece) for piece in pieces}
-        broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)
-        rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
-        broadcast_tensors(pieces, state.process_group(CommGroup.RDP_GROUP), rdp_rank)
+        whole = self.group, source
+        piece = state.process_group(CommGroup.RDP_GROUP), state.mesh.coordinates(self._rank_of(source)).rdp
+        broadcast_tensors(((each, *(piece if is_tp_shard(each) else whole)) for each in buffers), _REPLICATED)
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
@@ -242,13 +243,14 @@ class DataParallel(StepParticipant):
 
 def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
     """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
-    by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
-    for each in placements:
-        if each.replica_group is not None:
-            root = dist.get_group_rank(each.replica_group, _holder_in_replica(each, source))
-            by_group.setdefault((each.replica_group, root), []).append(each.parameter)
-    for (group, root), parameters in by_group.items():
-        broadcast_tensors(parameters, group, root)
+    broadcast_tensors(
+        (
+            (each.parameter, group, dist.get_group_rank(group, _holder_in_replica(each, source)))
+            for each in placements
+            if (group := each.replica_group) is not None
+        ),
+        _REPLICATED,
+    )
 
 
 def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
