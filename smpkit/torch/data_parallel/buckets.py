@@ -19,6 +19,7 @@ FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction st
 NEVER: Final = sys.maxsize
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Kind = TypeVar("_Kind")
 
 _gradient_of: Final = attrgetter("grad")
 
@@ -217,26 +218,23 @@ def _copy_to_gradients(params: list[nn.Parameter], results: list[torch.Tensor]) 
 
 
 def chunks_of(
-    tensors: Iterable[_Tensor],
-    kind_of: Callable[[_Tensor], object],
-    cap_bytes: int,
-    first_cap_bytes: int | None = None,
-) -> list[list[_Tensor]]:
+    tensors: Iterable[tuple[_Tensor, _Kind]], cap_bytes: int, first_cap_bytes: int | None = None
+) -> list[tuple[_Kind, list[_Tensor]]]:
     """Group tensors, in their order, into chunks of one kind, dtype and device, and of at most `cap_bytes`.
 
     A tensor larger than the cap has a chunk of its own. Chunks are in the order in which their first tensors come.
     """
-    chunks: list[list[_Tensor]] = []
+    chunks: list[tuple[_Kind, list[_Tensor]]] = []
     latest: dict[object, tuple[list[_Tensor], int]] = {}
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device, kind_of(tensor))
-        chunk, filled = latest.get(kind, ([], 0))
-        limit = first_cap_bytes if first_cap_bytes and chunks and chunk is chunks[0] else cap_bytes
+    for tensor, kind in tensors:
+        key = (tensor.dtype, tensor.device, kind)
+        chunk, filled = latest.get(key, ([], 0))
+        limit = first_cap_bytes if first_cap_bytes and chunks and chunk is chunks[0][1] else cap_bytes
         if not chunk or filled + tensor.nbytes > limit:
             chunk, filled = [], 0
-            chunks.append(chunk)
+            chunks.append((kind, chunk))
         chunk.append(tensor)
-        latest[kind] = chunk, filled + tensor.nbytes
+        latest[key] = chunk, filled + tensor.nbytes
     return chunks
 
 
@@ -250,8 +248,9 @@ def plan_buckets(
     A bucket holds one dtype of one device for one target; a parameter larger than the cap has a bucket of its own.
     Buckets are in the order in which their last gradients become ready.
     """
-    contents = chunks_of(parameters, reduce_target_of, cap_bytes, min(FIRST_BUCKET_BYTES, cap_bytes))
+    first_cap_bytes = min(FIRST_BUCKET_BYTES, cap_bytes)
+    contents = chunks_of([(param, reduce_target_of(param)) for param in parameters], cap_bytes, first_cap_bytes)
     ready_order = {id(param): index for index, param in enumerate(parameters)}
-    contents.sort(key=lambda content: ready_order[id(content[-1])])
+    contents.sort(key=lambda content: ready_order[id(content[1][-1])])
     last = len(contents) - 1
-    return [Bucket(index, index == last, each, reduce_target_of(each[0])) for index, each in enumerate(contents)]
+    return [Bucket(index, index == last, params, target) for index, (target, params) in enumerate(contents)]

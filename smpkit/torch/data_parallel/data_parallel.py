@@ -209,7 +209,7 @@ class DataParallel(StepParticipant):
             return
         whole = self.group, source
         piece = state.process_group(CommGroup.RDP_GROUP), state.mesh.coordinates(self._rank_of(source)).rdp
-        broadcast_tensors(((each, *(piece if is_tp_shard(each) else whole)) for each in buffers), _REPLICATED)
+        broadcast_tensors([(each, piece if is_tp_shard(each) else whole) for each in buffers], _REPLICATED)
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
@@ -244,11 +244,11 @@ class DataParallel(StepParticipant):
 def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
     """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
     broadcast_tensors(
-        (
-            (each.parameter, group, dist.get_group_rank(group, _holder_in_replica(each, source)))
+        [
+            (each.parameter, (group, dist.get_group_rank(group, _holder_in_replica(each, source))))
             for each in placements
             if (group := each.replica_group) is not None
-        ),
+        ],
         _REPLICATED,
     )
 

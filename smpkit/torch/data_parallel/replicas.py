@@ -65,21 +65,19 @@ def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, dist.ProcessGroup, int]], what: str) -> None:
-    """Overwrite each tensor by that of the rank at an index of its group, in a few large messages.
+def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGroup, int]]], what: str) -> None:
+    """Overwrite each tensor by that of the rank at an index of a group, in a few large messages.
 
     The ranks of a group name its tensors in the same order, or they would wait for each other.
 
     Args:
         what: they are, for errors.
     """
-    given = list(tensors)
-    sources = {id(tensor): (group, source) for tensor, group, source in given}
     pending: deque[_PendingBroadcast] = deque()
-    for chunk in chunks_of((each for each, _, _ in given), lambda each: sources[id(each)], _CHUNK_BYTES):
+    for (group, source), chunk in chunks_of(tensors, _CHUNK_BYTES):
         if len(pending) == _CHUNKS_IN_FLIGHT:  # before the next is packed
             pending.popleft().finish(what)
-        pending.append(_PendingBroadcast.start(chunk, *sources[id(chunk[0])]))
+        pending.append(_PendingBroadcast.start(chunk, group, source))
     for broadcast in pending:
         broadcast.finish(what)
 

@@ -54,12 +54,12 @@ class Zero1Partition:
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
         broadcast_tensors(
-            (
-                (each.parameter, group, each.reduce_ranks.index(owner))
+            [
+                (each.parameter, (group, each.reduce_ranks.index(owner)))
                 for each in self._placements
                 if (group := each.reduce_group) is not None
                 and (owner := each.owner) is not None
                 and each.parameter.requires_grad
-            ),
+            ],
             "the updated parameters of another rank",
         )
