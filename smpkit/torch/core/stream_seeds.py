@@ -85,7 +85,9 @@ class Seeds:
 
     def after(self, seed: int) -> int:
         """Return the seed of the same stream with the next number."""
-        return self.branch(seed, 0, closed=True)[1]
+        if seed & 1:
+            return self.closed((seed ^ self.rank_salt) + _STEP)
+        return (seed + _STEP & _NUMBER) | _TAGGED
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from types import NoneType
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Bucket", "ReduceTarget", "plan_buckets"]
+__all__ = ["NEVER", "Bucket", "ReduceTarget", "chunks_of", "plan_buckets"]
 
-FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first reduction starts soon after backward does
+FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
+NEVER: Final = sys.maxsize
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Kind = TypeVar("_Kind")
+
+_gradient_of: Final = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -52,35 +62,30 @@ class Bucket:
         self._is_last = is_last
         self.params = list(parameters)
         self.numels = [param.numel() for param in parameters]
-        self.used: set[int] = set()  # slots that a backward reached since the last reduction
-        self.ready: set[int] = set()  # slots that the backward now running has finished
+        self.used: set[int] = set()  # slots that earlier backwards reached since the last reduction
+        self.arrived: list[int] = []  # slots that the backward now running has reached, each time that it did
+        self.num_packed = 0  # arrivals at the latest `pack`
+        self.listens_from = NEVER  # arrivals from which on the reducer wants to hear of each; its hooks only count
         self.reduced: set[int] = set()  # with an owner: slots whose gradient is a result, not this rank's part of one
         self.earlier_results: dict[int, torch.Tensor] = {}  # results that the next one is added to
         first = parameters[0]
         self.length = sum(self.numels)
-        self._flat = torch.zeros(self.length + len(self.params), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(self.length + len(self.params), dtype=first.dtype, device=first.device)
+        """Gradients and flags: what travels."""
+        self._buffer, self.flags = self.flat[: self.length], self.flat[self.length :]
         self.views = [
             piece.view(param.shape)
-            for piece, param in zip(torch.split(self.buffer(), self.numels), parameters, strict=True)
+            for piece, param in zip(torch.split(self._buffer, self.numels), parameters, strict=True)
         ]
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """Gradients and flags: what travels."""
-        return self._flat
-
-    @property
-    def flags(self) -> torch.Tensor:
-        return self._flat[self.length :]
 
     def index(self) -> int:
         return self.position
 
     def buffer(self) -> torch.Tensor:
-        return self._flat[: self.length]
+        return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        self.buffer().copy_(buffer)
+        self._buffer.copy_(buffer)
 
     def gradients(self) -> list[torch.Tensor]:
         return self.views
@@ -93,7 +98,13 @@ class Bucket:
 
     def is_ready(self) -> bool:
         """Tell whether the backward now running has finished every gradient of this bucket."""
-        return len(self.ready) == len(self.params)
+        return len(set(self.arrived)) == len(self.params)
+
+    def begin_backward(self, listens_from: int = NEVER) -> None:
+        """Count the gradients of the coming backward, and listen from so many arrivals on."""
+        self.used.update(self.arrived)
+        self.arrived.clear()
+        self.listens_from = listens_from
 
     def _all_used(self) -> bool:
         return len(self.used) == len(self.params)
@@ -103,14 +114,16 @@ class Bucket:
 
         Dividing before the sum, not after, keeps half-precision sums from overflowing.
         """
+        self.used.update(self.arrived)
+        self.num_packed = len(self.arrived)
         for slot in list(self.reduced):
             self.stash_result(slot)
         # One pass over the gradients: `cat` and `div_` of the whole would be two, which shows on a CPU.
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is None:
+        for gradient, view in zip(map(_gradient_of, self.params), self.views, strict=True):
+            if gradient is None:
                 view.zero_()
             else:
-                torch.div(param.grad, divisor, out=view)  # which may be the gradient itself
+                torch.div(gradient, divisor, out=view)  # which may be the gradient itself
         if self._all_used():
             self.flags.fill_(1)
         else:
@@ -147,24 +160,21 @@ class Bucket:
                 param.grad = None
             self.reset()
             return
-        gradients, results = [], []
-        for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            earlier = self.earlier_results.get(slot)
-            if flags is not None and flags[slot] == 0:  # no rank has used it
-                if earlier is not None:
-                    param.grad = earlier
-                continue
-            if earlier is not None:
-                view.add_(earlier)
-            if as_view:
-                param.grad = view
-            elif param.grad is None:
-                param.grad = view.clone()
+        params, views = self.params, self.views
+        unused = set() if flags is None else {slot for slot in range(len(params)) if flags[slot] == 0}  # by no rank
+        for slot, earlier in self.earlier_results.items():
+            if slot in unused:
+                params[slot].grad = earlier
             else:
-                gradients.append(param.grad)
-                results.append(view)
-        if gradients:
-            torch._foreach_copy_(gradients, results)
+                views[slot].add_(earlier)
+        if unused:
+            params = [param for slot, param in enumerate(params) if slot not in unused]
+            views = [view for slot, view in enumerate(views) if slot not in unused]
+        if as_view:
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+        elif params:
+            _copy_to_gradients(params, views)
         self.reset()
         if self.owner is not None:
             self.reduced = {slot for slot, param in enumerate(self.params) if param.grad is not None}
@@ -172,7 +182,7 @@ class Bucket:
     def reset(self) -> None:
         """Forget which gradients this rank has contributed to."""
         self.used.clear()
-        self.ready.clear()
+        self.arrived.clear()
         self.reduced.clear()
         self.earlier_results.clear()
 
@@ -199,6 +209,35 @@ class Bucket:
         return grad is not None and grad.data_ptr() == self.views[slot].data_ptr() and grad.is_contiguous()
 
 
+def _copy_to_gradients(params: list[nn.Parameter], results: list[torch.Tensor]) -> None:
+    if NoneType in map(type, map(_gradient_of, params)):
+        for param, result in zip(params, results, strict=True):
+            if param.grad is None:
+                param.grad = torch.empty_like(result)
+    torch._foreach_copy_(list(map(_gradient_of, params)), results)
+
+
+def chunks_of(
+    tensors: Iterable[tuple[_Tensor, _Kind]], cap_bytes: int, first_cap_bytes: int | None = None
+) -> list[tuple[_Kind, list[_Tensor]]]:
+    """Group tensors, in their order, into chunks of one kind, dtype and device, and of at most `cap_bytes`.
+
+    A tensor larger than the cap has a chunk of its own. Chunks are in the order in which their first tensors come.
+    """
+    chunks: list[tuple[_Kind, list[_Tensor]]] = []
+    latest: dict[object, tuple[list[_Tensor], int]] = {}
+    for tensor, kind in tensors:
+        key = (tensor.dtype, tensor.device, kind)
+        chunk, filled = latest.get(key, ([], 0))
+        limit = first_cap_bytes if first_cap_bytes and chunks and chunk is chunks[0][1] else cap_bytes
+        if not chunk or filled + tensor.nbytes > limit:
+            chunk, filled = [], 0
+            chunks.append((kind, chunk))
+        chunk.append(tensor)
+        latest[key] = chunk, filled + tensor.nbytes
+    return chunks
+
+
 def plan_buckets(
     parameters: Sequence[nn.Parameter],
     cap_bytes: int,
@@ -209,19 +248,9 @@ def plan_buckets(
     A bucket holds one dtype of one device for one target; a parameter larger than the cap has a bucket of its own.
     Buckets are in the order in which their last gradients become ready.
     """
-    contents: list[list[nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, ReduceTarget], tuple[list[nn.Parameter], int]] = {}
-    for param in parameters:
-        key = (param.dtype, param.device, reduce_target_of(param))
-        size = param.numel() * param.element_size()
-        content, filled = open_buckets.get(key, ([], 0))
-        limit = min(FIRST_BUCKET_BYTES, cap_bytes) if content is (contents[0] if contents else None) else cap_bytes
-        if not content or filled + size > limit:
-            content, filled = [], 0
-            contents.append(content)
-        content.append(param)
-        open_buckets[key] = (content, filled + size)
+    first_cap_bytes = min(FIRST_BUCKET_BYTES, cap_bytes)
+    contents = chunks_of([(param, reduce_target_of(param)) for param in parameters], cap_bytes, first_cap_bytes)
     ready_order = {id(param): index for index, param in enumerate(parameters)}
-    contents.sort(key=lambda content: ready_order[id(content[-1])])
+    contents.sort(key=lambda content: ready_order[id(content[1][-1])])
     last = len(contents) - 1
-    return [Bucket(index, index == last, each, reduce_target_of(each[0])) for index, each in enumerate(contents)]
+    return [Bucket(index, index == last, params, target) for index, (target, params) in enumerate(contents)]

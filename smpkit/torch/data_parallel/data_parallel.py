@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from smpkit.torch.data_parallel.join import JoinContext
 
 __all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
+
+
+_REPLICATED: Final = "the broadcast of parameters and buffers"
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class DataParallel(StepParticipant):
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
         self.join_context: JoinContext | None = None
-        self._module = module
+        # What is added to these modules later is seen; a module that is added later is no part of this rank's model.
+        self._buffers_by_module = [each._buffers for each in module.modules()]
         self._placements = placements
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
@@ -90,7 +94,7 @@ class DataParallel(StepParticipant):
         reduced = [each for each in placements if each.reduce_group is not None]
         self._overlapped_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) == 1], reduction)
         self._end_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) > 1], reduction)
-        self.reducers = [self._overlapped_reducer, self._end_reducer]
+        self.reducers = [each for each in (self._overlapped_reducer, self._end_reducer) if each.has_parameters]
 
     def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
         return GradientReducer(
@@ -110,9 +114,6 @@ class DataParallel(StepParticipant):
 
     def begin_step(self, step: StepProgress) -> None:
         """Prepare for the microbatches of a step."""
-        for reducer in self.reducers:
-            reducer.on_backward_end = None
-            reducer.cancel_overlap()
         self._begin_pass(step.training)
 
     def before_backward(self, step: StepProgress) -> None:
@@ -145,9 +146,7 @@ class DataParallel(StepParticipant):
         """Prepare for a forward and backward outside any step."""
         if not torch.is_grad_enabled():
             return
-        self._begin_pass(training)
-        for reducer in self.reducers:
-            reducer.on_backward_end = self._end_pass
+        self._begin_pass(training, self._end_pass)
         if self.overlapping and self._reduces_now():
             self._overlapped_reducer.overlap_next_backward()
 
@@ -204,17 +203,18 @@ class DataParallel(StepParticipant):
 
     def _broadcast_all_buffers(self, source: int) -> None:
         """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
-        buffers = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
-        pieces = [buffer for buffer in buffers if is_tp_shard(buffer)]
-        shard_ids = {id(piece) for piece in pieces}
-        broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)
-        rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
-        broadcast_tensors(pieces, state.process_group(CommGroup.RDP_GROUP), rdp_rank)
+        own = {id(each): each for buffers in filter(None, self._buffers_by_module) for each in buffers.values()}
+        buffers = [each for each in own.values() if each is not None and each.device.type != "meta"]
+        if not buffers:
+            return
+        whole = self.group, source
+        piece = state.process_group(CommGroup.RDP_GROUP), state.mesh.coordinates(self._rank_of(source)).rdp
+        broadcast_tensors([(each, piece if is_tp_shard(each) else whole) for each in buffers], _REPLICATED)
 
-    def _begin_pass(self, training: bool) -> None:
+    def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
         for reducer in self.reducers:
-            reducer.refresh()
+            reducer.begin_pass(on_backward_end)
         if not (training and torch.is_grad_enabled()):
             return
         if self.join_context is not None:
@@ -243,13 +243,14 @@ class DataParallel(StepParticipant):
 
 def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
     """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
-    by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
-    for each in placements:
-        if each.replica_group is not None:
-            root = dist.get_group_rank(each.replica_group, _holder_in_replica(each, source))
-            by_group.setdefault((each.replica_group, root), []).append(each.parameter)
-    for (group, root), parameters in by_group.items():
-        broadcast_tensors(parameters, group, root)
+    broadcast_tensors(
+        [
+            (each.parameter, (group, dist.get_group_rank(group, _holder_in_replica(each, source))))
+            for each in placements
+            if (group := each.replica_group) is not None
+        ],
+        _REPLICATED,
+    )
 
 
 def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:

@@ -5,7 +5,7 @@
     backward   ... grad 9  grad 8 | grad 7 ... grad 4 | grad 3 ... grad 0 |
     reduction                      [ bucket 0 ]        [ bucket 1 ]        [ bucket 2 ]   wait, unpack
 
-A hook on each parameter tells when its gradient is final. In the last backward of a step (`overlap_next_backward`) a
+A hook on each parameter notes when its gradient is final. In the last backward of a step (`overlap_next_backward`) a
 bucket whose gradients are all final is reduced while backward goes on; `finish` starts what is left and waits. Buckets
 start in one fixed order on every rank, whatever order the hooks fire in, because collectives that start in different
 orders deadlock. What backward did not reach is sent when it is over, so an unused parameter neither hangs nor stays
@@ -30,7 +30,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,14 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.data_parallel.buckets import Bucket, ReduceTarget, plan_buckets
+from smpkit.torch.data_parallel.buckets import NEVER, Bucket, ReduceTarget, plan_buckets
 from smpkit.torch.distributed.deadline import waiting
 
 __all__ = ["CommHook", "GradientReducer"]
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+_kind_of: Final = attrgetter("requires_grad", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,21 @@ class GradientReducer:
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         self._signature: list[Any] = []
         self._buckets: list[Bucket] = []
-        self._slots: dict[int, tuple[Bucket, int]] = {}
         self._frozen_results: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._overlaps = False
         self._pending: list[_PendingReduction] = []
-        self.on_backward_end: Callable[[], None] | None = None
+        self._on_backward_end: Callable[[], None] | None = None
         self._end_queued = False
         self.refresh()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self._buckets
+
+    @property
+    def has_parameters(self) -> bool:
+        return bool(self._parameters)
 
     @property
     def has_comm_hook(self) -> bool:
@@ -115,8 +121,7 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
-        live = [param for param in self._parameters if param.requires_grad]
-        signature = [(id(param), param.dtype, param.device) for param in live]
+        signature = list(map(_kind_of, self._parameters))
         if signature == self._signature:
             return
         self._signature = signature
@@ -124,25 +129,25 @@ class GradientReducer:
             handle.remove()
         used, reduced = self._used_and_reduced()  # of the old buckets: an accumulation may be under way
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._targets[id(param)])
-        self._slots = {
-            id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
-        }
+        live = [param for param in reversed(self._parameters) if param.requires_grad]
+        self._buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
+        self._handles, planned = [], set()
         for bucket in self._buckets:
-            bucket.used = {slot for slot, param in enumerate(bucket.params) if id(param) in used}
-            bucket.reduced = {slot for slot, param in enumerate(bucket.params) if id(param) in reduced}
-        self._frozen_results = reduced - set(self._slots)
-        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
-        self._handles += [
-            param.register_hook(functools.partial(self._stash_earlier_result, bucket, slot))  # type: ignore[no-untyped-call]
-            for bucket in self._buckets
-            if bucket.owner is not None and bucket.is_owner
-            for slot, param in enumerate(bucket.params)
-        ]
+            for slot, param in enumerate(bucket.params):
+                planned.add(id(param))
+                if id(param) in used:
+                    bucket.used.add(slot)
+                if id(param) in reduced:
+                    bucket.reduced.add(slot)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, slot)))  # type: ignore[no-untyped-call]
+                if bucket.owner is not None and bucket.is_owner:
+                    stash = functools.partial(self._stash_earlier_result, bucket, slot)
+                    self._handles.append(param.register_hook(stash))  # type: ignore[no-untyped-call]
+        self._frozen_results = reduced - planned
 
     def _used_and_reduced(self) -> tuple[set[int], set[int]]:
         """Return the ids of parameters that this rank has contributed to, and of those whose gradient is a result."""
-        used = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.used}
+        used = {id(bucket.params[slot]) for bucket in self._buckets for slot in (*bucket.used, *bucket.arrived)}
         reduced = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.reduced}
         return used, reduced | self._frozen_results
 
@@ -152,15 +157,28 @@ class GradientReducer:
             handle.remove()
         self._handles, self._signature = [], []
 
+    def begin_pass(self, on_backward_end: Callable[[], None] | None = None) -> None:
+        """Prepare for backwards that do not overlap with reductions.
+
+        Args:
+            on_backward_end: called when each of them is over.
+        """
+        self.refresh()
+        self._on_backward_end = on_backward_end
+        self._overlaps = False
+        self._begin_backward(NEVER)
+
     def overlap_next_backward(self) -> None:
         """Make the coming backward start reductions as its gradients become final."""
-        for bucket in self._buckets:
-            bucket.ready.clear()
         self._overlaps = True
+        self._begin_backward(None)
 
-    def cancel_overlap(self) -> None:
-        """Undo `overlap_next_backward`: the coming backward is not the last."""
-        self._overlaps = False
+    def _begin_backward(self, listens_from: int | None) -> None:
+        """Listen from so many gradients of a bucket on, or from its last; from its first where each must be seen."""
+        if self._as_view or self._on_backward_end is not None:
+            listens_from = 0
+        for bucket in self._buckets:
+            bucket.begin_backward(len(bucket.params) if listens_from is None else listens_from)
 
     @property
     def active(self) -> bool:
@@ -213,16 +231,29 @@ class GradientReducer:
             if slot in bucket.reduced:
                 bucket.stash_result(slot)
 
-    def _on_gradient(self, param: torch.Tensor) -> None:
-        """Record that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
+    def _listener(self, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
+        """Return a parameter's hook, which runs inside backward after each accumulation into its gradient."""
+        arrived = bucket.arrived
+
+        def on_gradient(_: torch.Tensor) -> None:  # hundreds of times in a step: the least that tells what arrived
+            arrived.append(slot)
+            if len(arrived) >= bucket.listens_from:
+                self._on_gradient(bucket, slot)
+
+        return on_gradient
+
+    def _on_gradient(self, bucket: Bucket, slot: int) -> None:
         with self._lock:
-            bucket, slot = self._slots[id(param)]
-            self._check(param, bucket)
+            if bucket.index() < len(self._pending) and len(bucket.arrived) > bucket.num_packed:
+                raise UsageError(
+                    f"parameter `{self._names[id(bucket.params[slot])]}` received another gradient in the same"
+                    " backward, after its reduction had started",
+                    hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
+                )
             if self._as_view:
+                self._refuse_sparse(bucket.params[slot])
                 bucket.make_grad_view(slot)
-            bucket.used.add(slot)
-            bucket.ready.add(slot)
-            if self.on_backward_end is not None and not self._end_queued:
+            if self._on_backward_end is not None and not self._end_queued:
                 self._end_queued = True
                 # As torch's own DDP does: called when the whole backward is over. The name is private.
                 Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -236,26 +267,26 @@ class GradientReducer:
 
     def _end_of_backward(self) -> None:
         self._end_queued = False
-        if self.on_backward_end is not None:
-            self.on_backward_end()
+        if self._on_backward_end is not None:
+            self._on_backward_end()
 
-    def _check(self, param: torch.Tensor, bucket: Bucket) -> None:
+    def _refuse_sparse(self, param: nn.Parameter) -> None:
         if param.grad is not None and param.grad.layout is not torch.strided:
             raise UnsupportedError(
                 f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not reduce",
                 hint="make its embedding with sparse=False",
             )
-        if bucket.index() < len(self._pending):
-            raise UsageError(
-                f"parameter `{self._names[id(param)]}` received another gradient in the same backward, after its"
-                " reduction had started",
-                hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
-            )
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
-            bucket.pack(divisor=1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket)))
+            divisor = 1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket))
+            try:
+                bucket.pack(divisor)
+            except RuntimeError:
+                for param in bucket.params:
+                    self._refuse_sparse(param)
+                raise
             self._start_packed(bucket)
 
     def _start_packed(self, bucket: Bucket) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.buckets import chunks_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.placement import Placement
 
@@ -20,7 +23,8 @@ __all__ = ["broadcast_tensors", "check_same_model"]
 
 _Value = TypeVar("_Value")
 
-CHUNK_BYTES = 64 * 1024 * 1024  # of one broadcast, at most: bounds the memory that packing needs
+_CHUNK_BYTES: Final = 25 * 1024 * 1024
+_CHUNKS_IN_FLIGHT: Final = 4  # bounds the memory that packing needs
 
 
 def check_same_model(module: nn.Module, placement: Placement) -> None:
@@ -60,31 +64,53 @@ def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
     return values
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite `tensors` with the values of the rank at index `source` of `group`, in a few large messages."""
-    with torch.no_grad():
-        for chunk in _fill_chunks(tensors):
-            packed = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            with waiting("the broadcast of parameters and buffers", group):
-                dist.broadcast(packed, group=group, group_src=source)
-            pieces = torch.split(packed, [tensor.numel() for tensor in chunk])
-            for tensor, piece in zip(chunk, pieces, strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGroup, int]]], what: str) -> None:
+    """Overwrite each tensor by that of the rank at an index of a group, in a few large messages.
+
+    The ranks of a group name its tensors in the same order, or they would wait for each other.
+
+    Args:
+        what: they are, for errors.
+    """
+    pending: deque[_PendingBroadcast] = deque()
+    for (group, source), chunk in chunks_of(tensors, _CHUNK_BYTES):
+        if len(pending) == _CHUNKS_IN_FLIGHT:  # before the next is packed
+            pending.popleft().finish(what)
+        pending.append(_PendingBroadcast.start(chunk, group, source))
+    for broadcast in pending:
+        broadcast.finish(what)
 
 
-def _fill_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    chunks: list[list[torch.Tensor]] = []
-    filled: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        size = tensor.numel() * tensor.element_size()
-        chunk, used = filled.get(key, ([], 0))
-        if not chunk or used + size > CHUNK_BYTES:
-            chunk, used = [], 0
-            chunks.append(chunk)
-        chunk.append(tensor)
-        filled[key] = (chunk, used + size)
-    return chunks
+@dataclass(frozen=True)
+class _PendingBroadcast:
+    """A broadcast of packed tensors, under way."""
+
+    chunk: list[torch.Tensor]
+    group: dist.ProcessGroup
+    is_source: bool
+    packed: torch.Tensor
+    work: dist.Work
+
+    @classmethod
+    def start(cls, chunk: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> _PendingBroadcast:
+        is_source = source == dist.get_rank(group)
+        if is_source:
+            packed = torch.cat([each.detach().reshape(-1) for each in chunk])
+        else:
+            packed = chunk[0].new_empty(sum(each.numel() for each in chunk))
+        work = dist.broadcast(packed, group=group, group_src=source, async_op=True)
+        assert work is not None
+        return cls(chunk, group, is_source, packed, work)
+
+    def finish(self, what: str) -> None:
+        with waiting(what, self.group):
+            self.work.wait()
+        if not self.is_source:
+            pieces = torch.split(self.packed, [each.numel() for each in self.chunk])
+            # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.
+            for each, piece in zip(self.chunk, pieces, strict=True):
+                each.copy_(piece.view(each.shape))
 
 
 def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[str]]:

@@ -43,6 +43,7 @@ def test_the_seeds_of_a_call_are_those_of_its_number_and_its_key() -> None:
                 inner = mix(seeds.number(seed), key)
                 assert seeds.branch(seed, key, closed=True)[0] == seeds.closed(inner)
                 assert seeds.branch(seed, key, closed=False)[0] == seeds.open(inner)
+                assert seeds.branch(seed, key, closed=False)[1] == seeds.after(seed)
 
 
 def test_no_two_calls_of_a_microbatch_draw_from_one_stream() -> None:

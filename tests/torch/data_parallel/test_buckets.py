@@ -61,3 +61,11 @@ def test_a_gradient_with_other_strides_is_packed_by_value() -> None:
     bucket.used.add(0)
     bucket.pack(1)
     assert torch.equal(bucket.views[0], wanted)
+
+
+def test_a_gradient_that_arrives_twice_does_not_stand_for_another() -> None:
+    (bucket,) = plan_buckets(parameters(2, 2), 1000)
+    bucket.arrived += [0, 0]
+    assert not bucket.is_ready()
+    bucket.arrived.append(1)
+    assert bucket.is_ready()

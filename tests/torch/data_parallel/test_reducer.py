@@ -406,20 +406,22 @@ def norm_step(model: Any, x: torch.Tensor) -> None:
     model.backward(model(x))
 
 
-def train_batch_norm(broadcast: bool) -> torch.Tensor:
+def train_batch_norm(broadcast: bool) -> tuple[torch.Tensor, float]:
     smp.init({"ddp": True})
     model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
-    for _ in range(2):
-        norm_step(model, inputs(smp.rank()))
     norm = model.module.norm
     assert isinstance(norm, nn.BatchNorm1d)
+    norm_step(model, inputs(smp.rank()))
+    norm.register_buffer("late", torch.tensor(float(smp.rank())))
+    norm_step(model, inputs(smp.rank()))
     assert norm.running_mean is not None
-    return norm.running_mean.clone()
+    return norm.running_mean.clone(), norm.get_buffer("late").item()
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: bool) -> None:
-    first, second = run_ranks(functools.partial(train_batch_norm, broadcast), 2)
+    (first, _), (second, late) = run_ranks(functools.partial(train_batch_norm, broadcast), 2)
+    assert late == (0 if broadcast else 1)
     own = Normalised()
     for _ in range(2):
         own(inputs(1))
