@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 import smpkit.torch as smp
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.observe.events import HeldBytes
 from smpkit.plan.memory import ModelFacts, RankMemory
 from smpkit.plan.schedule.actions import from_json, to_json
 from smpkit.plan.tune.calibration import read_calibration
@@ -383,7 +384,7 @@ def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], ste
         with held.counting(model):
             train(model, tokens)
         optimizer.step()
-    between = HeldMemory().begin_step()
+    between = HeldBytes(*HeldMemory().begin_step())
     kinds = (between.weights, held.most_gradients, between.states, held.most)
     executor = None if model.pipeline is None else model.pipeline._executor
     ran = [] if executor is None else [*executor.schedules.values()]

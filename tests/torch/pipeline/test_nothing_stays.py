@@ -130,9 +130,9 @@ class Watching(nn.Linear):
     most = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = Watched.apply(super().forward(x))
+        y: torch.Tensor = Watched.apply(super().forward(x))
         self.most = max(self.most, sum(node() is not None for node in Watched.nodes))
-        return y  # type: ignore[no-any-return]
+        return y
 
 
 def graphs_at_a_time() -> int:
