@@ -160,6 +160,17 @@ _BENCHMARKS: Final = (
         ("gpu", "--dry", "--tokens", "16384", "32768", "--only-steps"),
         ("gpu", "--dry", "--tiny", "--only-steps"),
     ),
+    replace(
+        _benchmark(
+            "tune",
+            "predicted beside measured steps over 4 ranks that sleep",
+            500,
+            "tune",
+            ("--model", "gpt", "--ranks", "4", "--steps", "3", "--json"),
+            ("--model", "gpt", "--ranks", "4", "--only", "1", "--steps", "1", "--seconds", "2"),
+        ),
+        environment={"CUDA_VISIBLE_DEVICES": ""},  # on cores, of which such a machine has enough for its ranks
+    ),
 )
 
 
