@@ -79,6 +79,7 @@ def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
     assert not user.processes("fails")
 
 
+@pytest.mark.full
 def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
     """SIGTERM, saved, queued again by Slurm, and the same losses as without: a job of higher priority came between."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
