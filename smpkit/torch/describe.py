@@ -34,6 +34,7 @@ from smpkit.torch.placement.facts import dtype_name, model_facts
 from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
 from smpkit.torch.placement.trace import measure_units, units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.tensor_parallel.replace import distribute_without_weights
 
 __all__ = ["describe", "main"]
@@ -64,6 +65,7 @@ def describe(
     Raises:
         UsageError: it fails, or returns something else.
     """
+    patch_torch_checkpoint()  # as a job does: unpatched calls do not tell what they keep
     with planning_partitions(num_partitions), _first_rank(cfg, world_size):
         return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
 

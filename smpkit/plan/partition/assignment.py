@@ -39,6 +39,8 @@ class UnitCost:
     """How many operators a microbatch's forward calls; each costs the host some time, however little it computes."""
     moved_bytes: int = 0
     """What those of them read and write that compute no products, and so wait for memory."""
+    spared_bytes: int = 0
+    """What its checkpointed calls would keep for their backward if they were not checkpointed; 0: not known."""
     postponed_bytes: int = 0
     """What a backward in two halves keeps from the first to the second: gradients of products with weights."""
 

@@ -99,5 +99,6 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
         recomputed_flops=cost.recomputed_flops / num_calls,
         operations=cost.operations // num_calls,
         moved_bytes=cost.moved_bytes // num_calls,
+        spared_bytes=cost.spared_bytes // num_calls,
         postponed_bytes=cost.postponed_bytes // num_calls,
     )

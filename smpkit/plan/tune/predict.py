@@ -400,8 +400,8 @@ def layers_of(model: ModelFacts) -> dict[str, Layer]:
     for unit in model.units:
         cost = unit.cost
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
-            # What a recomputation allocates is an upper bound of what a layer keeps that is not checkpointed.
-            saved = cost.activation_bytes - cost.boundary_bytes + cost.recomputed_bytes
+            # What a recomputation allocates is an upper bound of what a layer keeps, where that is not known.
+            saved = cost.activation_bytes - cost.boundary_bytes + (cost.spared_bytes or cost.recomputed_bytes)
             found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
         before = cost.output_bytes
     return found
@@ -500,7 +500,7 @@ def with_choices(
             unit.cost,
             activation_bytes=layer.input_bytes if recomputed else layer.saved_bytes,
             boundary_bytes=layer.input_bytes if recomputed and not stays else 0,
-            recomputed_bytes=layer.saved_bytes if recomputed else 0,
+            recomputed_bytes=(unit.cost.recomputed_bytes or layer.saved_bytes) if recomputed else 0,
             recomputed_flops=layer.cost.flops if recomputed else 0.0,
         )
         units.append(UnitFacts(cost, unit.tensors))
@@ -528,6 +528,7 @@ def _resized(cost: UnitCost, factor: float) -> UnitCost:
         boundary_bytes=round(factor * cost.boundary_bytes),
         recomputed_bytes=round(factor * cost.recomputed_bytes),
         moved_bytes=round(factor * cost.moved_bytes),
+        spared_bytes=round(factor * cost.spared_bytes),
         postponed_bytes=round(factor * cost.postponed_bytes),
     )
 

@@ -150,7 +150,7 @@ def _trace(
     def flops_so_far() -> int:
         return counter.get_total_flops() + kernels.flops
 
-    checkpointed = CheckpointedCalls(lambda: saved.total, flops_so_far)
+    checkpointed = CheckpointedCalls(saved, flops_so_far)
 
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -230,6 +230,7 @@ def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: 
         boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
         recomputed_bytes=max([cost.recomputed_bytes, *(call.recomputed_bytes for call in calls)]),
         recomputed_flops=cost.recomputed_flops + sum(call.flops for call in calls),
+        spared_bytes=cost.spared_bytes + sum(call.spared_bytes for call in calls),
         **changes,
     )
 
@@ -322,21 +323,24 @@ class CheckpointedCall:
     recomputed_bytes: int
     """What its operations allocate, and allocate again in backward: an upper bound of what backward keeps then."""
     flops: int
+    spared_bytes: int = 0
+    """What its operations save for a backward that never needs it, each storage once; 0 where they save nothing (in
+    torch's reentrant checkpoint)."""
 
 
 class CheckpointedCalls:
     """Records checkpointed calls. It is installed as the offload engine, which every checkpointed call asks for.
 
     Args:
-        saved_bytes: returns the bytes that autograd keeps so far.
+        saved: what autograd keeps so far.
         flops: returns the operations computed so far.
     """
 
-    def __init__(self, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> None:
+    def __init__(self, saved: _SavedBytes, flops: Callable[[], int]) -> None:
         self.calls: list[CheckpointedCall] = []
         self._started_units: list[str] = []
         self._num_open_units = 0
-        self._saved_bytes = saved_bytes
+        self._saved = saved
         self._flops = flops
 
     def begin_unit(self, name: str) -> None:
@@ -380,15 +384,49 @@ class CheckpointedCalls:
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[None]:
-        saved_before, flops_before = self._saved_bytes(), self._flops()
+        saved_before, flops_before = self._saved.total, self._flops()
         num_started_before = len(self._started_units)
         is_inside_unit = self._num_open_units > 0
-        with _NewBytes() as new:
+        spared: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> None:
+            if not self._saved.is_of_parameters(tensor):
+                spared[_storage_key(tensor)] = tensor
+
+        with _NewBytes() as new, _noting_saved(note, outside=self._saved.pack):
             yield
         started_inside = self._started_units[num_started_before:]
         unit = None if is_inside_unit or not started_inside else started_inside[0]
-        saved, flops = self._saved_bytes() - saved_before, self._flops() - flops_before
-        self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops))
+        saved, flops = self._saved.total - saved_before, self._flops() - flops_before
+        num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
+        self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops, num_bytes))
+
+
+@contextlib.contextmanager
+def _noting_saved(note: Callable[[torch.Tensor], None], outside: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Call `note` with each tensor that is given to a checkpoint's hooks in this block; they save nothing.
+
+    Args:
+        outside: what packs outside of checkpointed calls, and their inputs.
+    """
+    hooks: Any = torch._C._autograd
+    push = hooks._push_saved_tensors_default_hooks
+
+    def noted(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        def both(tensor: torch.Tensor) -> Any:
+            note(tensor)
+            return pack(tensor)
+
+        push(both, unpack)
+
+    around = hooks._top_saved_tensors_default_hooks(True)  # torch's checkpoint has entered its own by now
+    hooks._push_saved_tensors_default_hooks = noted
+    try:
+        is_outside = around is None or around[0] == outside
+        with contextlib.nullcontext() if is_outside else torch.autograd.graph.saved_tensors_hooks(*around):
+            yield
+    finally:
+        hooks._push_saved_tensors_default_hooks = push
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
@@ -40,6 +46,38 @@ def test_a_checkpointed_unit_keeps_its_boundary_and_makes_the_rest_again() -> No
         assert cost.recomputed_flops == cost.flops == _FLOPS
         # Two hidden tensors, what the second layer gives, and the sum.
         assert cost.recomputed_bytes == 2 * _HIDDEN + 2 * _INPUT
+
+
+def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
+    for checkpointed, plain in zip(_costs(_Block()), _costs(_Block(), checkpointed=False), strict=True):
+        assert checkpointed.spared_bytes == plain.activation_bytes == _INPUT + 2 * _HIDDEN
+        assert plain.spared_bytes == 0
+
+
+class Checkpointing(nn.Module):
+    """Two blocks in checkpoints of torch's or smpkit's."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([_Block(), _Block()])
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
+    def costs(run: Callable[..., torch.Tensor]) -> list[UnitCost]:
+        return describe(lambda: (Checkpointing(run), torch.zeros(16, 64))).costs
+
+    expected, found = costs(smp.checkpoint), costs(partial(checkpoint, use_reentrant=reentrant))
+    if reentrant:  # it saves nothing of which to tell
+        expected = [replace(cost, spared_bytes=0) for cost in expected]
+    assert found == expected
 
 
 def test_a_checkpointed_layer_of_several_units_is_counted_with_the_first() -> None:
