@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY = 256, 4, 8, 512
 SAMPLES, TOKENS = 4, 128
 LINKS: Final = {"fast": 0.3, "slow": 2.0}
 """How long the copy of a layer's input takes, in forwards of a layer."""
-SHARES: Final = (0.0, 0.4, 0.8)
+SHARES: Final = (0.3, 0.6, 0.9)
 """Of what keeping everything takes beyond the least: how much of it the device has."""
 _SETTLING: Final = 8
 _GIB: Final = 2**30
@@ -112,9 +112,10 @@ def measure(build: Callable[[], Model], rate: float, device_bytes: int, steps: i
     return report, statistics.median(seconds[_SETTLING:])
 
 
-def rows(steps: int) -> Iterator[dict[str, Any]]:
+def rows(names: Iterable[str], steps: int) -> Iterator[dict[str, Any]]:
     """Yield a row per model, link and memory."""
-    for name, build in MODELS.items():
+    for name in names:
+        build = MODELS[name]
         # Much memory, and a link that is in nobody's way: what layers cost, and what they take.
         free, _ = measure(build, 1e12, 64 * _GIB, steps)
         layer = max(free.layers, key=lambda each: each.forward_seconds)
@@ -136,19 +137,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=15, help="counted steps of each (default: %(default)s)")
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: all")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the other core copies
-    found = list(rows(options.steps))
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    print("| model | link | memory | kept, offloaded, recomputed | planned | measured | difference |")
-    print("|---|---|---|---|---|---|---|")
-    for row in found:
+    if not options.json:
+        print("| model | link | memory | kept, offloaded, recomputed | planned | measured | difference |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+    for row in rows(options.model or MODELS, options.steps):
+        if options.json:
+            print(json.dumps(row), flush=True)
+            continue
         chosen = ", ".join(map(str, row["chosen"]))
         planned, taken = row["planned"], row["steps"]
         times = f"{1e3 * planned:.0f} ms | {1e3 * taken:.0f} ms | {planned / taken - 1:+.1%}"
-        print(f"| {row['model']} | {row['link']} | {row['share']:.0%} | {chosen} | {times} |")
+        print(f"| {row['model']} | {row['link']} | {row['share']:.0%} | {chosen} | {times} |", flush=True)
     return 0
 
 
