@@ -246,7 +246,7 @@ def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit
     first = content["graph"]["values"][0]
     assert (first["shape"], first["dtype"], first["num_bytes"]) == ([4, 8], "float32", 128)
     assert first["differentiable"]
-    assert content["schedule"]["actions"][0].startswith("F0 F1 F0.1")
+    assert " F0.1 B0.1 " in content["schedule"]["actions"][0]
 
     lines = [" ".join(line.split()) for line in smpkit("plan", "mp.json", "--model", "zoo:skips").stdout.splitlines()]
     assert "values a microbatch sends 2 values, 256 B, and 256 B of gradients back" in lines
@@ -312,7 +312,7 @@ def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None
     content = json.loads(smpkit(*arguments, "--json").stdout)
     first, last = content["offload"]["stages"]
     boundary = 16 * 64 * 4
-    assert first["resident_bytes"] == 2 * 3 * boundary
+    assert first["resident_bytes"] == 3 * 3 * boundary  # of a microbatch more than in 1F1B, as the runtime holds then
     assert first["out_bytes"] == 4 * 3 * boundary
     assert (first["stall_seconds"], last["stall_seconds"]) == (0, 0)
     assert content["stages"][0]["boundaries_bytes"] == first["device_bytes"] < first["resident_bytes"]

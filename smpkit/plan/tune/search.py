@@ -126,7 +126,8 @@ class _Search:
             return None
         if config.world_problems(self._job.ranks) or config.tensor_parallel_degree not in self._job.models:
             return None
-        return self._predict(config)
+        found = self._predict(config)
+        return predict(config, self._job) if isinstance(found, Prediction) else found
 
     def _predict(self, config: ModelParallelConfig) -> Prediction | RuledOut:
         key = config.model_dump_json()
