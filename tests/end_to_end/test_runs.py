@@ -111,7 +111,7 @@ from torch import nn
 class Fatal(nn.Module):
     calls = 0
     def forward(self, x):
-        Fatal.calls += 1
+        Fatal.calls += not smp.is_tracing()  # for the run's plan
         if Fatal.calls == 8 and sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if Fatal.calls == 8 and sys.argv[1] == "limit":

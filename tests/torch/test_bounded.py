@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from smpkit.torch.core import tensor_spec
+from smpkit.torch.distributed import run_meter
 from smpkit.torch.offload import hooks, report
 from smpkit.torch.pipeline import batch_broadcast, executor
 from tests.ranks import run_ranks
@@ -82,6 +83,7 @@ def lower_bounds() -> None:
     tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
     hooks._MAX_SIZES = BOUND  # type: ignore[misc]
     report._STEPS_KEPT = BOUND  # type: ignore[misc]
+    run_meter._UNSETTLED = 3 * BOUND  # type: ignore[misc]
 
 
 def train_many(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict[str, tuple[int, int]]:

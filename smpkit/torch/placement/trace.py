@@ -399,6 +399,7 @@ class CheckpointedCalls:
         unit = None if is_inside_unit or not started_inside else started_inside[0]
         saved, flops = self._saved.total - saved_before, self._flops() - flops_before
         num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
+        spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
         self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops, num_bytes))
 
 
