@@ -103,9 +103,9 @@ def measure(build: Callable[[], Model], rate: float, device_bytes: int, steps: i
     for _ in range(_SETTLING + steps):
         began = time.perf_counter()
         model(**batch).loss.backward()
-        seconds.append(time.perf_counter() - began)
         optimizer.step()
         optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)  # to the next forward, as steps are planned
     report = fitted.report()
     fitted.remove()
     gc.collect()

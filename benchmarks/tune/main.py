@@ -309,16 +309,15 @@ class Held(TorchDispatchMode):
             held = sum(each.grad.nbytes for each in parameters if each.grad is not None)
             self.most_gradients = max(self.most_gradients, held)
 
-        handles = [each.register_post_accumulate_grad_hook(gradients) for each in parameters]
         with ExitStack() as stack:
+            for each in parameters:
+                stack.callback(each.register_post_accumulate_grad_hook(gradients).remove)
             stack.enter_context(patch.object(BackwardWork, "run", first_half))
             stack.enter_context(patch.object(BackwardWork, "run_weights", second_half))
             if smp.pp_size() == 1:
                 stack.enter_context(patch.object(model, "backward", whole))
             stack.enter_context(self)
             yield
-        for each in handles:
-            each.remove()
 
 
 def _in_reducer() -> bool:
