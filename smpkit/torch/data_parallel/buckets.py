@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["NEVER", "Bucket", "ReduceTarget", "chunks_of", "plan_buckets"]
+__all__ = ["NEVER", "Bucket", "ReduceTarget", "chunks_of", "kind_of", "plan_buckets"]
 
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 NEVER: Final = sys.maxsize
@@ -22,6 +22,8 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Kind = TypeVar("_Kind")
 
 _gradient_of: Final = attrgetter("grad")
+kind_of: Final = attrgetter("requires_grad", "dtype", "device")
+"""What decides which tensors a message holds: where it changes for one, messages are made anew."""
 
 
 @dataclass(frozen=True)

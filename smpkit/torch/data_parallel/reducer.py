@@ -30,8 +30,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,14 +39,12 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.data_parallel.buckets import NEVER, Bucket, ReduceTarget, plan_buckets
+from smpkit.torch.data_parallel.buckets import NEVER, Bucket, ReduceTarget, kind_of, plan_buckets
 from smpkit.torch.distributed.deadline import waiting
 
 __all__ = ["CommHook", "GradientReducer"]
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
-
-_kind_of: Final = attrgetter("requires_grad", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
-        signature = list(map(_kind_of, self._parameters))
+        signature = list(map(kind_of, self._parameters))
         if signature == self._signature:
             return
         self._signature = signature

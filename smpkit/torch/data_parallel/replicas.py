@@ -19,12 +19,16 @@ from smpkit.torch.data_parallel.buckets import chunks_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.placement import Placement
 
-__all__ = ["broadcast_tensors", "check_same_model"]
+__all__ = ["Messages", "broadcast_messages", "broadcast_tensors", "check_same_model", "messages_of"]
 
 _Value = TypeVar("_Value")
 
-_CHUNK_BYTES: Final = 25 * 1024 * 1024
-_CHUNKS_IN_FLIGHT: Final = 4  # bounds the memory that packing needs
+Source = tuple[dist.ProcessGroup, int]
+"""A group, and the index in it of the rank whose values all get."""
+Messages = Sequence[tuple[Source, list[torch.Tensor]]]
+
+_MESSAGE_BYTES: Final = 25 * 1024 * 1024
+_MESSAGES_IN_FLIGHT: Final = 4  # bounds the memory that packing needs
 
 
 def check_same_model(module: nn.Module, placement: Placement) -> None:
@@ -64,8 +68,7 @@ def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
     return values
 
 
-@torch.no_grad()
-def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGroup, int]]], what: str) -> None:
+def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str) -> None:
     """Overwrite each tensor by that of the rank at an index of a group, in a few large messages.
 
     The ranks of a group name its tensors in the same order, or they would wait for each other.
@@ -73,9 +76,20 @@ def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, tuple[dist.ProcessGr
     Args:
         what: they are, for errors.
     """
+    broadcast_messages(messages_of(tensors), what)
+
+
+def messages_of(tensors: Iterable[tuple[torch.Tensor, Source]]) -> Messages:
+    """Group tensors into the messages of a broadcast; those that are sent again and again need it once."""
+    return chunks_of(tensors, _MESSAGE_BYTES)
+
+
+@torch.no_grad()
+def broadcast_messages(messages: Messages, what: str) -> None:
+    """Do what `broadcast_tensors` does, with tensors that `messages_of` has grouped."""
     pending: deque[_PendingBroadcast] = deque()
-    for (group, source), chunk in chunks_of(tensors, _CHUNK_BYTES):
-        if len(pending) == _CHUNKS_IN_FLIGHT:  # before the next is packed
+    for (group, source), chunk in messages:
+        if len(pending) == _MESSAGES_IN_FLIGHT:  # before the next is packed
             pending.popleft().finish(what)
         pending.append(_PendingBroadcast.start(chunk, group, source))
     for broadcast in pending:

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from smpkit.torch.data_parallel.buckets import ReduceTarget
-from smpkit.torch.data_parallel.replicas import broadcast_tensors
+from torch import nn
+
+from smpkit.torch.data_parallel.buckets import ReduceTarget, kind_of
+from smpkit.torch.data_parallel.replicas import Messages, Source, broadcast_messages, messages_of
 from smpkit.torch.placement.placement import ParameterPlacement
 
 __all__ = ["Zero1Partition", "reduce_target_of"]
@@ -37,12 +40,23 @@ class Zero1Partition:
     """
 
     def __init__(self, placements: Iterable[ParameterPlacement]) -> None:
-        self._placements = [each for each in placements if each.owner is not None]
+        self._unowned: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        self._sources: list[Source] = []
+        """Of each parameter, where its new values come from."""
+        for each in placements:
+            if each.owner is not None and each.reduce_group is not None:
+                self._parameters.append(each.parameter)
+                self._sources.append((each.reduce_group, each.reduce_ranks.index(each.owner)))
+                if not each.is_owned_here:
+                    self._unowned.append(each.parameter)
+        self._kinds: list[Any] = []
+        self._messages: Messages = ()
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:
         """Hide gradients of parameters that others own: the optimizer would make states for them."""
-        hidden = [(each.parameter, each.parameter.grad) for each in self._placements if not each.is_owned_here]
+        hidden = [(parameter, parameter.grad) for parameter in self._unowned]
         for parameter, _ in hidden:
             parameter.grad = None
         try:
@@ -53,13 +67,12 @@ class Zero1Partition:
 
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
-        broadcast_tensors(
-            [
-                (each.parameter, (group, each.reduce_ranks.index(owner)))
-                for each in self._placements
-                if (group := each.reduce_group) is not None
-                and (owner := each.owner) is not None
-                and each.parameter.requires_grad
-            ],
-            "the updated parameters of another rank",
-        )
+        kinds = list(map(kind_of, self._parameters))
+        if kinds != self._kinds:  # parameters were frozen, unfrozen, cast or moved
+            self._kinds = kinds
+            self._messages = messages_of(
+                (parameter, source)
+                for parameter, source in zip(self._parameters, self._sources, strict=True)
+                if parameter.requires_grad
+            )
+        broadcast_messages(self._messages, "the updated parameters of another rank")
