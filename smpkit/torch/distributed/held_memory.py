@@ -21,6 +21,7 @@ from smpkit.torch.core.runtime import state
 
 __all__ = ["Held", "HeldMemory"]
 
+_NoTorchFunction: Final = torch._C.DisableTorchFunction
 _SETTLED: Final = 4
 _EVERY: Final = 64
 """How many steps lie between two looks at all parameters of a model, after its first ones."""
@@ -114,7 +115,8 @@ class HeldMemory:
         self._states = _storage_bytes([*_tensors_of(states), *masters])
 
     def _gradient_bytes(self) -> int:
-        return sum([size for parameter, size in self._parameters if parameter.grad is not None])
+        with _NoTorchFunction():  # the streams of random numbers see what is asked of tensors during a step
+            return sum([size for parameter, size in self._parameters if parameter.grad is not None])
 
 
 def _local_buffers(model: Any) -> Iterable[torch.Tensor]:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import smpkit.torch as smp
 from smpkit.observe.events import MemorySample, read_events
 from smpkit.torch.distributed import recorder
+from smpkit.torch.distributed.held_memory import HeldMemory
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 256, 64, 4, 2
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -61,6 +63,31 @@ def test_weights_gradients_and_states_are_those_of_the_tensors(tmp_path: Path, m
     assert {each.states for each in found} == {2 * weights + 2 * LAYERS * 4}  # and its count of steps, by parameter
     assert (found[0].gradients, found[-1].gradients) == (0, weights)
     assert {each.offloaded for each in found} == {0}
+
+
+class Seen(TorchFunctionMode):
+    """Notes the functions of torch that are called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_measurement_asks_nothing_of_tensors_under_the_modes_of_a_step() -> None:
+    # The mode that gives operations between units their random numbers is Python, and there are many parameters.
+    smp.init({})
+    smp.DistributedModel(Layer())
+    memory = HeldMemory()
+    memory.begin_step()
+    with Seen() as seen:
+        memory.now()
+    assert seen.functions == []
+    smp.shutdown()
 
 
 @pytest.mark.usefixtures("world")
