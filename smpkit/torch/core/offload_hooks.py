@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -43,11 +43,12 @@ class OffloadUse:
     bytes_back: int = 0
 
 
-class Offloader(Protocol):
-    """An engine that offloads the inputs of checkpointed calls."""
+class Offloader:
+    """An engine that offloads the inputs of checkpointed calls; this one keeps them."""
 
     def offload_inputs(self, name: str) -> AbstractContextManager[object]:
         """Offload the tensors that autograd saves in the block."""
+        raise NotImplementedError
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take the order of this rank's actions in the step that begins."""
@@ -57,12 +58,14 @@ class Offloader(Protocol):
 
     def footprint(self) -> list[int]:
         """Return the sizes of the blocks of host memory that the live graphs use."""
+        return []
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Allocate host memory for blocks of these sizes."""
 
     def use(self) -> OffloadUse:
         """Count what is held and was moved."""
+        return OffloadUse()
 
 
 _engine: Offloader | None = None

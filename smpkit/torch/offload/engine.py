@@ -32,7 +32,7 @@ from torch import Tensor
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core.offload_hooks import OffloadUse
+from smpkit.torch.core.offload_hooks import Offloader, OffloadUse
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, aligned, make_arena
 from smpkit.torch.offload.hooks import HookContext, SpecCache
 from smpkit.torch.offload.link import CopyBatch, Event, Link, link_for
@@ -68,7 +68,7 @@ class _ReuseWait:
         return self._link.seconds_between(self._first, self._last)
 
 
-class ActivationEngine:
+class ActivationEngine(Offloader):
     """Offloads what autograd saves inside its contexts.
 
     Args:

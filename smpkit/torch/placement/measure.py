@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import map_tensors
+from smpkit.torch.core.tensor_spec import map_tensors, storage_of
 from smpkit.torch.placement.trace import TrialStep, restoring_model
 
 __all__ = ["MeasureOptions", "measure"]
@@ -107,19 +107,11 @@ def _growth_by_unit(
     with contextlib.ExitStack() as stack:
         for name in names:
             module = root.get_submodule(name)
-            stack.enter_context(_removing(module.register_forward_pre_hook(before_forward(name))))
-            stack.enter_context(_removing(module.register_forward_hook(after_forward(name))))
+            stack.enter_context(module.register_forward_pre_hook(before_forward(name)))
+            stack.enter_context(module.register_forward_hook(after_forward(name)))
         stack.enter_context(restoring_model(root, torch.clone))
         step()
     return growth
-
-
-@contextlib.contextmanager
-def _removing(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,11 +123,11 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        given = {storage_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             # Results that share memory with an argument are views and changes in place: nothing new.
-            if isinstance(each, torch.Tensor) and _storage_key(each) not in given:
+            if isinstance(each, torch.Tensor) and storage_of(each) not in given:
                 storage = each.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         return result
@@ -143,7 +135,3 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def num_bytes(self) -> int:
         self._made = {key: pair for key, pair in self._made.items() if not pair[0].expired()}  # type: ignore[no-untyped-call]
         return sum(num_bytes for _, num_bytes in self._made.values())
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

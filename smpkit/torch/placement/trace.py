@@ -20,7 +20,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -33,12 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.units import Node, UnitTree, unit_tree
-from smpkit.plan.schedule.actions import Action
-from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core import devices
-from smpkit.torch.core.offload_hooks import OffloadUse, install
+from smpkit.torch.core.offload_hooks import Offloader, install
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
+from smpkit.torch.core.tensor_spec import map_tensors, storage_of, tensors_in
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.fused_kernels import FusedKernels
 
@@ -127,7 +125,7 @@ def measure_units(
     if any(cost.flops for cost in every):
         return every
     # Multiplying by a weight takes two operations per element and sample: parameters measure compute up to a factor.
-    return [_with(cost, flops=float(cost.parameters_bytes)) for cost in every]
+    return [replace(cost, flops=float(cost.parameters_bytes)) for cost in every]
 
 
 def _warn(reason: str) -> None:
@@ -143,7 +141,7 @@ def _trace(
 ) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
     counter, kernels = FlopCounterMode(display=False), FusedKernels()
-    started: dict[str, tuple[int, int, int, int, int, int]] = {}
+    started: dict[str, tuple[dict[str, int], int]] = {}
     saved = _SavedBytes(root)
     operators = _Operators(saved, lambda: bool(started))
 
@@ -152,54 +150,41 @@ def _trace(
 
     checkpointed = CheckpointedCalls(saved, flops_so_far)
 
+    def so_far() -> dict[str, int]:
+        return {"flops": flops_so_far(), "activation_bytes": saved.total, **operators.counts}
+
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             checkpointed.begin_unit(name)
-            started[name] = (
-                flops_so_far(),
-                saved.total,
-                len(checkpointed.calls),
-                operators.count,
-                operators.moved_bytes,
-                operators.postponed_bytes,
-            )
+            started[name] = so_far(), len(checkpointed.calls)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            flops, num_bytes, num_calls, operations, moved, postponed = started.pop(name)
+            then, num_calls = started.pop(name)
             checkpointed.end_unit()
             inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
-            measured[name] = _checkpointed(
-                known,
-                inside,
-                flops=known.flops + flops_so_far() - flops,
-                activation_bytes=known.activation_bytes + saved.total - num_bytes,
-                output_bytes=_bytes_of(output),
-                operations=known.operations + operators.count - operations,
-                moved_bytes=known.moved_bytes + operators.moved_bytes - moved,
-                postponed_bytes=known.postponed_bytes + operators.postponed_bytes - postponed,
-            )
+            grown = {key: getattr(known, key) + now - then[key] for key, now in so_far().items()}
+            measured[name] = _checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
 
         return hook
 
-    handles = []
     try:
-        for name in costs:  # a scripted module takes no hooks
-            module = root.get_submodule(name)
-            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-        watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
-            body()
+        with contextlib.ExitStack() as hooks:
+            for name in costs:  # a scripted module takes no hooks
+                module = root.get_submodule(name)
+                hooks.enter_context(module.register_forward_pre_hook(before(name)))
+                hooks.enter_context(module.register_forward_hook(after(name)))
+            watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+            with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
+                body()
     except Exception as error:  # user code on tensors without data may fail in any way
         untraced(f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}")
         return {}
     finally:
         saved.forget()
-        for handle in handles:
-            handle.remove()
     for call in checkpointed.calls:
         if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
             known = measured[call.unit]
@@ -225,7 +210,7 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:
-    return _with(
+    return replace(
         cost,
         boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
         recomputed_bytes=max([cost.recomputed_bytes, *(call.recomputed_bytes for call in calls)]),
@@ -235,20 +220,8 @@ def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: 
     )
 
 
-def _with(cost: UnitCost, **changes: Any) -> UnitCost:
-    return UnitCost(**{**{name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}, **changes})
-
-
-def _bytes_of(output: Any) -> int:
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(count, output)
-    return total
+def _bytes_of(value: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_in(value))
 
 
 class _SavedBytes:
@@ -258,7 +231,7 @@ class _SavedBytes:
         self.total = 0
         self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
-        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
+        self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
         self._made_of_parameters: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
         self._packed: list[torch.Tensor] = []
@@ -266,16 +239,16 @@ class _SavedBytes:
     def is_of_parameters(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter, a view of one, or was noted as made of parameters alone."""
         self._know_mode_of(tensor)
-        return _storage_key(tensor) in self._made_of_parameters
+        return storage_of(tensor) in self._made_of_parameters
 
     def note_made_of_parameters(self, tensor: torch.Tensor) -> None:
         """Count a tensor, such as a weight in another dtype, as a parameter in `is_of_parameters`."""
-        self._made_of_parameters[_storage_key(tensor)] = tensor
+        self._made_of_parameters[storage_of(tensor)] = tensor
 
     def pack(self, tensor: torch.Tensor) -> int:
         self._know_mode_of(tensor)
-        if _storage_key(tensor) not in self._seen:
-            self._seen[_storage_key(tensor)] = tensor
+        if storage_of(tensor) not in self._seen:
+            self._seen[storage_of(tensor)] = tensor
             self.total += tensor.untyped_storage().nbytes()
         self._packed.append(tensor)
         return len(self._packed) - 1
@@ -299,14 +272,10 @@ class _SavedBytes:
         self._modes.add(id(mode))
         for parameter in self._parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[_storage_key(fake)] = self._made_of_parameters[_storage_key(fake)] = fake
+            self._seen[storage_of(fake)] = self._made_of_parameters[storage_of(fake)] = fake
 
     def unpack(self, number: int) -> torch.Tensor:
         return self._packed[number]
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 # --- checkpointed calls -----------------------------------------------------------------------------------------------
@@ -328,7 +297,7 @@ class CheckpointedCall:
     torch's reentrant checkpoint)."""
 
 
-class CheckpointedCalls:
+class CheckpointedCalls(Offloader):
     """Records checkpointed calls. It is installed as the offload engine, which every checkpointed call asks for.
 
     Args:
@@ -365,23 +334,6 @@ class CheckpointedCalls:
         """Return the context that records one checkpointed call."""
         return self._record()
 
-    def follow(self, actions: Sequence[Action]) -> None:
-        """Do nothing; the rest of the Offloader protocol, which no pipeline calls here."""
-
-    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Do nothing."""
-
-    def footprint(self) -> list[int]:
-        """Return no buffers."""
-        return []
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def use(self) -> OffloadUse:
-        """Return nothing: the tensors of a trace have no memory."""
-        return OffloadUse()
-
     @contextlib.contextmanager
     def _record(self) -> Iterator[None]:
         saved_before, flops_before = self._saved.total, self._flops()
@@ -391,7 +343,7 @@ class CheckpointedCalls:
 
         def note(tensor: torch.Tensor) -> None:
             if not self._saved.is_of_parameters(tensor):
-                spared[_storage_key(tensor)] = tensor
+                spared[storage_of(tensor)] = tensor
 
         with _NewBytes() as new, _noting_saved(note, outside=self._saved.pack):
             yield
@@ -437,19 +389,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, saved: _SavedBytes, is_in_unit: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-        self.moved_bytes = 0
-        self.postponed_bytes = 0
+        self.counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0}
+        """By field of a `UnitCost`."""
         self._saved, self._is_in_unit = saved, is_in_unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # a question about a tensor
             return output
-        self.count += 1
+        self.counts["operations"] += 1
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and func.overloadpacket not in flop_registry:
-            self.moved_bytes += sum(each.numel() * each.element_size() for each in tensors_in((args, output)))
+            self.counts["moved_bytes"] += _bytes_of((args, output))
         if not is_view and self._is_in_unit():  # what fake parameters are made with comes before
             self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
         return output
@@ -467,7 +418,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in outputs:
                 self._saved.note_made_of_parameters(each)
         elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
-            self.postponed_bytes += sum(each.numel() * each.element_size() for each in outputs)
+            self.counts["postponed_bytes"] += _bytes_of(list(outputs))
 
 
 class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
