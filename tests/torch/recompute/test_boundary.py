@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smpkit.torch as smp
-from smpkit.plan.schedule.actions import Action
-from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core import offload_hooks as active
 
 WIDTH, BATCH = 8, 4
@@ -131,7 +129,7 @@ def test_when_backward_is_done_nothing_is_alive() -> None:
     assert offload_inputs() is None or torch._C._storage_Use_Count(offload_inputs()._cdata) == 0  # type: ignore[union-attr]
 
 
-class Names:
+class Names(active.Offloader):
     """Notes around what it is called."""
 
     def __init__(self) -> None:
@@ -142,23 +140,6 @@ class Names:
         with hooks() as kept:
             yield
         self.seen.append((name, len(kept)))
-
-    def follow(self, actions: Sequence[Action]) -> None:
-        """Do nothing: no pipeline runs here."""
-
-    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Do nothing."""
-
-    def footprint(self) -> list[int]:
-        """Return that nothing is taken."""
-        return []
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def use(self) -> active.OffloadUse:
-        """Return that nothing is held."""
-        return active.OffloadUse()
 
 
 @pytest.fixture
