@@ -20,8 +20,8 @@ __all__ = ["Unavailable", "library"]
 _SOURCES: Final = Path(__file__).with_name("source")
 _SECONDS: Final = 900.0
 _FLAGS: Final = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
-"""Little optimisation, which takes an eighth longer to compile than none; the kernels are torch's own. NDEBUG changes how
-torch's classes lie in memory, so it has to be what torch was compiled with."""
+"""Little optimisation: it takes an eighth longer to compile than none, and the kernels are torch's own. NDEBUG changes
+how torch's classes lie in memory, so it has to be what torch was compiled with."""
 
 
 class Unavailable(SmpkitError):
