@@ -3,19 +3,20 @@
 `tests/sim/edges.py` finds them in the source, and `tests/sim/scenarios/` has what runs. First each scenario runs once
 with everything in place, which tells what edges it comes to. Then an edge is left out in processes of their own, each
 of which runs one of these scenarios under several orders of the device, until there is a race, a wrong value, an error
-or a hang. The result is written to tests/sim_mutants.yaml; `why` there, of an edge that nothing finds, is written by
-hand and stays.
+or a hang (`tests/sim/hangs.py`, which no slow machine is mistaken for). The result is written to
+tests/sim_mutants.yaml; `why` there, of an edge that nothing finds, is written by hand and stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ import yaml
 from smpkit.testing import simulated_device
 from tests.ranks import RankFailed
 from tests.sim.edges import Edge, edges, leave_out, watch
+from tests.sim.hangs import HangWatch, join
 from tests.sim.on_sim import ORDERS, run_on_sim
 from tests.sim.scenarios import SCENARIOS, run_scenario
 
@@ -33,19 +35,33 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 RESULT: Final = "tests/sim_mutants.yaml"
 _HEADER: Final = """\
 # Each synchronisation of the runtime, and what the simulated device said when it was left out (scripts/sync_mutants).
-# `found` names what showed it: a race (two uses of memory), a wrong value, an error or a hang, in which scenario and
-# order. Where it is null, `why` says why nothing can show it, or what would. `tried` alone: no scenario that was tried
-# showed it, or none comes to it.
+# `found` names what showed it: a race (two uses of memory), a wrong value, an error or a hang (all ranks sleep, or one
+# computes without end, and where they are), in which scenario and order. Where it is null, `why` says why nothing can
+# show it, or what would. `tried` alone: no scenario that was tried showed it, or none comes to it.
 """
-_LEAST_SECONDS: Final = 40.0
+_ENDLESS: Final = 10
+"""As many times what ranks compute with everything in place is more than a missing edge explains."""
+_LEAST_SECONDS: Final = 60.0
+"""Of a processor; no ranks are said to hang that have computed less."""
+_LONGEST: Final = 1800.0
+"""Seconds, after which nothing can be said: the machine is too slow."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a scenario came to with everything in place, and how long that took."""
+    """What a scenario came to with everything in place, and how many seconds its ranks computed."""
 
     seconds: float
     edges: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What showed that an edge is missing: a race, a wrong value, an error, a crash or a hang; under which order."""
+
+    by: str
+    order: str
+    detail: str
 
 
 def main() -> int:
@@ -126,9 +142,9 @@ def _reach(
     missing = [name for name in names if name not in found]
 
     def measure(name: str) -> Reach:
-        start = time.monotonic()
-        ranks = run_on_sim(_watched, list(every), name, size=SCENARIOS[name].ranks, order=None, timeout=300)
-        return Reach(time.monotonic() - start, frozenset().union(*ranks))
+        size = SCENARIOS[name].ranks
+        ranks = run_on_sim(_watched, list(every), name, size=size, order=None, timeout=_LONGEST)
+        return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
 
     found |= dict(zip(missing, pool.map(measure, missing), strict=True))
     if kept is not None and missing:
@@ -136,11 +152,11 @@ def _reach(
     return {name: found[name] for name in names}
 
 
-def _watched(every: list[Edge], name: str) -> set[str]:
+def _watched(every: list[Edge], name: str) -> tuple[float, set[str]]:
     hits = watch(every)
     with simulated_device.no_races(*ORDERS[0]):
         run_scenario(name, ORDERS[0])
-    return set(hits)
+    return time.process_time(), set(hits)
 
 
 # --- without an edge --------------------------------------------------------------------------------------------------
@@ -150,20 +166,35 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
     """Return what showed that an edge is missing; None if nothing did."""
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
     for name in _various(reaching)[:most]:
-        limit = max(_LEAST_SECONDS, 6 * orders * reach[name].seconds)
-        how: tuple[str, str, str] | None
-        try:
-            size = SCENARIOS[name].ranks
-            ranks = run_on_sim(_without, edge, name, ORDERS[:orders], size=size, order=None, timeout=limit)
-            how = next(filter(None, ranks), None)
-        except RankFailed as error:
-            text = str(error)
-            kind = "hang" if "still running" in text else "crash" if "died without" in text else "error"
-            how = (kind, "", text.strip().splitlines()[-1])
-        if how is not None:
-            kind, order, detail = how
-            return {"by": kind, "scenario": name, "order": order, "detail": detail[:300]}
+        limit = max(_LEAST_SECONDS, _ENDLESS * orders * reach[name].seconds)
+        with HangWatch(most_processor_seconds=limit) as watched:
+            finding = _run(edge, name, orders, watched)
+        if finding is not None:
+            return {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
     return None
+
+
+def _run(edge: Edge, name: str, orders: int, watched: HangWatch) -> Finding | None:
+    """Return what the ranks of a scenario showed.
+
+    A rank that has found something ends, and others fail or hang for want of it. So what ranks have found counts first.
+    """
+    size = SCENARIOS[name].ranks
+    failed = None
+    try:
+        run_on_sim(_without, watched.folder, edge, name, ORDERS[:orders], size=size, order=None, timeout=_LONGEST)
+    except RankFailed as error:
+        failed = str(error)
+    found = [Finding(*json.loads(path.read_text())) for path in Path(watched.folder).glob("*.json")]
+    if found:
+        return min(found, key=lambda each: each.by == "error")
+    if failed is None:
+        return None
+    if watched.found:
+        return Finding("hang", "", watched.found)
+    if "still running after" in failed:
+        raise RuntimeError(f"without `{edge.id}` `{name}` has not ended in {_LONGEST:.0f} s, and did not hang")
+    return Finding("crash" if "died without" in failed else "error", "", failed.strip().splitlines()[-1])
 
 
 def _various(names: Sequence[str]) -> list[str]:
@@ -176,27 +207,35 @@ def _various(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (not SCENARIOS[name].is_quick, places[name]))
 
 
-def _without(edge: Edge, name: str, orders: Sequence[tuple[str, int]]) -> tuple[str, str, str] | None:
-    """Return the kind of what showed it, under which order, and what it said; runs on each rank."""
+def _without(folder: str, edge: Edge, name: str, orders: Sequence[tuple[str, int]]) -> None:
+    """Leave out an edge and run a scenario, until this rank finds something, which it writes to the folder."""
+    join(folder)
     leave_out(edge)
     simulated_device.races()
     for order in orders:
-        error: Exception | None = None
-        try:
-            run_scenario(name, order)
-            torch.accelerator.synchronize()
-        except Exception as raised:
-            error = raised
-        races = simulated_device.races()
-        order_text = f"{order[0]} {order[1]}"
-        if races:
-            race = races[0]
-            wrong = " (and a wrong value)" if isinstance(error, AssertionError) else ""
-            return f"race{wrong}", order_text, f"{race.second.operator} and {race.first.operator} on {race.memory}"
-        if isinstance(error, AssertionError):
-            return "value", order_text, str(error).strip().splitlines()[0] if str(error).strip() else ""
-        if error is not None:
-            return "error", order_text, f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if (finding := _finding(name, order)) is not None:
+            Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(astuple(finding)))
+            return
+
+
+def _finding(name: str, order: tuple[str, int]) -> Finding | None:
+    error: Exception | None = None
+    try:
+        run_scenario(name, order)
+        torch.accelerator.synchronize()
+    except Exception as raised:
+        error = raised
+    races = simulated_device.races()
+    order_text = f"{order[0]} {order[1]}"
+    if races:
+        race = races[0]
+        wrong = " (and a wrong value)" if isinstance(error, AssertionError) else ""
+        detail = f"{race.second.operator} and {race.first.operator} on {race.memory}"
+        return Finding(f"race{wrong}", order_text, detail)
+    if isinstance(error, AssertionError):
+        return Finding("value", order_text, str(error).strip().splitlines()[0] if str(error).strip() else "")
+    if error is not None:
+        return Finding("error", order_text, f"{type(error).__name__}: {' '.join(str(error).split())}")
     return None
 
 

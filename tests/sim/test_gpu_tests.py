@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.device import TESTS_ON_SIM
+from tests.ranks import run_ranks
 from tests.sim.on_sim import needs_sim
+from tests.sim.pytest_in_rank import run_tests
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
@@ -22,10 +24,10 @@ QUICK = (
     "test_offload_streams.py::test_10_wrappers_with_streams_of_their_own[1-divided]",
     "test_pinned_memory.py::test_an_input_may_be_filled_anew_when_the_call_has_returned",
     "test_offload_model.py::test_weights_after_five_steps_are_the_plain_models[backward-checkpoint]",
-    "test_host_syncs.py::test_fp16_reads_once_whether_a_gradient_has_overflowed",
+    "test_host_syncs.py::test_an_offload_model_s_forward_and_backward_never_wait[True]",
 )
-"""Streams of others, memory that is filled again, an optimizer beside the device, waits of the host with a loss scale.
-None of them has ranks, for which a server would have to import all that ranks need."""
+"""Streams of others, memory that is filled again, an optimizer beside the device, waits of the host. None of them has
+ranks, which a rank cannot start."""
 ORDERS = ("lazy:0", "copies:0", "random:1")
 SEVERAL_ORDERS = ("activation", "offload", "pinned")
 """In the names of files whose streams are smpkit's own; the orders of others are tried by `test_ranks`."""
@@ -35,29 +37,15 @@ CASES = [
     for order in ORDERS
     if order == ORDERS[0] or any(part in file for part in SEVERAL_ORDERS)
 ]
-
-
-def run(tests: tuple[str, ...], order: str, seconds: float) -> str:
-    """Run tests of tests/gpu in this order; fail if one fails, and return pytest's last line."""
-    needs_sim()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
-    done = subprocess.run(
-        [*command, "-m", "not real_gpu", *(f"tests/gpu/{test}" for test in tests)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, TESTS_ON_SIM: order, "OMP_NUM_THREADS": "1"},
-    )
-    no_tests = 5  # all of a file need a real GPU
-    assert done.returncode in (0, no_tests), f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert "skipped" not in done.stdout, done.stdout[-2000:]
-    return done.stdout.strip().splitlines()[-1]
+OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", "not real_gpu")
 
 
 def test_some_of_each_kind() -> None:
-    found = re.match(r"(\d+) passed", run(QUICK, "lazy:0", 170))
+    needs_sim()
+    arguments = [*OPTIONS, *(f"tests/gpu/{test}" for test in QUICK)]
+    ((status, shown),) = run_ranks(run_tests, 1, arguments, timeout=170, env={TESTS_ON_SIM: "lazy:0"})
+    assert status == 0, shown
+    found = re.search(r"(\d+) passed", shown)
     assert found
     assert int(found[1]) >= len(QUICK)
 
@@ -66,4 +54,16 @@ def test_some_of_each_kind() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("file", "order"), CASES)
 def test_all_that_need_no_real_gpu(file: str, order: str) -> None:
-    run((file,), order, 1100)
+    needs_sim()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *OPTIONS, f"tests/gpu/{file}"],
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, TESTS_ON_SIM: order, "OMP_NUM_THREADS": "1"},
+    )
+    no_tests = 5  # all of a file need a real GPU
+    assert done.returncode in (0, no_tests), f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert "skipped" not in done.stdout, done.stdout[-2000:]

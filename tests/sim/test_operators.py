@@ -137,6 +137,32 @@ def views() -> None:
     assert "sim" in str(ours[2])
 
 
+def asked_before() -> None:
+    """Shapes and dtypes that were asked once hang on all arguments, and on the default dtype."""
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            whole = torch.arange(4, device="sim")
+            assert (whole / 2).dtype is dtype
+            assert (whole * 2.5).dtype is dtype
+            assert (whole * 2).dtype is torch.int64
+    finally:
+        torch.set_default_dtype(default)
+    a = torch.arange(6.0, device="sim").view(2, 3)
+    for _ in range(2):
+        for dim, size in ((0, 3), (1, 2)):
+            assert a.sum(dim).shape == (size,)
+            out = torch.empty(0, device="sim")
+            torch.sum(a, dim, out=out)
+            assert out.cpu().equal(a.cpu().sum(dim))
+        assert (a @ a.T).shape == (2, 2)
+        assert (a.T @ a).shape == (3, 3)
+        assert a[a > 2].shape == (3,)
+        with pytest.raises(RuntimeError, match=r"tensor size|size mismatch|cannot be multiplied"):
+            a @ a
+
+
 def convolution() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
@@ -207,8 +233,8 @@ def errors() -> None:
 
 
 CHECKS = [
-    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, convolution, moving,
-    saving, attention, errors,
+    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, asked_before,
+    convolution, moving, saving, attention, errors,
 ]  # fmt: skip
 
 

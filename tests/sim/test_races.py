@@ -11,7 +11,7 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Race, RaceFound
-from tests.sim.on_sim import run_on_sim
+from tests.sim.on_sim import ORDERS, naming, run_on_sim
 
 
 def races_of(check: Callable[[bool], None], policy: str, ordered: bool) -> list[Race]:
@@ -124,6 +124,12 @@ def find_in_backward() -> list[Race]:
     return races_of(written_in_backward, "lazy", False)
 
 
+def interleaved_in_orders() -> None:
+    for policy in ("lazy", "copies"):
+        with simulated_device.no_races(policy):
+            interleaved()
+
+
 def interleaved() -> None:
     matrix, side = torch.zeros(16, 8, device="sim"), side_stream()
     with side:
@@ -135,8 +141,7 @@ def interleaved() -> None:
 
 
 def test_columns_of_one_matrix_do_not_race() -> None:
-    for policy in ("lazy", "copies"):
-        run_on_sim(interleaved, order=(policy, 0))
+    run_on_sim(interleaved_in_orders, order=None)
 
 
 def overlapping() -> None:
@@ -157,6 +162,12 @@ def raised_at_once() -> None:
         a.mul_(2)
     simulated_device.configure()
     simulated_device.races()
+
+
+def several_devices_in_orders() -> None:
+    for order in ORDERS:
+        with naming(str(order)), simulated_device.no_races(*order):
+            several_devices()
 
 
 def several_devices() -> None:
@@ -221,8 +232,7 @@ def test_a_race_with_a_backward_pass_names_the_forward_pass() -> None:
 
 
 def test_devices_are_ordered_by_copies_between_them() -> None:
-    for order in (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1)):
-        run_on_sim(several_devices, devices=2, order=order)
+    run_on_sim(several_devices_in_orders, devices=2, order=None)
 
 
 def test_virtual_time_is_exact() -> None:

@@ -1,5 +1,5 @@
-// Operators. Of each, a run on meta tensors tells shapes and dtypes of the outputs, and the CPU's kernel is queued on
-// aliases of device memory. An operator whose outputs hang on the data (nonzero, indexing with a mask) has no run on
+// Operators. Of each, a run on meta tensors tells shapes and dtypes of the outputs, once for arguments that are alike,
+// and the CPU's kernel is queued on aliases of device memory. An operator whose outputs hang on the data (nonzero, indexing with a mask) has no run on
 // meta tensors: it waits for its stream, as CUDA's do.
 #pragma once
 
@@ -175,6 +175,121 @@ struct Call {
   }
 };
 
+// --- what runs on meta tensors have said ----------------------------------------------------------------------------------
+
+// They hang on the shapes and dtypes of tensors and on the other arguments alone. Many of these kernels are written in
+// Python, where one takes longer than everything else that an operator does here. So each is asked once.
+struct KnownShapes {
+  struct One {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+    Tensor made() const { return at::empty_strided(sizes, strides, c10::TensorOptions().dtype(dtype).device(c10::kMeta)); }
+  };
+  struct Result {
+    std::vector<One> tensors;
+    bool is_list = false, is_undefined = false;  // neither, and no tensors: an argument, which the operator has written
+  };
+  std::mutex mutex;
+  std::unordered_map<std::string, std::vector<Result>> known;
+};
+inline KnownShapes& known_shapes() {
+  static auto* all = new KnownShapes;
+  return *all;
+}
+
+struct Key {
+  std::string text;
+  bool is_whole = true;  // otherwise something else may matter, too
+  void add(int64_t number) { text.append(reinterpret_cast<const char*>(&number), sizeof number); }
+  void add(double number) { text.append(reinterpret_cast<const char*>(&number), sizeof number); }
+  void add(const std::string& name) { add(int64_t(name.size())), text += name; }
+  void add(at::IntArrayRef numbers) {
+    add(int64_t(numbers.size()));
+    for (auto each : numbers) add(each);
+  }
+  void add(const Tensor& t) {
+    if (!t.defined()) return text.push_back('u');
+    const bool is_number = !here(t) && !t.dim();
+    is_whole &= !is_number || t.unsafeGetTensorImpl()->is_wrapped_number();  // of others the value may count
+    text.push_back(is_number ? 'n' : 't');
+    add(int64_t(t.scalar_type())), add(t.sizes()), add(t.strides());
+  }
+  void add(const IValue& value) {
+    if (value.isTensor()) add(value.toTensor());
+    else if (value.isTensorList()) {
+      text.push_back('l'), add(int64_t(value.toListRef().size()));
+      for (const Tensor& t : value.toTensorVector()) add(t);
+    } else if (value.isOptionalTensorList()) {
+      text.push_back('o'), add(int64_t(value.toListRef().size()));
+      for (const std::optional<Tensor>& t : value.toOptionalTensorVector()) add(t ? *t : Tensor());
+    } else if (value.isNone()) text.push_back('-');
+    else if (value.isBool()) text.push_back('b'), add(int64_t(value.toBool()));
+    else if (value.isInt()) text.push_back('i'), add(value.toInt());
+    else if (value.isDouble()) text.push_back('f'), add(value.toDouble());
+    else if (value.isString()) text.push_back('s'), add(value.toStringRef());
+    else if (value.isIntList()) text.push_back('I'), add(at::IntArrayRef(value.toIntVector()));
+    else if (value.isDevice()) text.push_back('d');
+    else if (value.isGenerator()) text.push_back('g');
+    else is_whole = false;
+  }
+};
+
+inline Key key_of(const c10::OperatorHandle& op, const Stack& stack, size_t begin) {
+  Key key;
+  key.add(op.schema().operator_name().name), key.add(op.schema().operator_name().overload_name);
+  key.add(int64_t(c10::typeMetaToScalarType(at::get_default_dtype())));
+  for (size_t i = 0; i < op.schema().arguments().size(); ++i) key.add(stack[begin + i]);
+  return key;
+}
+
+// Put meta tensors like the results into the stack, if the same has been asked before.
+inline bool recall(const Key& key, Stack& meta) {
+  auto& all = known_shapes();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = all.known.find(key.text);
+  if (!key.is_whole || found == all.known.end()) return false;
+  meta.clear();
+  for (const auto& result : found->second) {
+    if (result.is_list) {
+      c10::List<Tensor> list;
+      for (auto& each : result.tensors) list.push_back(each.made());
+      meta.emplace_back(list);
+    } else if (result.is_undefined) meta.emplace_back(Tensor());
+    else if (result.tensors.empty()) meta.emplace_back();
+    else meta.emplace_back(result.tensors[0].made());
+  }
+  return true;
+}
+
+// Keep what the stack has after a run, unless the run has resized an argument or returned one that it does not write.
+inline void remember(const Key& key, const c10::OperatorHandle& op, const Call& call) {
+  if (!key.is_whole) return;
+  for (auto& [meta, original] : call.originals) {
+    if (original.sizes() != meta->sizes() || original.strides() != meta->strides()) return;
+  }
+  std::vector<KnownShapes::Result> results;
+  bool is_known = true;
+  auto one = [&](KnownShapes::Result& result, const Tensor& t) {
+    is_known &= t.defined() && !call.originals.count(t.unsafeGetTensorImpl());
+    if (is_known) result.tensors.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
+  };
+  for (size_t i = 0; i < op.schema().returns().size(); ++i) {
+    auto& result = results.emplace_back();
+    const auto& value = call.meta[i];
+    if (op.schema().returns()[i].alias_info()) continue;
+    if (value.isTensor() && !value.toTensor().defined()) result.is_undefined = true;
+    else if (value.isTensor()) one(result, value.toTensor());
+    else if (value.isTensorList()) {
+      result.is_list = true;
+      for (const Tensor& t : value.toTensorVector()) one(result, t);
+    } else is_known = false;
+  }
+  if (!is_known) return;
+  auto& all = known_shapes();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.known.emplace(key.text, std::move(results));
+}
+
 inline void put(const Tensor& to, const Tensor& from) {
   TORCH_CHECK(to.sizes() == from.sizes(), "sim: the run on meta tensors says ", to.sizes(), ", the CPU ", from.sizes());
   to.copy_(from);
@@ -247,11 +362,17 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   auto seconds = [&] { return flops / w.speeds.flops + bytes_of(call.uses) / w.speeds.memory; };
 
   bool queued = true;
-  try {
+  {
     Below below;
-    op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &call.meta);
-  } catch (const std::exception&) {
-    queued = false;  // the outputs hang on the data, or there is no meta kernel
+    const auto key = key_of(op, *stack, begin);
+    if (!recall(key, call.meta)) {
+      try {
+        op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &call.meta);
+        remember(key, op, call);
+      } catch (const std::exception&) {
+        queued = false;  // the outputs hang on the data, or there is no meta kernel
+      }
+    }
   }
 
   auto run = [op, name, seed, generator_at, scalars](Stack& exec) {
