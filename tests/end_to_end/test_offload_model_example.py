@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "offload_model"
+from tests.end_to_end.example_job import EXAMPLES, launched
+
+EXAMPLE = EXAMPLES / "offload_model"
 
 
 def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -50,10 +51,10 @@ def test_the_hosts_peak_is_what_the_plan_says() -> None:
 
 
 @pytest.mark.full
-def test_it_runs_without_an_option() -> None:
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "step   39  loss " in done.stdout
+def test_the_job_as_it_is_run() -> None:
+    said = launched(EXAMPLE / "job.yaml", {})
+    assert "10 slices" in said
+    assert "step   39  loss " in said
 
 
 def test_a_budget_for_less_than_a_layer_is_refused() -> None:
