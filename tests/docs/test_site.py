@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import smpkit
 from scripts import site
 
 ROOT = Path(__file__).parents[2]
@@ -66,9 +67,10 @@ def test_where_addresses_are_known_pages_can_be_edited_and_versions_chosen(
 ) -> None:
     known = {"Repository": "https://code.example/smpkit", "Documentation": "https://docs.example"}
     monkeypatch.setattr(site, "addresses", lambda: known)
-    for version in ("0.9.0", "0.10.0"):
-        monkeypatch.setattr(site.smpkit, "__version__", version)
-        assert site.build(tmp_path / "site", tmp_path / "work") == 0
+    (tmp_path / "site/0.9.0").mkdir(parents=True)
+    (tmp_path / "site/0.9.0/index.html").touch()  # what an earlier version has left
+    monkeypatch.setattr(smpkit, "__version__", "0.10.0")
+    assert site.build(tmp_path / "site", tmp_path / "work") == 0
     versions = json.loads((tmp_path / "site/versions.json").read_text())
     assert [(entry["version"], entry["aliases"]) for entry in versions] == [("0.10.0", ["latest"]), ("0.9.0", [])]
     assert "url=0.10.0/index.html" in (tmp_path / "site/index.html").read_text()
