@@ -1,4 +1,4 @@
-"""Check the English of README, CONTRIBUTING, CHANGELOG and docs: a word list, and sentences of at most 40 words.
+"""Check the English of all pages of the site: a word list, and sentences of at most 40 words.
 
 codespell, which `scripts/lint` runs beside it, checks the spelling. General checkers of style do not know our words or
 Markdown's tables well enough to be strict, so the rules are here: few, and each an error.
@@ -32,13 +32,14 @@ _WORDS: Final = {
     r"\bplease\b": "leave it out",
 }
 _CODE: Final = re.compile(r"^( *)```.*?^\1```$|<!--.*?-->|^:::.*\n(?: +.*\n)*", re.MULTILINE | re.DOTALL)
-_BREAK: Final = re.compile(r"^ *(?:[-*] |\d+\. |\||#|>|$|!!! )")
-"""What begins a paragraph: items of lists, rows of tables, headings, empty lines."""
+_BREAK: Final = re.compile(r"^ *(?:[-*] |\d+\. |\||#|>|$|!!! |\[[^]]+\]: )")
+"""What begins a paragraph: items of lists, rows of tables, headings, empty lines, addresses of links."""
 
 
 def pages() -> list[Path]:
     """Return the pages that people read."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    folders = ("*.md", "docs/**/*.md", "examples/*/README.md", "benchmarks/**/README.md")
+    return [page for pattern in folders for page in sorted(ROOT.glob(pattern))]
 
 
 def problems(page: Path) -> Iterator[str]:

@@ -86,23 +86,23 @@ def relinked(text: str, source: PurePosixPath, places: Mapping[PurePosixPath, Pu
     return links.relinked(text, moved, lambda address: moved(address, "raw") or address)
 
 
-def stage() -> None:
+def stage(work: Path = _BUILD) -> None:
     """Copy what has changed, so that `serve` builds no more than that."""
     places, known = pages(), addresses()
     repository = known.get("Repository", "")
-    wanted = {_BUILD / "zensical.toml": _configuration(known).encode()}
+    wanted = {work / "zensical.toml": _configuration(known).encode()}
     for source, place in places.items():
         if source == _README:
             continue  # docs/index.md is the site's first page
         content = (ROOT / source).read_bytes()
         if source.suffix == ".md":
             content = relinked(content.decode(), source, places, repository).encode()
-        wanted[_BUILD / "docs" / place] = content
+        wanted[work / "docs" / place] = content
     for path, content in wanted.items():
         if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    for path in (_BUILD / "docs").rglob("*"):
+    for path in (work / "docs").rglob("*"):
         if path.is_file() and path not in wanted:
             path.unlink()
 
@@ -119,15 +119,15 @@ def _configuration(known: Mapping[str, str]) -> str:
     return text.replace("[project]\n", "\n".join(["[project]", *lines, ""]), 1)
 
 
-def build(folder: Path) -> int:
-    """Build the site into a folder; return the exit code."""
-    stage()
+def build(folder: Path, work: Path = _BUILD) -> int:
+    """Build the site into a folder, by way of one for copies of the pages; return the exit code."""
+    stage(work)
     problems = [problem for page in PAGES for block in blocks_of(page) if (problem := problem_of(block))]
-    problems += problems_of_build()
+    problems += problems_of_build(work)
     if problems:
         sys.stderr.write("\n".join([*problems, "error: the site has problems", ""]))
         return 1
-    built = _BUILD / "site"
+    built = work / "site"
     known = addresses()
     _correct_edit_links(built, known.get("Repository", ""))
     target = folder / smpkit.__version__ if "Documentation" in known else folder
@@ -139,7 +139,7 @@ def build(folder: Path) -> int:
     return 0
 
 
-def problems_of_build(folder: Path = _BUILD) -> list[str]:
+def problems_of_build(folder: Path) -> list[str]:
     """Build what was copied; return what is wrong with it."""
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)

@@ -11,16 +11,12 @@ from types import ModuleType
 
 import pytest
 
+from scripts import site
 from smpkit.config import reference
+from tests.docs.blocks import PAGES
 from tests.docs.public_names import MODULES, documented
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(ROOT.glob("benchmarks/**/README.md")),
-    *sorted(ROOT.glob("examples/*/README.md")),
-]
 
 
 def headings(page: Path) -> set[str]:
@@ -60,7 +56,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_is_in_the_sites_navigation() -> None:
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8").partition("[project.theme]")[0]
-    pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES if ROOT / "docs" in path.parents]
+    pages = [str(place) for place in site.pages().values() if place.suffix == ".md"]
     assert [page for page in pages if f'"{page}"' not in navigation] == []
 
 

@@ -85,7 +85,7 @@ class Job:
         return status
 
     def stop(self, *, wait: bool = False) -> None:
-        """Ask the job to stop: the script hears SIGTERM and has about 110 s to save. With `wait`, until it is over."""
+        """Ask the job to stop: the script gets SIGTERM and has about 110 s to save. With `wait`, until it is over."""
         self._backend.stop(self.name)
         if wait:
             self.wait()

@@ -17,7 +17,7 @@ __all__ = ["stop"]
 def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
     """Stop a job, with time to save.
 
-    Its ranks hear SIGTERM, and have about 110 seconds, or what the job file's `backend` says.
+    Its ranks get SIGTERM, and have about 110 seconds, or what the job file's `backend` says.
     """
     from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
@@ -34,5 +34,8 @@ def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
         return
     console.note(f"Stopped `{job}`")
     if before.checkpoints is not None:
-        console.note(newest_checkpoint(handle, found="newest checkpoint: ", none="no checkpoint was saved"))
-        console.hint(f"`smpkit resume {job}` goes on from there")
+        none = "no checkpoint was saved"
+        said = newest_checkpoint(handle, found="newest checkpoint: ", none=none)
+        console.note(said)
+        where = "starts from the beginning" if said == none else "goes on from there"
+        console.hint(f"`smpkit resume {job}` {where}")

@@ -418,8 +418,16 @@ def test_stop_tells_what_was_saved(use: Use, smpkit: Smpkit) -> None:
     result = smpkit("stop", "job", "--wait")
     assert result.exit_code == 0
     assert "newest checkpoint: s3://bucket/ckpt/step_5.pt" in result.stderr
-    assert "hint: `smpkit resume job`" in result.stderr
+    assert "hint: `smpkit resume job` goes on from there" in result.stderr
     assert "`job` is over already: Stopped" in smpkit("stop", "job").stderr
+
+
+def test_stop_tells_that_nothing_was_saved(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(training=10_000))
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(500)
+    said = smpkit("stop", "job", "--wait").stderr
+    assert "no checkpoint was saved\nhint: `smpkit resume job` starts from the beginning\n" in said
 
 
 def test_resume_starts_a_job_from_the_checkpoints(use: Use, smpkit: Smpkit) -> None:

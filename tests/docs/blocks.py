@@ -30,7 +30,13 @@ CODE: Final = ("python", "yaml", "console")
 """Languages of blocks that run."""
 DRAWN: Final = ("", "text")
 """Drawings and outputs."""
-PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES: Final = (
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+    *sorted(ROOT.glob("benchmarks/**/README.md")),
+)
+"""All pages of the site."""
 _OPTIONS: Final = re.compile(r"full|alone|any output|exits \d+|ranks \d+|given \w+")
 
 
@@ -97,12 +103,16 @@ def _said(line: str, place: str) -> dict[str, str | frozenset[str]]:
 
 
 def problem_of(block: Block) -> str:
-    """Return why nothing runs a block, though nothing says that it is not to; empty if all is well."""
+    """Return why nothing runs a block, though nothing says that it is not to; empty if all is well.
+
+    A test that runs a block names its page, or the folder whose README the page is.
+    """
     if block.language not in (*CODE, *DRAWN):
         return f"{block.place}: nothing runs ```{block.language}"
     if block.language in DRAWN and (block.options or block.run_by or block.not_run):
         return f"{block.place}: a drawing does not run, but there is a comment on running it"
-    test = ROOT / block.run_by
-    if block.run_by and not (test.is_file() and block.page.name in test.read_text(encoding="utf-8")):
+    test, page = ROOT / block.run_by, block.page
+    named = page.parent.name if page.name == "README.md" and page.parent != ROOT else page.name
+    if block.run_by and not (test.is_file() and named in test.read_text(encoding="utf-8")):
         return f"{block.place}: {block.run_by} does not run it"
     return ""

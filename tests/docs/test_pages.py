@@ -171,7 +171,12 @@ def _first_missing(shown: Sequence[str], answer: str, *, drawn: bool) -> str | N
 
 
 def _plain(line: str) -> str:
-    """Return a line without what differs from run to run: numbers, temporary names, and how far things are apart."""
+    """Return a line without what differs from run to run: numbers, temporary names, and how far things are apart.
+
+    Where a part of the model lies does not differ.
+    """
+    if re.fullmatch(r"\[rank 0\]   [\w.]+: \d+", line):
+        return line
     line = re.sub(r"/\S*?smpkit-[\w-]+|(?<=\")/\S*/", "/X", line)
     line = re.sub(r"[-+]?\d[\d,.]*(e[-+]?\d+)?", "#", line)
     return re.sub(r"[\s─━]+", " ", re.sub(r"\b(ms|s|µs|KiB|MiB|GiB|B)\b", "u", line)).strip()

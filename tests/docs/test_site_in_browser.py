@@ -52,7 +52,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
-    assert site.build(folder / "built") == 0
+    assert site.build(folder / "built", folder / "work") == 0
     handler = functools.partial(_Quiet, directory=str(folder / "built"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

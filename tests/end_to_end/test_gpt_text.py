@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_text"
-SMALL = [
-    part
-    for name, value in {"text-bytes": 200_000, "batch": 4, "write-bytes": 20}.items()
-    for part in ("--set", f"hyperparameters.{name}={value}")
-]
+from tests.end_to_end.example_job import EXAMPLES, on_forked_ranks
+
+EXAMPLE = EXAMPLES / "gpt_text"
+SIZES = {"text-bytes": 200_000, "batch": 4, "write-bytes": 20}
+SMALL = [part for name, value in SIZES.items() for part in ("--set", f"hyperparameters.{name}={value}")]
 
 TWO = ("--set", "distribution.torch_distributed.processes_per_host=2")
 # The life of the example is three jobs, each of which starts five processes or more.
@@ -49,6 +48,27 @@ def learned(output: str) -> tuple[float, float, int]:
     return float(said[1]), float(said[2]), int(said[3])
 
 
+def test_it_learns_saves_and_resumes_over_a_pipeline(job: Path, tmp_path: Path) -> None:
+    """Two replicas, and then two pipelines of two stages."""
+    small = {**SIZES, "checkpoints": tmp_path / "checkpoints"}
+    text = job.read_text(encoding="utf-8")
+    job.write_text(text.replace("processes_per_host: 4", "processes_per_host: 2"), encoding="utf-8")
+    before, after, steps = learned(on_forked_ranks(job, {**small, "steps": 16}))
+    assert before == pytest.approx(5.55, abs=0.3)  # ln 256: it knows nothing
+    assert after < before - 0.5
+    assert steps == 16
+
+    job.write_text(text.replace("microbatches: 4", "pipeline_parallel_degree: 2\n        microbatches: 4"))
+    output = on_forked_ranks(job, {**small, "steps": 20})
+    assert "at step 16\n" in output
+    resumed, now, more = learned(output)
+    assert resumed == pytest.approx(after, abs=0.02)
+    assert now < resumed
+    assert more == 4
+    assert "the model writes:\n  |     def " in output
+
+
+@pytest.mark.full
 def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(job: Path) -> None:
     """One life: two replicas learn and are asked to stop, go on, and then a pipeline with two replicas does."""
     checkpoints = job.parent / "runs" / "checkpoints"

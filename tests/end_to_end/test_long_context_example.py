@@ -29,6 +29,7 @@ def test_recomputed_and_kept_layers_have_the_same_losses() -> None:
     assert host >= 2  # eight inputs of layers, 512 × 256 × 2 bytes each, and that of the head
 
 
+@pytest.mark.full
 def test_32768_tokens_fit_24_gib_only_with_both() -> None:
     fits = {}
     for model, offloaded in (("large_kept", "false"), ("large", "false"), ("large", "true")):

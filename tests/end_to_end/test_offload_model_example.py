@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "offload_model"
+from tests.end_to_end.example_job import EXAMPLES, launched, run_file
+
+EXAMPLE = EXAMPLES / "offload_model"
+SCRIPT = EXAMPLE / "train.py"
 
 
 def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -22,11 +24,10 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_learns_within_its_budget() -> None:
-    done = run("--steps", "21", "--width", "64", "--layers", "8", "--device-budget-mib", "4.5")
-    assert done.returncode == 0, done.stderr
-    needed = re.search(r"weights and AdamW's state take ([\d.]+) MiB", done.stdout)
-    device = re.search(r"device +planned +([\d.]+) MiB +measured +([\d.]+) MiB", done.stdout)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    said = run_file(SCRIPT, "--steps=21", "--width=64", "--layers=8", "--device-budget-mib=4.5")
+    needed = re.search(r"weights and AdamW's state take ([\d.]+) MiB", said)
+    device = re.search(r"device +planned +([\d.]+) MiB +measured +([\d.]+) MiB", said)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert needed is not None
     assert device is not None
     planned, measured = float(device[1]), float(device[2])
@@ -35,6 +36,7 @@ def test_the_example_learns_within_its_budget() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.full
 def test_the_hosts_peak_is_what_the_plan_says() -> None:
     """Another copy of the weights (37 MiB) would show, and so would states that were not counted."""
     sizes = ("--steps", "2", "--width", "256", "--layers", "12", "--device-budget-mib", "24")
@@ -50,13 +52,12 @@ def test_the_hosts_peak_is_what_the_plan_says() -> None:
 
 
 @pytest.mark.full
-def test_it_runs_without_an_option() -> None:
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "step   39  loss " in done.stdout
+def test_the_job_as_it_is_run() -> None:
+    said = launched(EXAMPLE / "job.yaml", {})
+    assert "10 slices" in said
+    assert "step   39  loss " in said
 
 
 def test_a_budget_for_less_than_a_layer_is_refused() -> None:
-    done = run("--device-budget-mib", "0.1")
-    assert done.returncode == 1
-    assert "even one layer at a time needs" in done.stderr
+    with pytest.raises(AssertionError, match="even one layer at a time needs"):
+        run_file(SCRIPT, "--device-budget-mib=0.1")

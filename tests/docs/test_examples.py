@@ -1,0 +1,72 @@
+"""Each example is a folder with a job file, short scripts, a README with its output and a picture, and a test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from smpkit.config.explain import validated
+from smpkit.config.job import JobConfig
+from smpkit.config.load import load_job
+from tests.docs.blocks import ROOT, blocks_of
+
+FOLDERS = sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("[!_.]*.*")))
+each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+_MOST_LINES = 119
+_WRITES_JOB = "%%writefile runs/job.yaml\n"
+
+
+@each_folder
+def test_it_has_a_job_file_that_names_its_script(folder: Path) -> None:
+    """A notebook writes both in its cells, so that it is whole wherever one opens it."""
+    notebooks = list(folder.glob("*.ipynb"))
+    if not notebooks:
+        assert (folder / load_job(folder / "job.yaml").config.entry_point).is_file()
+        return
+    cells = [cell.source for path in notebooks for cell in nbformat.read(path, as_version=4).cells]
+    (written,) = (cell.removeprefix(_WRITES_JOB) for cell in cells if cell.startswith(_WRITES_JOB))
+    job = validated(JobConfig, yaml.safe_load(written), subject=folder.name)
+    assert any(cell.startswith(f"%%writefile runs/{job.entry_point}\n") for cell in cells)
+
+
+@each_folder
+def test_its_scripts_are_short(folder: Path) -> None:
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")}
+    assert {name: count for name, count in lengths.items() if count > _MOST_LINES} == {}
+
+
+@each_folder
+def test_its_readme_has_a_picture_and_its_output(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"^!\[[^]]{20,}\]\(../../docs/assets/example-[\w-]+\.svg\)$", text, re.MULTILINE)
+    said = [line for block in blocks_of(folder / "README.md") for line in block.text.splitlines()]
+    assert len([line for line in said if not line.startswith(("$ ", "#", " "))]) >= 5
+
+
+@each_folder
+def test_a_test_runs_it(folder: Path) -> None:
+    """In the default suite; a notebook, whose kernel and ranks take half a minute, with `--full`."""
+    tests = {ROOT / block.run_by for block in blocks_of(folder / "README.md") if block.run_by}
+    names = [
+        name
+        for test in tests
+        if {"end_to_end", "slurm"} & {*test.parts}
+        for name in _tests_in(test, full=any(folder.glob("*.ipynb")))
+    ]
+    assert [name for name in names if name != "test_no_output_is_committed"] != []
+
+
+def _tests_in(test: Path, *, full: bool) -> list[str]:
+    """Return the functions of a file that are tests; those that are marked as `full` where `full` is."""
+    functions = [node for node in ast.parse(test.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return [
+        function.name
+        for function in functions
+        if function.name.startswith("test_")
+        and (full or not any(ast.unparse(each) == "pytest.mark.full" for each in function.decorator_list))
+    ]
