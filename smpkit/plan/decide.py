@@ -18,7 +18,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.forecast import Forecast, Speed, forecast
-from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
@@ -160,6 +160,7 @@ def decide(
     *,
     replans: bool = True,
     schedule: Schedule | None = None,
+    placed: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -171,6 +172,7 @@ def decide(
         replans: whether to choose the schedule once more with the costs of the model's parts, as the runtime does with
             measured ones after its first steps. That may hold more microbatches, and it takes longer to decide.
         schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
+        placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
 
     Raises:
         ConfigError: the model cannot be cut as the configuration asks.
@@ -183,7 +185,11 @@ def decide(
         schedule = policy.schedule(SegmentGraph.loop(degree, num_chunks, has_backward), config.microbatches)
         return Plan(mesh, simulate(schedule, Costs(1 / num_chunks, 2 / num_chunks)))
     assert speed is not None, "the costs of a model's units need the speed of a device"
-    assignment = assign_units(config, model.costs, model.places)
+    if placed is not None and all(cost.name in placed for cost in model.costs):
+        places = {index: placed[cost.name] for index, cost in enumerate(model.costs)}
+        assignment = assignment_of(model.costs, places, degree)
+    else:
+        assignment = assign_units(config, model.costs, model.places)
     recorded = model.recorded if model.recorded is not None and model.recorded.fits(assignment) else None
     if recorded is None:
         runs = runs_of(model.costs, assignment)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -173,6 +174,12 @@ def _facts() -> ModelFacts | None:
     return _own_facts.get(cast("nn.Module", model)) if model.pipeline is None else model.pipeline.facts
 
 
+def _placed() -> Mapping[str, int] | None:
+    """Return where the units of a pipeline are: a checkpoint may have told."""
+    pipeline = None if state.model is None else state.model.pipeline
+    return None if pipeline is None or pipeline.assignment is None else pipeline.assignment.partition_of
+
+
 def _plan() -> Plan | None:
     """Return the plan, made once for each model and optimizer."""
     global _made  # noqa: PLW0603
@@ -183,7 +190,8 @@ def _plan() -> Plan | None:
     # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
     if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
         try:
-            plan = decide(cfg, state.size, in_precision(facts, half_of(cfg), cfg), _SPEED, optimizer)
+            model = in_precision(facts, half_of(cfg), cfg)
+            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=_placed())
         except SmpkitError:
             plan = None
         _made = facts, cfg, optimizer, plan
