@@ -245,9 +245,17 @@ def _simulated(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], s
 def _core_seconds(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Iterator[float]:
     """Yield for how long each segment keeps a core busy in a step, alone."""
     for segment, run in runs.items():
-        actions = 2 + (schedule.splits_backward and schedule.graph.splits(segment))
+        is_split = _is_split(schedule, segment, run)
         work = sum((3 + unit.recomputed_share) * speed.core_seconds(unit) for unit in run)
-        yield schedule.num_microbatches * (work + actions * speed.action_seconds)
+        if is_split:
+            work += sum(unit.weight_products for unit in run) * speed.split_seconds
+        yield schedule.num_microbatches * (work + (2 + is_split) * speed.action_seconds)
+
+
+def _is_split(schedule: Schedule, segment: Segment, run: Sequence[UnitCost]) -> bool:
+    """Return whether the backward of a segment runs in two halves: not if some of it is computed again."""
+    splits = schedule.splits_backward and schedule.graph.splits(segment)
+    return splits and not any(unit.recomputed_flops for unit in run)
 
 
 def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed, slower: float) -> Costs:
@@ -271,9 +279,10 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
         waited = of_action + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
-        if schedule.splits_backward and weight[segment]:  # its halves are two actions
-            backward[segment] += of_action
-            weight[segment] += of_action
+        if _is_split(schedule, segment, run):  # its halves are two actions
+            more = slower * sum(map(speed.seconds_of_split, run))
+            backward[segment] += of_action + more
+            weight[segment] += of_action + more / 2
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 

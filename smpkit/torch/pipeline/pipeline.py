@@ -136,7 +136,7 @@ class Pipeline:
             return 0
         costs = () if self.facts is None else self.facts.costs
         own = [cost for cost in costs if assignment.partition_of.get(cost.name) == state.pp_rank]
-        saved = sum(max(0, cost.recomputed_bytes - cost.boundary_bytes) for cost in own)
+        saved = sum(max(0, (cost.spared_bytes or cost.recomputed_bytes) - cost.boundary_bytes) for cost in own)
         # One recomputation at a time is held all the same.
         return max(0, live * saved - max((cost.recomputed_bytes for cost in own), default=0))
 
