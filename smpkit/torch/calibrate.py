@@ -279,7 +279,7 @@ class _Measurement:
         return moved / self._alone(lambda: [operator() for operator in operators])
 
     def _operation(self) -> tuple[float, float]:
-        """Return what the host spends on an operator, and how much more on a product with a weight if backward is split.
+        """Return what an operator costs the host, and how much more a product with a weight does if backward is split.
 
         Modules of small operators run, forward and, for twice of it, backward.
         """

@@ -1,8 +1,9 @@
 """The plan of the model that runs: what `smpkit plan` would say of it, made by the ranks, which know the model.
 
 Over a pipeline the first rank has traced the model and told the others what it found. Elsewhere, in a run that has a
-folder, each rank knows the sizes of its tensors. In the first step with gradients it notes what the model is called
-with, and behind the step it traces that call on tensors without data: no step function runs more often for it.
+folder, each rank knows the sizes of its tensors. In a step with gradients it notes what the model is called with, and
+behind the step it traces that call on tensors without data: no step function runs more often for it. That is the first
+step, unless the model is so large that the trace would take long beside what has run so far.
 
 So each rank can decide, as `smpkit plan` does. Rank 0 adds it to the plan in the run's folder before the first step,
 after that trace, and when the run ends, which may have made its optimizer late.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -52,6 +54,13 @@ _log = logging.getLogger("smpkit")
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 
+_MODULE_SECONDS: Final = 0.003
+"""What a trace takes for each module, about."""
+_AT_ONCE_SECONDS: Final = 1.0
+"""A trace this short runs behind the first step."""
+_SHARE: Final = 0.01
+"""A longer one when it is this share of the time since then."""
+
 _made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
 _own_facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
@@ -77,10 +86,12 @@ def _is_traceable(root: nn.Module) -> bool:
 
 
 class _FirstCall(StepParticipant):
-    """Notes the first call of a model with gradients, and traces one like it when the step has ended."""
+    """Notes the first call of a model with gradients in a step, and traces one like it when the step has ended."""
 
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
+        self._began = time.monotonic()
+        self._seconds = _MODULE_SECONDS * sum(1 for _ in model.module.modules())
         self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._autocast: tuple[str, torch.dtype, bool] | None = None
         self._hook = model.module.register_forward_pre_hook(self._note, with_kwargs=True)
@@ -93,6 +104,9 @@ class _FirstCall(StepParticipant):
 
     def end_step(self, step: StepProgress) -> None:  # noqa: ARG002 - of any step
         if self._called is None or self._autocast is None:
+            return
+        if self._seconds > max(_AT_ONCE_SECONDS, _SHARE * (time.monotonic() - self._began)):
+            self._called = None  # a later step has a call like it
             return
         self._hook.remove()
         self._model.participants.remove(self)

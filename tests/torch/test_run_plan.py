@@ -16,6 +16,7 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.decide import decide
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.torch import run_plan
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
@@ -129,6 +130,28 @@ def test_two_ranks_write_one_plan_also_where_the_first_step_evaluates(
 
 def _evaluate_and_train(folder: Path, config: dict[str, Any]) -> None:
     train(folder, config, evaluates=True)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_trace_that_takes_long_waits_until_the_run_has_taken_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(run_plan.time, "monotonic", lambda: now)
+    monkeypatch.setattr(run_plan, "_MODULE_SECONDS", 2.0)
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(inner := Counted())
+    traced, calls = [], []
+    for seconds in (0.0, 799.0, 801.0, 802.0):  # four modules: 8 s
+        now = seconds
+        inner.calls.clear()
+        train_step(model, torch.ones(ROWS, WIDTH))
+        traced.append(plan_of(tmp_path)["traced"])
+        calls.append(len(inner.calls))
+    smp.shutdown()
+    assert traced == [False, False, True, True]
+    assert calls == [MICROBATCHES] * 4
 
 
 def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) -> None:

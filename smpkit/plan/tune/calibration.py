@@ -134,7 +134,7 @@ class Calibration(Section):
     operation_seconds: Annotated[float, Field(ge=0)] = 0.0
     """What the host spends on an operator in a forward, and on half of one in a backward: small ones, with autograd."""
     split_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """What a backward in two halves, as in a zero-bubble schedule, costs the host more, for each product with a weight."""
+    """How much more a backward in two halves (`zero_bubble`) costs the host, for each product with a weight."""
     elementwise_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
     """What an elementwise operator reads and writes of a value of a layer's size, which caches may hold."""
 
