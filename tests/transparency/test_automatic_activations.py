@@ -19,7 +19,7 @@ from smpkit.torch.memory.chooser import Phase
 from smpkit.torch.placement.dtensor import local_tensor_of
 from tests.ranks import run_ranks
 
-WIDTH, LAYERS, BATCH, STEPS = 32, 6, 8, 8
+WIDTH, LAYERS, BATCH, STEPS = 32, 6, 8, 10
 
 
 class Layer(nn.Module):

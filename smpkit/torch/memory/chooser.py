@@ -8,7 +8,8 @@
     layers      hold as little as they can     │ as chosen                       │ as chosen with that
 
 Until they are chosen for, layers hold as little as they can, which fits if the model can train at all. The first update
-makes the optimizer's states, so nothing before it is measured. Each choice gives the same gradients to the bit: only
+makes the optimizer's states, and the first calls of a checkpointed layer copy what it might change: nothing before that
+is over is measured. Each choice gives the same gradients to the bit: only
 time and memory differ.
 
 `smpkit.fit` and a `DistributedModel` choose with this: they say when a step begins, and which ranks must agree.
@@ -43,6 +44,7 @@ from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
+from smpkit.torch.core.module_state import FIRST_CALLS
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
 from smpkit.torch.memory.graphs import LiveGraphs
@@ -168,7 +170,7 @@ class Chooser:
         self.updates = Updates(site.parameters, site.device, any_optimizer=site.any_optimizer)
         self.phase = Phase.STARTING
         self._graphs = LiveGraphs()
-        self._num_steps = self._num_compared = 0
+        self._num_steps = self._num_compared = self._num_calls = 0
         self._static = 0
         self._began: Any = None
         self._ended: Any = None
@@ -263,7 +265,7 @@ class Chooser:
         """Return what the step that begins is for."""
         if self.phase is Phase.STARTING:
             is_over = self.updates.num_updates or self._num_steps > _LAST_START
-            return Phase.MEASURED if is_over else Phase.STARTING
+            return Phase.MEASURED if is_over and self._num_calls >= FIRST_CALLS else Phase.STARTING
         if self.phase is Phase.MEASURED:
             if len(self._steps) < _NUM_MEASURED:
                 return Phase.MEASURED
@@ -291,6 +293,7 @@ class Chooser:
         if self._first is None:
             self._first = name
         if name == self._first:
+            self._num_calls += 1
             self._note_size(input_bytes(args, kwargs))
         return original if self.probe is None else self.probe.around(name, original)
 

@@ -63,7 +63,7 @@ def fit(
             optimizer.zero_grad()
         print(fitted.report())
 
-    Layers are the items of the model's `ModuleList`s and `Sequential`s. The three steps after the first update measure
+    Layers are the items of the model's `ModuleList`s and `Sequential`s. Three steps after the first update measure
     them; from then on each layer keeps its activations, has its input copied to the host and is recomputed, or is only
     recomputed, whichever together is the fastest that fits. Larger inputs than those measured are provided for as they
     come. Losses, gradients and weights are the same bits as without it. Works beside `DistributedDataParallel`,
@@ -230,7 +230,7 @@ class Fitted:
         facts, chosen = self._chooser.facts, self._chooser.chosen
         if facts is None or chosen is None:
             raise UsageError(
-                "nothing has been chosen yet", hint="ask again four steps after the first update, or in the next run"
+                "nothing has been chosen yet", hint="ask again some steps after the first update, or in the next run"
             )
         cost, choices = chosen.pick.cost, self.choices
         other = int(facts.other_bytes)
