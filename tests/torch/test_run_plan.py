@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_trace_that_takes_long_waits_until_the_run_has_taken_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(run_plan.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(run_plan, "_MODULE_SECONDS", 2.0)
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     smp.init({"microbatches": MICROBATCHES})
