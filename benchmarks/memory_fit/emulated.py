@@ -2,7 +2,10 @@
 
 Three models of Hugging Face, with random weights, train on the CPU with a link whose copies take real time on threads
 of their own (`smpkit.testing.EmulatedLink`). Each trains within three memories, over a fast and a slow link. What was
-planned from one step's measured layers stands beside the median of the steps that follow.
+planned from the layers of three steps stands beside the median of the steps that follow.
+
+Both are times of one thread: what it computes, by its own clock, and what it waits for copies. Other programs on the
+same cores make a step last longer, and no plan can know them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch import nn
 
 import smpkit
 from smpkit.testing import EmulatedLink
+from smpkit.torch.offload.emulated import ThreadWait
+from smpkit.torch.offload.link import Event
 
 __all__ = ["rows"]
 
@@ -93,19 +98,34 @@ def vit() -> Model:
 MODELS: Final[Mapping[str, Callable[[], Model]]] = {"GPT-2": gpt2, "T5": t5, "ViT": vit}
 
 
+class Clocked(EmulatedLink):
+    """Its clock counts what this thread computes and what it waits for copies."""
+
+    waited = 0.0
+
+    def stamp(self) -> float:
+        return time.thread_time() + self.waited
+
+    def wait(self, event: Event, what: str) -> ThreadWait:
+        found = super().wait(event, what)
+        self.waited += found.seconds
+        return found
+
+
 def measure(build: Callable[[], Model], rate: float, device_bytes: int, steps: int) -> tuple[Any, float]:
     """Train with a link of `rate` bytes a second; return what was planned, and the median seconds of a step."""
     torch.manual_seed(0)
     model, batch = build()
-    fitted = smpkit.fit(model, device_gib=device_bytes / _GIB, link=EmulatedLink(rate))
+    link = Clocked(rate)
+    fitted = smpkit.fit(model, device_gib=device_bytes / _GIB, link=link)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     seconds = []
     for _ in range(_SETTLING + steps):
-        began = time.perf_counter()
+        began = link.stamp()
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)  # to the next forward, as steps are planned
+        seconds.append(link.stamp() - began)  # to the next forward, as steps are planned
     report = fitted.report()
     fitted.remove()
     gc.collect()

@@ -430,7 +430,8 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     seconds = sleeps(model, MODELS[name]())
     job = Job({1: model}, machine, ranks, SAMPLES)
     rows: list[dict[str, Any]] = []
-    chosen = list(configurations(ranks))[: options.only]
+    matching = options.matching or [""]
+    chosen = [each for each in configurations(ranks) if any(text in words(each) for text in matching)][: options.only]
     configs = [*chosen, chosen[0]]
     of_ranks = run_ranks(measure_each, ranks, name, configs, seconds, options.steps, timeout=60 * len(configs))
     for config, measured in zip(configs, zip(*of_ranks, strict=True), strict=True):
@@ -475,13 +476,17 @@ def _ranked(values: Sequence[float]) -> list[float]:
     return [sum(each < value for each in values) + (sum(each == value for each in values) - 1) / 2 for value in values]
 
 
+def words(config: Mapping[str, Any]) -> str:
+    """Return a configuration as the table shows it."""
+    return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
+
+
 def table(found: dict[str, Any]) -> Iterator[str]:
     rows = sorted(found["rows"], key=lambda row: row["measured"])
     yield "| predicted | measured | memory | as run | configuration |\n|---|---|---|---|---|"
     for row in rows:
-        words = ", ".join(f"{key} {value}" for key, value in row["config"].items() if key != "ddp")
         times = f"{row['predicted']:.3f} s | {row['measured']:.3f} s"
-        yield f"| {times} | {row['memory_error']:.1%} | {row['memory_error_as_run']:.1%} | {words} |"
+        yield f"| {times} | {row['memory_error']:.1%} | {row['memory_error_as_run']:.1%} | {words(row['config'])} |"
     yield ""
     again = found["again"] / next(row["measured"] for row in found["rows"]) - 1
     what = f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations"
@@ -502,6 +507,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
     parser.add_argument("--only", type=int, help="the first so many configurations")
+    parser.add_argument(
+        "--matching",
+        action="append",
+        help="those whose words in the table contain this, such as 'microbatches 8, pipeline zero_bubble'; repeatable",
+    )
     parser.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
     parser.add_argument("--calibration", type=Path, help="read it if it is there, else write it")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")

@@ -18,7 +18,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.forecast import Forecast, Speed, forecast
-from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
@@ -160,6 +160,7 @@ def decide(
     *,
     replans: bool = True,
     schedule: Schedule | None = None,
+    placed: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -171,6 +172,7 @@ def decide(
         replans: whether to choose the schedule once more with the costs of the model's parts, as the runtime does with
             measured ones after its first steps. That may hold more microbatches, and it takes longer to decide.
         schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
+        placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
 
     Raises:
         ConfigError: the model cannot be cut as the configuration asks.
@@ -183,7 +185,11 @@ def decide(
         schedule = policy.schedule(SegmentGraph.loop(degree, num_chunks, has_backward), config.microbatches)
         return Plan(mesh, simulate(schedule, Costs(1 / num_chunks, 2 / num_chunks)))
     assert speed is not None, "the costs of a model's units need the speed of a device"
-    assignment = assign_units(config, model.costs, model.places)
+    if placed is not None and all(cost.name in placed for cost in model.costs):
+        places = {index: placed[cost.name] for index, cost in enumerate(model.costs)}
+        assignment = assignment_of(model.costs, places, degree)
+    else:
+        assignment = assign_units(config, model.costs, model.places)
     recorded = model.recorded if model.recorded is not None and model.recorded.fits(assignment) else None
     if recorded is None:
         runs = runs_of(model.costs, assignment)
@@ -239,9 +245,17 @@ def _simulated(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], s
 def _core_seconds(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Iterator[float]:
     """Yield for how long each segment keeps a core busy in a step, alone."""
     for segment, run in runs.items():
-        actions = 2 + (schedule.splits_backward and schedule.graph.splits(segment))
+        is_split = _is_split(schedule, segment, run)
         work = sum((3 + unit.recomputed_share) * speed.core_seconds(unit) for unit in run)
-        yield schedule.num_microbatches * (work + actions * speed.action_seconds)
+        if is_split:
+            work += sum(unit.weight_products for unit in run) * speed.split_seconds
+        yield schedule.num_microbatches * (work + (2 + is_split) * speed.action_seconds)
+
+
+def _is_split(schedule: Schedule, segment: Segment, run: Sequence[UnitCost]) -> bool:
+    """Return whether the backward of a segment runs in two halves: not if some of it is computed again."""
+    splits = schedule.splits_backward and schedule.graph.splits(segment)
+    return splits and not any(unit.recomputed_flops for unit in run)
 
 
 def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed, slower: float) -> Costs:
@@ -265,9 +279,10 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
         waited = of_action + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
-        if schedule.splits_backward and weight[segment]:  # its halves are two actions
-            backward[segment] += of_action
-            weight[segment] += of_action
+        if _is_split(schedule, segment, run):  # its halves are two actions
+            more = slower * sum(map(speed.seconds_of_split, run))
+            backward[segment] += of_action + more
+            weight[segment] += of_action + more / 2
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 

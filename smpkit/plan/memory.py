@@ -157,8 +157,8 @@ class RankMemory:
     optimizer_bytes: int
     """What the optimizer keeps, without the masters that it updates in half precision."""
     activations_bytes: int | None
-    """What the live microbatches keep for their backward, the largest recomputation of a checkpointed layer, and values
-    on their way; None if the model was not traced."""
+    """What the live microbatches keep for their backward, what the largest recomputation of a checkpointed layer holds
+    at its peak, and values on their way; None if the model was not traced."""
     boundaries_bytes: int = 0
     """The part of `activations_bytes` that is inputs of checkpointed layers."""
     host_bytes: int = 0

@@ -34,6 +34,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.cores import own_cores
 from smpkit.torch.distributed.init import extra_group, init
 from smpkit.torch.model import DistributedModel
+from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.step import step
 
 __all__ = ["main"]
@@ -68,7 +69,7 @@ class _Measurement:
         self._groups = sorted({size for size in (2, 4, 8, 16, state.size) if 2 <= size <= state.size})
         self._message_bytes = (4096, _MIB, 16 * _MIB)
         num_matmuls = 2 * len(self._dtypes) * len(self._sizes)
-        num_others = len(self._dtypes) * len(self._tokens) + 4 + (4 if fast else 0)
+        num_others = len(self._dtypes) * len(self._tokens) + 5 + (4 if fast else 0)
         num_messages = len(self._message_bytes) * (1 + 3 * len(self._groups)) if state.size > 1 else 0
         # Processes start and warm up in the rest.
         self._slot = 0.7 * seconds / (num_matmuls + num_others + num_messages)
@@ -80,7 +81,7 @@ class _Measurement:
         link = self._link() if devices.is_asynchronous(self._device) else None
         messages, collectives = list(self._messages()), list(self._collectives())
         updates = self._updates()
-        elementwise, operation = self._elementwise(), self._operation()
+        elementwise, (operation, split) = self._elementwise(), self._operation()
         action = self._action()
         machine = this_machine().model_copy(
             update={
@@ -104,6 +105,7 @@ class _Measurement:
             updates_per_second=updates,
             action_seconds=action,
             operation_seconds=operation,
+            split_seconds=split,
             elementwise_bytes_per_second=elementwise,
         )
 
@@ -276,13 +278,25 @@ class _Measurement:
         moved = (3 + 2 + 2) * value.numel() * value.element_size()
         return moved / self._alone(lambda: [operator() for operator in operators])
 
-    def _operation(self) -> float:
-        """Return what the host spends on an operator: modules of small ones, forward and, for twice of it, backward."""
-        modules = [nn.LayerNorm(_TINY), nn.Linear(_TINY, _TINY), nn.GELU()] * _TINY
+    def _operation(self) -> tuple[float, float]:
+        """Return what an operator costs the host, and how much more a product with a weight does if backward is split.
+
+        Modules of small operators run, forward and, for twice of it, backward.
+        """
+        layers = [(nn.LayerNorm(_TINY), nn.Linear(_TINY, _TINY), nn.GELU()) for _ in range(_TINY)]
+        modules = [module for layer in layers for module in layer]
         model = nn.Sequential(*modules).to(self._device)
         value = self._random(1, _TINY).requires_grad_()
         num_operators = len(modules) + _TINY  # a linear layer also transposes its weight
-        return self._alone(lambda: model(value).sum().backward()) / (3 * num_operators)
+
+        def split() -> None:
+            loss = model(value).sum()
+            weights = backward_inputs([loss], [torch.ones_like(loss)], [value])
+            assert weights is not None
+            weights.run()
+
+        plain = self._alone(lambda: model(value).sum().backward())
+        return plain / (3 * num_operators), max(0.0, self._alone(split) - plain) / _TINY
 
     def _action(self) -> float:
         """Return what the runtime itself spends on an action, with its message.

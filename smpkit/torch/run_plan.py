@@ -1,8 +1,9 @@
 """The plan of the model that runs: what `smpkit plan` would say of it, made by the ranks, which know the model.
 
 Over a pipeline the first rank has traced the model and told the others what it found. Elsewhere, in a run that has a
-folder, each rank knows the sizes of its tensors. In the first step with gradients it notes what the model is called
-with, and behind the step it traces that call on tensors without data: no step function runs more often for it.
+folder, each rank knows the sizes of its tensors. In a step with gradients it notes what the model is called with, and
+behind the step it traces that call on tensors without data: no step function runs more often for it. That is the first
+step, unless the model is so large that the trace would take long beside what has run so far.
 
 So each rank can decide, as `smpkit plan` does. Rank 0 adds it to the plan in the run's folder before the first step,
 after that trace, and when the run ends, which may have made its optimizer late.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +54,13 @@ _log = logging.getLogger("smpkit")
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 
+_MODULE_SECONDS: Final = 0.003
+"""What a trace takes for each module, about."""
+_AT_ONCE_SECONDS: Final = 1.0
+"""A trace this short runs behind the first step."""
+_SHARE: Final = 0.01
+"""A longer one when it is this share of the time since then."""
+
 _made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
 _own_facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
@@ -76,10 +86,12 @@ def _is_traceable(root: nn.Module) -> bool:
 
 
 class _FirstCall(StepParticipant):
-    """Notes the first call of a model with gradients, and traces one like it when the step has ended."""
+    """Notes the first call of a model with gradients in a step, and traces one like it when the step has ended."""
 
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
+        self._began = time.monotonic()
+        self._seconds = _MODULE_SECONDS * sum(1 for _ in model.module.modules())
         self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._autocast: tuple[str, torch.dtype, bool] | None = None
         self._hook = model.module.register_forward_pre_hook(self._note, with_kwargs=True)
@@ -92,6 +104,9 @@ class _FirstCall(StepParticipant):
 
     def end_step(self, step: StepProgress) -> None:  # noqa: ARG002 - of any step
         if self._called is None or self._autocast is None:
+            return
+        if self._seconds > max(_AT_ONCE_SECONDS, _SHARE * (time.monotonic() - self._began)):
+            self._called = None  # a later step has a call like it
             return
         self._hook.remove()
         self._model.participants.remove(self)
@@ -173,6 +188,12 @@ def _facts() -> ModelFacts | None:
     return _own_facts.get(cast("nn.Module", model)) if model.pipeline is None else model.pipeline.facts
 
 
+def _placed() -> Mapping[str, int] | None:
+    """Return where the units of a pipeline are: a checkpoint may have told."""
+    pipeline = None if state.model is None else state.model.pipeline
+    return None if pipeline is None or pipeline.assignment is None else pipeline.assignment.partition_of
+
+
 def _plan() -> Plan | None:
     """Return the plan, made once for each model and optimizer."""
     global _made  # noqa: PLW0603
@@ -183,7 +204,8 @@ def _plan() -> Plan | None:
     # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
     if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
         try:
-            plan = decide(cfg, state.size, in_precision(facts, half_of(cfg), cfg), _SPEED, optimizer)
+            model = in_precision(facts, half_of(cfg), cfg)
+            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=_placed())
         except SmpkitError:
             plan = None
         _made = facts, cfg, optimizer, plan

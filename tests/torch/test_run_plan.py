@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.decide import decide
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.torch import run_plan
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
@@ -129,3 +131,52 @@ def test_two_ranks_write_one_plan_also_where_the_first_step_evaluates(
 
 def _evaluate_and_train(folder: Path, config: dict[str, Any]) -> None:
     train(folder, config, evaluates=True)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_trace_that_takes_long_waits_until_the_run_has_taken_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(run_plan, "_MODULE_SECONDS", 2.0)
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(inner := Counted())
+    traced, calls = [], []
+    for seconds in (0.0, 799.0, 801.0, 802.0):  # four modules: 8 s
+        now = seconds
+        inner.calls.clear()
+        train_step(model, torch.ones(ROWS, WIDTH))
+        traced.append(plan_of(tmp_path)["traced"])
+        calls.append(len(inner.calls))
+    smp.shutdown()
+    assert traced == [False, False, True, True]
+    assert calls == [MICROBATCHES] * 4
+
+
+def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) -> None:
+    checkpoints, first, second = (tmp_path / name for name in ("checkpoints", "first", "second"))
+    for folder in (checkpoints, first, second):
+        folder.mkdir()
+    run_ranks(_resume_and_train, 2, first, checkpoints, False)
+    run_ranks(_resume_and_train, 2, second, checkpoints, True)
+    # By memory, the table alone would be a stage: the partition is that of the checkpoint.
+    assert [stage["units"] for stage in plan_of(first)["stages"]] == [["0", "1", "2"], ["3", "4"]]
+    assert plan_of(second) == plan_of(first)
+
+
+def _resume_and_train(folder: Path, checkpoints: Path, resumes: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_DIR, str(folder))
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "memory_weight": float(resumes)})
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        model = smp.DistributedModel(nn.Sequential(nn.Embedding(999, WIDTH), *layers))
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        if resumes:
+            smp.resume_from_checkpoint(checkpoints, partial=True)
+        train_step(model, torch.zeros(ROWS, WIDTH, dtype=torch.int64))
+        optimizer.step()
+        if not resumes:
+            smp.save_checkpoint(checkpoints, tag="step_1", partial=True)
+        smp.shutdown()

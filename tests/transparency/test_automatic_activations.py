@@ -19,7 +19,7 @@ from smpkit.torch.memory.chooser import Phase
 from smpkit.torch.placement.dtensor import local_tensor_of
 from tests.ranks import run_ranks
 
-WIDTH, LAYERS, BATCH, STEPS = 32, 6, 8, 6
+WIDTH, LAYERS, BATCH, STEPS = 32, 6, 8, 10
 
 
 class Layer(nn.Module):
@@ -191,18 +191,18 @@ def resumed(folder: str) -> None:
     expected = train(config, "auto", steps=range(STEPS))
     least, more = expected.planned
     tight = {**config, "memory_budget_gib": max(smp_worst(least + 0.5 * more)) / 2**30}
-    first = train(tight, "auto", folder=folder, steps=range(4))
-    second = train(tight, "auto", folder=folder, steps=range(4, STEPS))
+    first = train(tight, "auto", folder=folder, steps=range(6))
+    second = train(tight, "auto", folder=folder, steps=range(6, STEPS))
     assert_same(Trained(first.steps + second.steps, second.weights), expected)
-    assert second.choices == [first.choices[-1]] * (STEPS - 4)
+    assert second.choices == [first.choices[-1]] * (STEPS - 6)
     assert second.planned == (0.0, 0.0), "it has measured"
     assert len(set(first.choices[-1].values())) == 2
 
 
 @pytest.mark.full
 def test_other_degrees_measure_anew(tmp_path: Path) -> None:
-    run_ranks(with_degree, 2, str(tmp_path), 2, range(4))
-    [found, _] = run_ranks(with_degree, 2, str(tmp_path), 1, range(4, STEPS + 4))
+    run_ranks(with_degree, 2, str(tmp_path), 2, range(6))
+    [found, _] = run_ranks(with_degree, 2, str(tmp_path), 1, range(6, STEPS + 6))
     assert set(found[0].values()) == {"recompute"}
     assert set(found[-1].values()) == {"keep"}
 

@@ -57,11 +57,21 @@ class Speed:
     """Of a host."""
     ranks: int = 1
     """Of a host, which share its cores."""
+    split_seconds: float = 0.0
+    """What a backward in two halves costs the host more, for each product with a weight."""
 
     def forward_seconds(self, unit: UnitCost) -> float:
         """Return how long the forward of a unit takes, for a rank with a core of its own."""
         device, host = self._device_seconds(unit), unit.operations * self.operation_seconds
         return max(device, host) if self.is_asynchronous else device + host
+
+    def seconds_of_split(self, unit: UnitCost) -> float:
+        """Return how much longer the backward of a unit takes in two halves than in one."""
+        more = unit.weight_products * self.split_seconds
+        if not self.is_asynchronous:
+            return more
+        device, host = 2 * self._device_seconds(unit), 2 * unit.operations * self.operation_seconds
+        return max(device, host + more) - max(device, host)
 
     def core_seconds(self, unit: UnitCost) -> float:
         """Return for how much of it a core is busy."""

@@ -32,7 +32,7 @@ class UnitCost:
     boundary_bytes: int = 0
     """The part of `activation_bytes` that is inputs of checkpointed layers, which can be offloaded."""
     recomputed_bytes: int = 0
-    """What the largest recomputation of a checkpointed layer keeps until its backward has passed."""
+    """What the largest recomputation of a checkpointed layer holds at most, beside its input."""
     recomputed_flops: float = 0.0
     """The part of `flops` that the backward computes again."""
     operations: int = 0
@@ -41,8 +41,13 @@ class UnitCost:
     """What those of them read and write that compute no products, and so wait for memory."""
     spared_bytes: int = 0
     """What its checkpointed calls would keep for their backward if they were not checkpointed; 0: not known."""
+    working_bytes: int = 0
+    """What its forward holds at most of what it makes, up to the last tensor that it saves: what recomputing all of it
+    would hold; 0: not known."""
     postponed_bytes: int = 0
     """What a backward in two halves keeps from the first to the second: gradients of products with weights."""
+    weight_products: int = 0
+    """How many those are: for each of them the second half starts anew."""
 
     @property
     def recomputed_share(self) -> float:

@@ -101,4 +101,5 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
         moved_bytes=cost.moved_bytes // num_calls,
         spared_bytes=cost.spared_bytes // num_calls,
         postponed_bytes=cost.postponed_bytes // num_calls,
+        weight_products=cost.weight_products // num_calls,
     )

@@ -133,6 +133,8 @@ class Calibration(Section):
     """What the runtime itself spends on the forward or the backward of a microbatch on a stage, and on its message."""
     operation_seconds: Annotated[float, Field(ge=0)] = 0.0
     """What the host spends on an operator in a forward, and on half of one in a backward: small ones, with autograd."""
+    split_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """How much more a backward in two halves (`zero_bubble`) costs the host, for each product with a weight."""
     elementwise_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
     """What an elementwise operator reads and writes of a value of a layer's size, which caches may hold."""
 

@@ -59,6 +59,13 @@ class ChainLayer:
     """0: it cannot be recomputed, and is kept."""
     may_keep: bool = True
     """Whether it may do without recomputation."""
+    recompute_seconds: float | None = None
+    """What running its forward again takes; None: as long as the first time."""
+
+    @property
+    def again_seconds(self) -> float:
+        """What running its forward again takes."""
+        return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
     def swaps_with(self, other: ChainLayer) -> bool:
         """Return whether either may do what was chosen for the other."""
@@ -129,8 +136,8 @@ def _parts(layer: ChainLayer, choice: Choice, live: float) -> tuple[float, float
     if choice is Choice.KEEP:
         return 0.0, layer.saved_bytes * live, 0.0
     if choice is Choice.RECOMPUTE:
-        return layer.forward_seconds, layer.input_bytes * live, 0.0
-    return layer.forward_seconds, 0.0, layer.input_bytes * live
+        return layer.again_seconds, layer.input_bytes * live, 0.0
+    return layer.again_seconds, 0.0, layer.input_bytes * live
 
 
 def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -> float:
@@ -314,7 +321,7 @@ def _bound(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
     base = sum(each.forward_seconds + each.backward_seconds for each in layers)
     missing = sum(each.saved_bytes for each in layers) * limits.live - limits.device_bytes
     cheap = sorted(
-        (each.forward_seconds / (each.saved_bytes * limits.live), each.saved_bytes * limits.live)
+        (each.again_seconds / (each.saved_bytes * limits.live), each.saved_bytes * limits.live)
         for each in layers
         if each.input_bytes and each.saved_bytes
     )

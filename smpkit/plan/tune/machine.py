@@ -70,6 +70,8 @@ class Machine:
     """What the runtime itself spends on each action."""
     operation_seconds: float = 0.0
     """What the host spends on an operator; 0 where it is contained in the rates."""
+    split_seconds: float = 0.0
+    """What a backward in two halves costs the host more, for each product with a weight."""
     moved_bytes_per_second: float = inf
     """What a rank reads and writes where it computes no products; infinite where that is contained in the rates."""
     cores: float = inf
@@ -181,6 +183,7 @@ def from_calibration(calibration: Calibration) -> Machine:
         parallel_ranks=max(1.0, speed * calibration.ranks),
         action_seconds=calibration.action_seconds,
         operation_seconds=calibration.operation_seconds,
+        split_seconds=calibration.split_seconds,
         moved_bytes_per_second=calibration.elementwise_bytes_per_second or inf,
         cores=max(1.0, speed * calibration.ranks) if on_host else machine.cores,
         is_asynchronous=not on_host,

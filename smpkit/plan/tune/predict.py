@@ -241,6 +241,7 @@ class _Predicting:
             on_cores=self._machine.on_host,
             cores=self._machine.cores,
             ranks=min(job.ranks, self._machine.ranks_per_host),
+            split_seconds=self._machine.split_seconds,
         )
 
     def run(self) -> Prediction | RuledOut:
@@ -400,7 +401,7 @@ def layers_of(model: ModelFacts) -> dict[str, Layer]:
     for unit in model.units:
         cost = unit.cost
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
-            # What a recomputation allocates is an upper bound of what a layer keeps, where that is not known.
+            # What a recomputation makes is an upper bound of what a layer keeps, where that is not known.
             saved = cost.activation_bytes - cost.boundary_bytes + (cost.spared_bytes or cost.recomputed_bytes)
             found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
         before = cost.output_bytes
@@ -500,7 +501,9 @@ def with_choices(
             unit.cost,
             activation_bytes=layer.input_bytes if recomputed else layer.saved_bytes,
             boundary_bytes=layer.input_bytes if recomputed and not stays else 0,
-            recomputed_bytes=(unit.cost.recomputed_bytes or layer.saved_bytes) if recomputed else 0,
+            recomputed_bytes=unit.cost.recomputed_bytes or unit.cost.working_bytes or layer.saved_bytes
+            if recomputed
+            else 0,
             recomputed_flops=layer.cost.flops if recomputed else 0.0,
         )
         units.append(UnitFacts(cost, unit.tensors))
@@ -529,6 +532,7 @@ def _resized(cost: UnitCost, factor: float) -> UnitCost:
         recomputed_bytes=round(factor * cost.recomputed_bytes),
         moved_bytes=round(factor * cost.moved_bytes),
         spared_bytes=round(factor * cost.spared_bytes),
+        working_bytes=round(factor * cost.working_bytes),
         postponed_bytes=round(factor * cost.postponed_bytes),
     )
 

@@ -68,7 +68,7 @@ def _groups(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[fl
     before = waiting = 0.0
     groups: list[LayerCost] = []
     for layer, choice in zip(layers, choices, strict=True):
-        again = 0.0 if choice is Choice.KEEP else layer.forward_seconds
+        again = 0.0 if choice is Choice.KEEP else layer.again_seconds
         if choice is Choice.OFFLOAD:
             # Its backward is followed by those of the layers below it, down to the next one that is offloaded.
             backward = layer.backward_seconds + waiting

@@ -41,7 +41,7 @@ from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UsageError
 
-__all__ = ["ModuleState"]
+__all__ = ["FIRST_CALLS", "ModuleState"]
 
 _COMMON: Final = frozenset(vars(nn.Module()))
 """Attributes that every module has; `training`, which may change, is saved by itself."""
@@ -54,7 +54,7 @@ _MOST_ITEMS: Final = 256
 """Larger containers are left alone: a list that grows with every call would cost more with every call."""
 _MOST_CONFIGURATIONS: Final = 16
 """Of a module with more of them (it has a counter) only the training mode counts."""
-_FIRST_CALLS: Final = 3
+FIRST_CALLS: Final = 3
 """So many calls in a configuration compare: one alone may happen to write what was there."""
 _SMALL_BYTES: Final = 64 << 10
 _MISSING: Final = object()
@@ -67,7 +67,7 @@ class _History:
         self.written: dict[Any, set[str]] = {}
         """By configuration: the tensors that a call has written to in place."""
         self.num_calls: dict[Any, int] = {}
-        """By configuration, up to `_FIRST_CALLS`."""
+        """By configuration, up to `FIRST_CALLS`."""
         self.is_silent = False
         """Whether a call has written to buffers or attributes without changing their version."""
         self.has_silent_weights = False
@@ -482,7 +482,7 @@ class _Visit:
             if configuration in known or len(known) < _MOST_CONFIGURATIONS:
                 break
         num_calls = self.history.num_calls.get(configuration, 0)
-        self.is_new = self._has_data and num_calls < _FIRST_CALLS
+        self.is_new = self._has_data and num_calls < FIRST_CALLS
         if self.is_new:
             self.history.num_calls[configuration] = num_calls + 1
         self.written = known.setdefault(configuration, set())

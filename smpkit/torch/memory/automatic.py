@@ -31,7 +31,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant, StepParticipants
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.chooser import NUM_NUMBERS, Chooser, LayerNumbers, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
@@ -41,6 +41,7 @@ from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
 __all__ = ["AutomaticActivations"]
 
 _NOTHING: Final = -math.inf
+_UNKNOWN: Final = (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class Model(Protocol):
@@ -176,22 +177,22 @@ class AutomaticActivations(StepParticipant):
     def _largest(self, layers: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
         """Return the largest numbers of all ranks of this stage, by one all-reduce over the job.
 
-        Of each layer there are three numbers, wherever it lies, and of each stage the rest::
+        Of each layer there are as many numbers, wherever it lies, and of each stage the rest::
 
             layer 0   layer 1   ...   stage 0   stage 1   ...
         """
         own = layers or {}
-        numbers = {} if layers is None else {name: own.get(name, (_NOTHING,) * 3) for name in self._names}
-        width, first = len(rest), 3 * len(numbers)
+        numbers = {} if layers is None else {name: own.get(name, _UNKNOWN) for name in self._names}
+        width, first = len(rest), NUM_NUMBERS * len(numbers)
         start = first + width * state.pp_rank
-        flat = [each for triple in numbers.values() for each in triple] + [_NOTHING] * width * state.pp_size
+        flat = [each for own_numbers in numbers.values() for each in own_numbers] + [_NOTHING] * width * state.pp_size
         flat[start : start + width] = rest
         shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
         group = state.process_group(CommGroup.WORLD)
         with waiting("the choice of what layers do with their activations", group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
         found = shared.tolist()
-        agreed = dict(zip(numbers, zip(*[iter(found[:first])] * 3, strict=True), strict=True))
+        agreed = dict(zip(numbers, zip(*[iter(found[:first])] * NUM_NUMBERS, strict=True), strict=True))
         return {name: agreed[name] for name in own}, found[start : start + width]
 
     def _line(self, chooser: Chooser) -> str:

@@ -1,17 +1,24 @@
-"""Measure a step, choose for each layer, and compare what comes of it with what was predicted.
+"""Measure steps, choose for each layer, and compare what comes of it with what was predicted.
 
 ::
 
     phase       STARTING          MEASURED       CHOSEN       COMPARED             DONE
-    a step      each until the    sizes,         one          its peak beside      all others
-                first update      times, peak                 the predicted one
+    a step      each until the    three: sizes,  one          its peak beside      all others
+                first update      times, peaks                the predicted one
     layers      hold as little as they can     │ as chosen                       │ as chosen with that
 
 Until they are chosen for, layers hold as little as they can, which fits if the model can train at all. The first update
-makes the optimizer's states, so nothing before it is measured. Each choice gives the same gradients to the bit: only
+makes the optimizer's states, and the first calls of a checkpointed layer copy what it might change: nothing before that
+is over is measured. Each choice gives the same gradients to the bit: only
 time and memory differ.
 
 `smpkit.fit` and a `DistributedModel` choose with this: they say when a step begins, and which ranks must agree.
+
+[Note: one step is not enough] A choice is for good, and now and then a step is slow: by another program, by memory that
+the system has yet to hand out. So several are measured, and the median of each time counts: of a layer over all layers
+of its kind in all these steps, of the rest over the steps. Noise only adds, so the least would be nearer to what the
+work itself takes; but the steps to come have noise as well, and the prediction is for them. What compute waited for
+copies is no part of these times. It depends on the choice, and what comes of that the simulated engine says.
 
 [Note: what the rest takes] The device holds weights, gradients, optimizer states, and what the model computes outside
 its layers (logits, the loss). Where the device counts its memory, that is the measured peak without what the layers
@@ -21,6 +28,7 @@ hold. The CPU counts nothing: there it is weights, gradients and the states of o
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -36,6 +44,7 @@ from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
+from smpkit.torch.core.module_state import FIRST_CALLS
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
 from smpkit.torch.memory.graphs import LiveGraphs
@@ -45,16 +54,21 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-__all__ = ["Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
+__all__ = ["NUM_NUMBERS", "Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
 
 _LAST_START: Final = 64
 """Steps to wait for the first update: only optimizers of torch's class tell."""
+_NUM_MEASURED: Final = 3
+"""Steps. See [Note: one step is not enough]."""
 _MOST_COMPARED: Final = 2
 _LOOSE: Final = 0.05
 """A choice stands if the share of the device that it leaves free by mistake is smaller."""
 
-LayerNumbers = Mapping[str, tuple[float, float, float]]
-"""Of each layer for one microbatch: seconds of its forward, bytes that it saves, bytes of its inputs."""
+LayerNumbers = Mapping[str, tuple[float, float, float, float]]
+"""Of each layer for one microbatch: seconds of its forward and of its recomputation, bytes that it saves and that it is
+given."""
+NUM_NUMBERS: Final = 4
+"""How many that are for each layer."""
 Agree = Callable[[LayerNumbers | None, Sequence[float]], tuple[LayerNumbers, Sequence[float]]]
 """Takes numbers of layers (None: nothing of layers is asked) and others; returns the largest of each among all ranks
 that must choose alike."""
@@ -115,6 +129,24 @@ class Site:
         return self.engine.tuner.lead + (3 if self.link.is_stream_ordered else 2)
 
 
+@dataclass(frozen=True)
+class _MeasuredStep:
+    """What one step has told of itself; of layers for one microbatch."""
+
+    first_bytes: int
+    """Given to the first layer."""
+    sizes: Mapping[str, tuple[int, int]]
+    """What each layer saves and is given."""
+    seconds: Mapping[str, tuple[float, float]]
+    """Of each layer's forward, and of its recomputation; 0: it was not recomputed."""
+    busy_seconds: float
+    stall_seconds: float
+    static_bytes: int
+    peak_bytes: int
+    """0: not known."""
+    live: float
+
+
 class Chooser:
     """Chooses for the layers of one process.
 
@@ -138,7 +170,7 @@ class Chooser:
         self.updates = Updates(site.parameters, site.device, any_optimizer=site.any_optimizer)
         self.phase = Phase.STARTING
         self._graphs = LiveGraphs()
-        self._num_steps = self._num_compared = 0
+        self._num_steps = self._num_compared = self._num_calls = 0
         self._static = 0
         self._began: Any = None
         self._ended: Any = None
@@ -146,6 +178,12 @@ class Chooser:
         self._peak: int | None = None
         self._first: str | None = None
         self._first_bytes = self._largest_bytes = 0
+        """Given to the first layer: at most in this step, and in all so far."""
+        self._own_bytes = 0
+        """The same, at most in the steps that were measured, on this rank."""
+        self._steps: list[_MeasuredStep] = []
+        self._stalled = 0.0
+        """How long compute had waited for copies when the step began."""
         self._scale = 1.0
         self._facts: StepFacts | None = None
         self.chosen: Chosen | None = None
@@ -154,11 +192,6 @@ class Chooser:
         self.probe: Probe | None = None
         self.last_output: Any = None
         """Of the latest layer of the forward that runs."""
-
-    @property
-    def least(self) -> Choice:
-        """What every layer does until it is chosen for."""
-        return self._site.least
 
     @property
     def facts(self) -> StepFacts | None:
@@ -203,12 +236,16 @@ class Chooser:
         self.end_step()
         if not anew:
             self._num_steps += 1
+            if self.phase is Phase.MEASURED:
+                self._steps.append(self._measured_step())
             self.phase = self._next_phase()
         self.probe, self._ended = None, None
         if self.phase is Phase.MEASURED:
             self.probe = Probe(self._site.link, (*self._site.parameters(), *self._site.buffers()))
-            self._first_bytes = 0
         if self.phase in {Phase.MEASURED, Phase.COMPARED}:
+            devices.wait_for_stream(self._site.device)  # for the waits of the step before
+            self._stalled = self._stall_seconds()
+            self._first_bytes = 0
             self._static = self._static_bytes()
             self._graphs = LiveGraphs()
             self._began = self._site.link.stamp()
@@ -228,8 +265,10 @@ class Chooser:
         """Return what the step that begins is for."""
         if self.phase is Phase.STARTING:
             is_over = self.updates.num_updates or self._num_steps > _LAST_START
-            return Phase.MEASURED if is_over else Phase.STARTING
+            return Phase.MEASURED if is_over and self._num_calls >= FIRST_CALLS else Phase.STARTING
         if self.phase is Phase.MEASURED:
+            if len(self._steps) < _NUM_MEASURED:
+                return Phase.MEASURED
             self._decide()
             return Phase.CHOSEN
         if self.phase is Phase.CHOSEN:
@@ -254,6 +293,7 @@ class Chooser:
         if self._first is None:
             self._first = name
         if name == self._first:
+            self._num_calls += 1
             self._note_size(input_bytes(args, kwargs))
         return original if self.probe is None else self.probe.around(name, original)
 
@@ -293,39 +333,60 @@ class Chooser:
         weights = sum(map(num_bytes_of, (*parameters, *self._site.buffers())))
         return weights + gradients + missing + self.updates.state_bytes
 
-    def _decide(self) -> None:
-        """Take what the last step has measured, and choose."""
+    def _stall_seconds(self) -> float:
+        return 0.0 if self._site.engine is None else self._site.engine.stats.stall_seconds
+
+    def _measured_step(self) -> _MeasuredStep:
+        """Return what was measured of the step that has ended."""
         assert self.probe is not None
-        site, probe, rounds = self._site, self.probe, self._site.microbatches
-        seconds = site.link.seconds_between(self._began, self._ended) or 0.0
-        sizes = {name: _of_microbatch(calls, rounds) for name, calls in probe.calls.items()}
-        kinds = [(type(self.layers[name].module), *each) for name, each in sizes.items()]
-        forwards = _medians(kinds, [probe.seconds(name) / rounds for name in sizes])
-        measured = {name: (forward, *each) for forward, (name, each) in zip(forwards, sizes.items(), strict=True)}
-        live = self._seen_live()
+        probe, rounds = self.probe, self._site.microbatches
+        whole = self._site.link.seconds_between(self._began, self._ended) or 0.0
+        stalled = self._stall_seconds() - self._stalled
+        return _MeasuredStep(
+            first_bytes=self._first_bytes,
+            sizes={name: _of_microbatch(calls, rounds) for name, calls in probe.calls.items()},
+            seconds={name: _divided(probe.seconds(name), rounds) for name in probe.calls},
+            busy_seconds=whole - stalled,
+            stall_seconds=stalled,
+            static_bytes=self._static,
+            peak_bytes=self._peak or 0,
+            live=self._seen_live(),
+        )
+
+    def _decide(self) -> None:
+        """Take what was measured with the largest batch, and choose."""
+        site, rounds = self._site, self._site.microbatches
+        self._own_bytes = max(each.first_bytes for each in self._steps)
+        steps = [each for each in self._steps if each.first_bytes == self._own_bytes]
+        self._steps = []
+        sizes = _largest_sizes(steps)
+        seconds = self._seconds_of_layers(steps, sizes)
+        measured = {name: (*seconds[name], *each) for name, each in sizes.items()}
+        live, fullest = max(each.live for each in steps), max(steps, key=lambda step: step.peak_bytes)
         # The window of loads and one recomputation are part of the measured peak, too. They count again with the
         # choice: where the peak is in the head, and not in a layer, it holds beside them what the layers keep.
-        kept = 0.0 if site.least is Choice.OFFLOAD else live * sum(each[1] for each in sizes.values())
-        dynamic = max(0.0, (self._peak or 0) - self._static - kept)
+        kept = 0.0 if site.least is Choice.OFFLOAD else live * sum(inputs for _, inputs in sizes.values())
+        dynamic = max(0.0, fullest.peak_bytes - fullest.static_bytes - kept)
+        times = median(each.busy_seconds for each in steps), median(each.stall_seconds for each in steps)
         speeds = 1 / site.link.out_bytes_per_second, 1 / site.link.back_bytes_per_second
         limits = -site.limit_bytes, -site.host_bytes, site.window_layers
         layers, rest = self._agree(
-            measured, (dynamic, self._static, seconds, self._first_bytes, live, *limits, *speeds)
+            measured, (dynamic, fullest.static_bytes, *times, self._own_bytes, live, *limits, *speeds)
         )
-        dynamic, static, seconds, first_bytes, live, limit, host_bytes, window, out, back = rest
-        self._first_bytes = int(first_bytes)
-        self._largest_bytes = max(self._largest_bytes, self._first_bytes)
+        dynamic, static, busy, stalled, first_bytes, live, limit, host_bytes, window, out, back = rest
+        self._largest_bytes = max(self._largest_bytes, int(first_bytes))
         self._facts = StepFacts(
             names=tuple(layers),
             # A backward takes about two forwards; it matters only for how many loads hide behind it.
             layers=tuple(
-                ChainLayer(forward, 2 * forward, int(saved), int(inputs), self.layers[name].may_keep)
-                for name, (forward, saved, inputs) in layers.items()
+                ChainLayer(forward, 2 * forward, int(saved), int(inputs), self.layers[name].may_keep, again)
+                for name, (forward, again, saved, inputs) in layers.items()
             ),
-            first_bytes=max(1, self._first_bytes),
+            first_bytes=max(1, int(first_bytes)),
             static_bytes=int(static),
             dynamic_bytes=dynamic,
-            step_seconds=seconds,
+            busy_seconds=busy,
+            stall_seconds=stalled,
             microbatches=rounds,
             live=max(live, site.planned_live),
             limit_bytes=-limit,
@@ -340,6 +401,19 @@ class Chooser:
         if not devices.is_asynchronous(site.device):
             self._warn_if_too_large()
 
+    def _seconds_of_layers(
+        self, steps: Sequence[_MeasuredStep], sizes: Mapping[str, tuple[int, int]]
+    ) -> dict[str, tuple[float, float]]:
+        """Return for each layer the medians of its forwards and recomputations, over all layers of its kind."""
+        kinds = {name: (type(self.layers[name].module), *each) for name, each in sizes.items()}
+        firsts, repeated = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
+        for step in steps:
+            for name, (first, again) in step.seconds.items():
+                firsts[kinds[name]].append(first)
+                # One without a recomputation would take as long again.
+                repeated[kinds[name]].append(again or first)
+        return {name: (median(firsts[kind]), median(repeated[kind])) for name, kind in kinds.items()}
+
     def _compare(self) -> bool:
         """Compare the peak of a step as chosen with the prediction; return whether another choice was made."""
         assert self._facts is not None
@@ -348,7 +422,7 @@ class Chooser:
         self.measured = (self._peak, seconds)
         self._num_compared += 1
         # What this rank cannot tell does not hold the others up: -1 is smaller than any peak.
-        is_alike = self._first_bytes == self._facts.first_bytes and self._scale == 1.0
+        is_alike = self._first_bytes == self._own_bytes and self._scale == 1.0
         told = -1 if self._peak is None or not is_alike else self._peak
         if not devices.is_asynchronous(self._site.device):
             return False
@@ -394,16 +468,22 @@ def _of_microbatch(calls: Calls, microbatches: int) -> tuple[int, int]:
     return -(-calls.saved_bytes // microbatches), -(-calls.input_bytes // microbatches)
 
 
+def _divided(seconds: tuple[float, float], microbatches: int) -> tuple[float, float]:
+    return seconds[0] / microbatches, seconds[1] / microbatches
+
+
+def _largest_sizes(steps: Sequence[_MeasuredStep]) -> dict[str, tuple[int, int]]:
+    """Return the most that each layer has saved and was given; a step may leave layers out."""
+    found: dict[str, tuple[int, int]] = {}
+    for step in steps:
+        for name, (saved, inputs) in step.sizes.items():
+            before = found.get(name, (0, 0))
+            found[name] = max(before[0], saved), max(before[1], inputs)
+    return found
+
+
 def _sum_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], live: float) -> float:
     """Return what adds up of what layers hold: not what one layer holds at a time."""
     sizes = {Choice.KEEP: "saved_bytes", Choice.RECOMPUTE: "input_bytes"}
     pairs = zip(layers, choices, strict=True)
     return live * sum(int(getattr(layer, sizes[choice])) for layer, choice in pairs if choice in sizes)
-
-
-def _medians(kinds: Sequence[Hashable], values: Sequence[float]) -> list[float]:
-    """Return for each value the median of those of its kind: one step's times differ where the layers do not."""
-    groups: dict[Hashable, list[float]] = {}
-    for kind, value in zip(kinds, values, strict=True):
-        groups.setdefault(kind, []).append(value)
-    return [median(groups[kind]) for kind in kinds]

@@ -1,15 +1,14 @@
-"""What was measured of a step, and what it makes of each choice: pure functions of numbers that all ranks agree on."""
+"""What was measured of steps, and what it makes of each choice: pure functions of numbers that all ranks agree on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from smpkit.plan.offload.simulate import Rules
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice, choose, cost_of, smallest_bytes
-from smpkit.plan.tune.simulated import LoneEngine, choose_by_simulation, seconds_of
+from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice, choose, smallest_bytes
+from smpkit.plan.tune.simulated import LoneEngine, choose_by_simulation
 
 __all__ = ["Chosen", "StepFacts", "engine_rules", "gib"]
 
@@ -26,7 +25,10 @@ class StepFacts:
     """Of weights, gradients and states, whatever the batch."""
     dynamic_bytes: float
     """What the model computes outside its layers."""
-    step_seconds: float
+    busy_seconds: float
+    """A step with every layer holding as little as it can, without what it waited for copies."""
+    stall_seconds: float
+    """What it waited."""
     microbatches: int
     live: float
     """Microbatches that are held at a time."""
@@ -59,20 +61,24 @@ class StepFacts:
                 each,
                 forward_seconds=each.forward_seconds * factor,
                 backward_seconds=each.backward_seconds * factor,
+                recompute_seconds=each.again_seconds * factor,
                 saved_bytes=math.ceil(each.saved_bytes * factor),
                 input_bytes=math.ceil(each.input_bytes * factor),
             )
             for each in self.layers
         )
         return replace(
-            self, layers=layers, dynamic_bytes=self.dynamic_bytes * factor, step_seconds=self.step_seconds * factor
+            self,
+            layers=layers,
+            dynamic_bytes=self.dynamic_bytes * factor,
+            busy_seconds=self.busy_seconds * factor,
+            stall_seconds=self.stall_seconds * factor,
         )
 
-    def seconds_of(self, choices: Sequence[Choice]) -> float:
-        """Return what the layers take for a microbatch, as far as it is known."""
-        if self._is_simulated:
-            return seconds_of(self.layers, choices, self.limits, self.engine)
-        return cost_of(self.layers, choices, self.limits).seconds
+    def step_seconds(self, chosen: Chosen) -> float:
+        """Return what a step takes as chosen: the measured one, with other layers recomputed and other waits."""
+        measured = sum(each.forward_seconds + each.backward_seconds + each.again_seconds for each in self.layers)
+        return self.busy_seconds + self.microbatches * (chosen.pick.cost.seconds - measured)
 
     @property
     def _is_simulated(self) -> bool:

@@ -63,8 +63,8 @@ def fit(
             optimizer.zero_grad()
         print(fitted.report())
 
-    Layers are the items of the model's `ModuleList`s and `Sequential`s. The step after the first update measures them;
-    from then on each layer keeps its activations, has its input copied to the host and is recomputed, or is only
+    Layers are the items of the model's `ModuleList`s and `Sequential`s. Three steps after the first update measure
+    them; from then on each layer keeps its activations, has its input copied to the host and is recomputed, or is only
     recomputed, whichever together is the fastest that fits. Larger inputs than those measured are provided for as they
     come. Losses, gradients and weights are the same bits as without it. Works beside `DistributedDataParallel`,
     `fully_shard` and autocast; call it before they wrap the model.
@@ -131,7 +131,7 @@ class FitReport:
     step_seconds: float
     """Predicted, from one forward to that of the next step."""
     least_seconds: float
-    """Measured, with every layer holding as little as it can."""
+    """Measured, with every layer holding as little as it can: the median of the steps before the choice."""
     measured_bytes: int | None
     """The peak of an early step as chosen; None: not known, or not counted by the device."""
     measured_seconds: float | None
@@ -230,10 +230,9 @@ class Fitted:
         facts, chosen = self._chooser.facts, self._chooser.chosen
         if facts is None or chosen is None:
             raise UsageError(
-                "nothing has been chosen yet", hint="ask again two steps after the first update, or in the next run"
+                "nothing has been chosen yet", hint="ask again some steps after the first update, or in the next run"
             )
         cost, choices = chosen.pick.cost, self.choices
-        least = facts.seconds_of([self._chooser.least] * len(facts.layers))
         other = int(facts.other_bytes)
         return FitReport(
             layers=tuple(
@@ -244,8 +243,8 @@ class Fitted:
             other_bytes=other,
             device_bytes=other + int(cost.device_bytes),
             host_bytes=int(cost.host_bytes),
-            step_seconds=max(0.0, facts.step_seconds - least) + cost.seconds,
-            least_seconds=facts.step_seconds,
+            step_seconds=facts.step_seconds(chosen),
+            least_seconds=facts.busy_seconds + facts.stall_seconds,
             measured_bytes=self._chooser.measured[0],
             measured_seconds=self._chooser.measured[1],
             gap=chosen.pick.gap,
@@ -325,7 +324,7 @@ class Fitted:
         with waiting("the choice of `smpkit.fit`", self._group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         numbers = iter(shared.tolist())
-        return {name: (next(numbers), next(numbers), next(numbers)) for name in layers}, list(numbers)
+        return {name: (next(numbers), next(numbers), next(numbers), next(numbers)) for name in layers}, list(numbers)
 
 
 def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""What a layer's forward takes, what autograd saves of it, and how large its inputs are."""
+"""What a layer's forward takes, first and again, what autograd saves of it, and how large its inputs are."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Calls:
     input_bytes: int = 0
     times: list[tuple[Any, Any]] = field(default_factory=list)
     """Stamps before and after each."""
+    again: list[tuple[Any, Any]] = field(default_factory=list)
+    """The same of recomputations."""
 
 
 class _Storages:
@@ -70,7 +72,7 @@ class Probe:
         self.calls: dict[str, Calls] = {}
 
     def around(self, name: str, original: OriginalCall) -> OriginalCall:
-        """Return a layer's call that is measured when it runs first; its recomputation is not."""
+        """Return a layer's call that is measured when it runs first, and timed when it is recomputed."""
         return _MeasuredCall(self, name, original)
 
     def run(self, name: str, original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,23 +97,35 @@ class Probe:
             self._known.add(tensor)
         return output
 
-    def seconds(self, name: str) -> float:
-        """Return what the layer's forwards took; the device must have run them."""
-        return sum(self._link.seconds_between(*each) or 0.0 for each in self.calls[name].times)
+    def run_again(self, name: str, original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer's call and time it."""
+        begin = self._link.stamp()
+        try:
+            return original(*args, **kwargs)
+        finally:  # a recomputation ends with an exception, as soon as everything is saved
+            self.calls[name].again.append((begin, self._link.stamp()))
+
+    def seconds(self, name: str) -> tuple[float, float]:
+        """Return what the layer's forwards took, and what their recomputations did; the device must have run them."""
+        calls = self.calls[name]
+        first, again = (
+            sum(self._link.seconds_between(*each) or 0.0 for each in times) for times in (calls.times, calls.again)
+        )
+        return first, again
 
 
 class _MeasuredCall:
-    """Measures the first run of a call, and no other."""
+    """Measures the first run of a call, times the second, and lets others be."""
 
     def __init__(self, probe: Probe, name: str, original: OriginalCall) -> None:
-        self._probe: Probe | None = probe
         self._name, self._original = name, original
+        self._ways = iter((probe.run, probe.run_again))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        probe, self._probe = self._probe, None
-        if probe is None:
+        way = next(self._ways, None)
+        if way is None:
             return self._original(*args, **kwargs)
-        return probe.run(self._name, self._original, args, kwargs)
+        return way(self._name, self._original, args, kwargs)
 
 
 def _noting(note: Callable[[Tensor], None]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -110,11 +111,16 @@ class OffloadStats:
         """Note that compute may have stood still."""
         self._waits.append((layer, microbatch, wait))
 
+    @property
+    def stall_seconds(self) -> float:
+        """All stalls so far that the device has come to, those of the present step too."""
+        return self._totals.get("stall", 0.0) + sum(each.seconds for each in _stalls(self._known()))
+
     def end_step(self, lead: int, peak_host_bytes: int) -> StepReport:
         """Close a step, and start the next one's counts."""
         self.hold(0)
-        known = [(layer, microbatch, wait.seconds) for layer, microbatch, wait in self._waits]
-        stalls = tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _MIN_SECONDS)
+        known = self._known()
+        stalls = _stalls(known)
         report = StepReport(
             self.num_steps,
             self.bytes_out,
@@ -133,10 +139,13 @@ class OffloadStats:
             totals[name] = max(totals.get(name, 0), value)
         self.num_steps += 1
         # Waits that the device has not reached yet are reported with the next step.
-        self._waits = [each for each in self._waits if each[2].seconds is None]
+        self._waits = [wait for wait, (_, _, seconds) in zip(self._waits, known, strict=True) if seconds is None]
         self.bytes_out = self.bytes_back = self.kept_bytes = 0
         self.peak_device_bytes = self.device_bytes
         return report
+
+    def _known(self) -> list[tuple[str, int | None, float | None]]:
+        return [(layer, microbatch, wait.seconds) for layer, microbatch, wait in self._waits]
 
     def report(self) -> OffloadReport:
         """Return totals over all steps, and the latest steps."""
@@ -151,3 +160,7 @@ class OffloadStats:
             totals.get("stall", 0.0),
             tuple(self._steps),
         )
+
+
+def _stalls(known: Iterable[tuple[str, int | None, float | None]]) -> tuple[Stall, ...]:
+    return tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _MIN_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
+_log = logging.getLogger("smpkit")
+
 _NUMBERS: Final = (int, float)
 """What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
@@ -85,7 +88,7 @@ class Pipeline:
         self._tied: list[TiedTensor] = []
         self.assignment: Assignment | None = None
         self.facts: ModelFacts | None = None
-        """Of the whole model, which planning takes; None: the assignment was restored from a checkpoint."""
+        """Of the whole model, which planning takes; None before the first step."""
         self.resumed: Assignment | None = None
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
@@ -133,7 +136,7 @@ class Pipeline:
             return 0
         costs = () if self.facts is None else self.facts.costs
         own = [cost for cost in costs if assignment.partition_of.get(cost.name) == state.pp_rank]
-        saved = sum(max(0, cost.recomputed_bytes - cost.boundary_bytes) for cost in own)
+        saved = sum(max(0, (cost.spared_bytes or cost.recomputed_bytes) - cost.boundary_bytes) for cost in own)
         # One recomputation at a time is held all the same.
         return max(0, live * saved - max((cost.recomputed_bytes for cost in own), default=0))
 
@@ -222,8 +225,12 @@ class Pipeline:
 
     def _decide(self, step: TrialStep) -> Assignment:
         cfg = state.cfg
-        if self.resumed is not None and cfg.auto_partition and self._fits_model(self.resumed):
-            return self.resumed
+        resumed = self.resumed if cfg.auto_partition else None
+        if resumed is not None and self._fits_model(resumed):
+            trial = None if cfg.skip_tracing else lambda: run_fake(self._root, step)
+            costs = measure_units(self._root, units_of(self._root), trial, _say_untraced)
+            self.facts = model_facts(self._root, costs, {})
+            return resumed
         places: Mapping[str, int] = {}
         if not cfg.auto_partition:
             pins = manual_placement(self._root)
@@ -320,6 +327,10 @@ class Pipeline:
         if not is_of_others and self._failure is not None:
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
+
+
+def _say_untraced(reason: str) -> None:
+    _log.info("what the plan of this job says of activations is unknown: no trace of the model (%s)", reason)
 
 
 def _broadcast_from_first_pipeline(text: str) -> str:

@@ -17,6 +17,7 @@ import contextlib
 import copy
 import logging
 import random
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -141,14 +142,15 @@ def _trace(
 ) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
     counter, kernels = FlopCounterMode(display=False), FusedKernels()
-    started: dict[str, tuple[dict[str, int], int]] = {}
-    saved = _SavedBytes(root)
-    operators = _Operators(saved, lambda: bool(started))
+    started: dict[str, tuple[_Part, dict[str, int], int]] = {}
+    live = _LiveBytes()
+    saved = _SavedBytes(root, live)
+    operators = _Operators(saved, live, lambda: bool(started))
 
     def flops_so_far() -> int:
         return counter.get_total_flops() + kernels.flops
 
-    checkpointed = CheckpointedCalls(saved, flops_so_far)
+    checkpointed = CheckpointedCalls(saved, live, flops_so_far)
 
     def so_far() -> dict[str, int]:
         return {"flops": flops_so_far(), "activation_bytes": saved.total, **operators.counts}
@@ -156,17 +158,19 @@ def _trace(
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             checkpointed.begin_unit(name)
-            started[name] = so_far(), len(checkpointed.calls)
+            started[name] = live.begin(), so_far(), len(checkpointed.calls)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            then, num_calls = started.pop(name)
+            part, then, num_calls = started.pop(name)
+            live.end(part)
             checkpointed.end_unit()
             inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
             grown = {key: getattr(known, key) + now - then[key] for key, now in so_far().items()}
+            grown["working_bytes"] = max(known.working_bytes, part.needed)
             measured[name] = _checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
 
         return hook
@@ -227,8 +231,9 @@ def _bytes_of(value: Any) -> int:
 class _SavedBytes:
     """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, live: _LiveBytes) -> None:
         self.total = 0
+        self._live = live
         self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
@@ -250,6 +255,7 @@ class _SavedBytes:
         if storage_of(tensor) not in self._seen:
             self._seen[storage_of(tensor)] = tensor
             self.total += tensor.untyped_storage().nbytes()
+        self._live.note_saved()
         self._packed.append(tensor)
         return len(self._packed) - 1
 
@@ -290,7 +296,8 @@ class CheckpointedCall:
     boundary_bytes: int
     """The inputs that it keeps, as far as nothing before it keeps them."""
     recomputed_bytes: int
-    """What its operations allocate, and allocate again in backward: an upper bound of what backward keeps then."""
+    """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
+    that is saved. Where they save nothing (in torch's reentrant checkpoint) all that they make, which is more."""
     flops: int
     spared_bytes: int = 0
     """What its operations save for a backward that never needs it, each storage once; 0 where they save nothing (in
@@ -302,11 +309,15 @@ class CheckpointedCalls(Offloader):
 
     Args:
         saved: what autograd keeps so far.
+        live: what is alive of what operators have made.
         flops: returns the operations computed so far.
     """
 
-    def __init__(self, saved: _SavedBytes, flops: Callable[[], int]) -> None:
+    def __init__(self, saved: _SavedBytes, live: _LiveBytes, flops: Callable[[], int]) -> None:
         self.calls: list[CheckpointedCall] = []
+        self._live = live
+        self._inside: list[int] = []
+        """For each open call, what the largest recomputation inside it holds."""
         self._started_units: list[str] = []
         self._num_open_units = 0
         self._saved = saved
@@ -340,56 +351,80 @@ class CheckpointedCalls(Offloader):
         num_started_before = len(self._started_units)
         is_inside_unit = self._num_open_units > 0
         spared: dict[int, torch.Tensor] = {}
+        part, has_saved = self._live.begin(), False
+        self._inside.append(0)
 
         def note(tensor: torch.Tensor) -> None:
+            nonlocal has_saved
+            has_saved = True
+            self._live.note_saved()
             if not self._saved.is_of_parameters(tensor):
                 spared[storage_of(tensor)] = tensor
 
-        with _NewBytes() as new, _noting_saved(note, outside=self._saved.pack):
+        with _noting_saved(note, outside=self._saved.pack):
             yield
+        self._live.end(part)
         started_inside = self._started_units[num_started_before:]
         unit = None if is_inside_unit or not started_inside else started_inside[0]
         saved, flops = self._saved.total - saved_before, self._flops() - flops_before
         num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
+        # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
+        kept = sum(each.untyped_storage().nbytes() for each in spared.values() if self._live.is_of(part, each))
+        inside = self._inside.pop()
+        recomputed = max(part.needed, kept + inside if inside else 0) if has_saved else part.made
+        if self._inside:
+            self._inside[-1] = max(self._inside[-1], recomputed)
         spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
-        self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops, num_bytes))
+        self.calls.append(CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
+
+
+_push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 @contextlib.contextmanager
 def _noting_saved(note: Callable[[torch.Tensor], None], outside: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """Call `note` with each tensor that is given to a checkpoint's hooks in this block; they save nothing.
 
+    What a checkpoint inside it is given is noted for that one alone.
+
     Args:
         outside: what packs outside of checkpointed calls, and their inputs.
     """
     hooks: Any = torch._C._autograd
-    push = hooks._push_saved_tensors_default_hooks
+    before = hooks._push_saved_tensors_default_hooks
 
     def noted(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
         def both(tensor: torch.Tensor) -> Any:
             note(tensor)
             return pack(tensor)
 
-        push(both, unpack)
+        _push_hooks(both, unpack)
 
     around = hooks._top_saved_tensors_default_hooks(True)  # torch's checkpoint has entered its own by now
     hooks._push_saved_tensors_default_hooks = noted
     try:
-        is_outside = around is None or around[0] == outside
-        with contextlib.nullcontext() if is_outside else torch.autograd.graph.saved_tensors_hooks(*around):
+        if around is None or around[0] == outside:
             yield
+            return
+        _push_hooks(*around)
+        try:
+            yield
+        finally:
+            hooks._pop_saved_tensors_default_hooks()
     finally:
-        hooks._push_saved_tensors_default_hooks = push
+        hooks._push_saved_tensors_default_hooks = before
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views among them; the bytes that those read and write whose products nobody counts; and the
-    gradients for which weights wait where a backward is split, as `split_backward` does it.
+    """Counts operators, views among them; the bytes that those read and write whose products nobody counts; what is
+    alive of what they make; and the gradients for which weights wait where a backward is split, as `split_backward`
+    does it.
     """
 
-    def __init__(self, saved: _SavedBytes, is_in_unit: Callable[[], bool]) -> None:
+    def __init__(self, saved: _SavedBytes, live: _LiveBytes, is_in_unit: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0}
+        self._live = live
+        self.counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
         """By field of a `UnitCost`."""
         self._saved, self._is_in_unit = saved, is_in_unit
 
@@ -398,6 +433,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # a question about a tensor
             return output
         self.counts["operations"] += 1
+        self._live.add(output, func)
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and func.overloadpacket not in flop_registry:
             self.counts["moved_bytes"] += _bytes_of((args, output))
@@ -418,23 +454,78 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in outputs:
                 self._saved.note_made_of_parameters(each)
         elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
+            self.counts["weight_products"] += 1
             self.counts["postponed_bytes"] += _bytes_of(list(outputs))
 
 
-class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that operations allocate: not their views and changes in place."""
+class _Part:
+    """A part of the trace, and the bytes that its operators have made."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
+        self.made = self.alive = self.needed = 0
+        """All of them; those alive; the most of those until the latest tensor was saved."""
+        self._most = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def add(self, num_bytes: int) -> None:
+        self.made += num_bytes
+        self.alive += num_bytes
+        self._most = max(self._most, self.alive)
+
+    def note_saved(self) -> None:
+        self.needed = self._most
+
+
+class _LiveBytes:
+    """Counts what operators make, each storage while it lives: not their views and changes in place.
+
+    Tensors without data live as long as those with data, since the same code holds them.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Part] = []
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[_Part, ...]]] = {}
+
+    def begin(self) -> _Part:
+        """Begin a part, maybe inside of others."""
+        self._open.append(_Part())
+        return self._open[-1]
+
+    def end(self, part: _Part) -> None:
+        """End a part: what is made from now on is none of it."""
+        self._open.remove(part)
+
+    def note_saved(self) -> None:
+        """Note that autograd saves a tensor."""
+        for part in self._open:
+            part.note_saved()
+
+    def is_of(self, part: _Part, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was made in a part."""
+        known = self._alive.get(storage_of(tensor))
+        return known is not None and part in known[1]
+
+    def add(self, output: Any, func: Any) -> None:
+        """Count what an operator has made."""
+        if not self._open:
+            return
         values = output if isinstance(output, tuple | list) else (output,)
         for value, declared in zip(values, func._schema.returns, strict=False):
             if isinstance(value, torch.Tensor) and declared.alias_info is None:
-                self.num_bytes += value.untyped_storage().nbytes()
-        return output
+                self._add(value.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes, parts = storage._cdata, storage.nbytes(), tuple(self._open)
+        if key in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            for part in parts:
+                part.alive -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, gone), parts
+        for part in parts:
+            part.add(num_bytes)
 
 
 # --- the step, without data and without a trace in the model ----------------------------------------------------------

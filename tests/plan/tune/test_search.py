@@ -120,6 +120,19 @@ def test_what_the_runtime_spends_on_actions_counts() -> None:
     assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
 
 
+def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
+    model = gpt()
+    units = [replace(each, cost=replace(each.cost, weight_products=10)) for each in model.units]
+    where = replace(job(), models={1: replace(model, units=tuple(units))})
+    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
+    for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
+        settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
+        plain, split = (a_prediction(each, **settings) for each in (where, dear))
+        # The second stage splits its backward; the first one hands no gradient on.
+        units_of_stage = len(plain.plan.assignment.names(1)) if plain.plan.assignment else 0
+        assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)
+
+
 def test_ranks_that_share_cores_wait_for_each_other() -> None:
     """Four stages on two cores: the host computes as much as with two ranks, whatever the schedule is."""
     two = replace(job(), machine=replace(MACHINE, parallel_ranks=2.0))

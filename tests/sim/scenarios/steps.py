@@ -159,7 +159,7 @@ def fitted(share: float) -> None:
         fitted = None if limit is None else fit(trained, device_gib=limit / 2**30, lead=1, min_bytes=0)
         optimizer = torch.optim.Adam(trained.parameters(), foreach=False)
         steps, peak = [], 0
-        for _ in range(6):
+        for _ in range(9):
             torch.accelerator.reset_peak_memory_stats(0)
             steps += train_step(trained, tokens)
             optimizer.step()

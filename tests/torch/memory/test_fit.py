@@ -47,7 +47,7 @@ class Model(nn.Module):
         return x
 
 
-def run(model: nn.Module, steps: int = 5) -> None:
+def run(model: nn.Module, steps: int = 8) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(steps):
         model(torch.ones(BATCH, WIDTH)).sum().backward()
@@ -80,8 +80,75 @@ def test_a_probe_sees_the_same_in_a_checkpointed_call(kept: bool) -> None:
     output = call(x, mask) if kept else checkpoint(call, x, mask, use_reentrant=False)
     output.sum().backward()
     assert probe.calls["layer"].saved_bytes == 3 * ROW
-    assert len(probe.calls["layer"].times) == 1  # the recomputation is not measured
+    assert len(probe.calls["layer"].times) == 1
+    assert len(probe.calls["layer"].again) == (0 if kept else 1)
     assert layer.linear.weight.grad is not None
+
+
+class Clock(EmulatedLink):
+    """A link without speed, and a clock that stands still while nobody moves it."""
+
+    time = 0.0
+
+    def stamp(self) -> float:
+        return self.time
+
+
+class Timed(nn.Module):
+    """A layer that takes 4 s forward, 3 s when it is recomputed, since that ends early, and 7 s backward."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.weight, self.clock = nn.Parameter(torch.ones(1)), clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_again = torch._C._current_graph_task_id() != -1
+        self.clock.time += 3 if is_again else 4
+
+        def passed(gradient: Tensor) -> Tensor:
+            self.clock.time += 7
+            return gradient
+
+        y = torch.tanh(torch.tanh(torch.tanh(x * self.weight)))
+        y.register_hook(passed)
+        return y
+
+
+class TimedModel(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Timed(clock) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1, 2], ids=["even", "first slow", "second slow", "third slow"])
+def test_one_slow_step_changes_no_prediction(slow: int | None) -> None:
+    clock = Clock()
+    model, x = TimedModel(clock), torch.ones(BATCH, WIDTH)
+    weights_and_gradients = 2 * 4 * 4
+    kept = 2 * 4 * ROW  # of two layers the input and three results
+    recomputed = (2 + 4) * ROW  # the inputs of the others, and one of them at a time
+    fitted = smpkit.fit(model, device_gib=(weights_and_gradients + kept + recomputed) / 2**30, link=clock, lead=1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    taken = []
+    for step in range(10):
+        began = clock.time
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.time += 5  # whatever else a step does
+        taken.append(clock.time - began)
+        if slow is not None and step == 3 + slow:
+            clock.time += 1000
+    found = fitted.report()
+    assert [each.forward_seconds for each in found.layers] == [4.0] * 4
+    assert found.least_seconds == taken[3] == 4 * (4 + 3 + 7) + 5
+    assert [each.choice for each in found.layers].count(Choice.KEEP) == 2
+    assert found.step_seconds == taken[-1] == taken[3] - 2 * 3
 
 
 def test_one_sentence_where_it_cannot_fit() -> None:
@@ -119,7 +186,7 @@ def test_an_optimizer_of_another_model_is_no_update() -> None:
     model, other = Model(), nn.Linear(2, 2)
     fitted = smpkit.fit(model, device_gib=1)
     optimizer = torch.optim.Adam(other.parameters())
-    for _ in range(5):
+    for _ in range(8):
         model(torch.ones(BATCH, WIDTH)).sum().backward()
         other(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -135,7 +202,7 @@ def test_a_model_may_return_what_nobody_can_look_into() -> None:
     model = Opaque()
     fitted = smpkit.fit(model, device_gib=1)
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(5):
+    for _ in range(8):
         model(torch.ones(BATCH, WIDTH)).loss.backward()
         optimizer.step()
     assert fitted.report().layers

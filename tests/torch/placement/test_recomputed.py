@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.core.offload_hooks import current_offloader
 from smpkit.torch.describe import describe
+from smpkit.torch.recompute import region
 
 _INPUT = 16 * 64 * 4
 _HIDDEN = 16 * 256 * 4
@@ -44,8 +49,8 @@ def test_a_checkpointed_unit_keeps_its_boundary_and_makes_the_rest_again() -> No
     for cost in _costs(_Block(), _Block()):
         assert cost.activation_bytes == cost.boundary_bytes == _INPUT
         assert cost.recomputed_flops == cost.flops == _FLOPS
-        # Two hidden tensors, what the second layer gives, and the sum.
-        assert cost.recomputed_bytes == 2 * _HIDDEN + 2 * _INPUT
+        # Two hidden tensors: the second layer has saved everything before it computes.
+        assert cost.recomputed_bytes == cost.working_bytes == 2 * _HIDDEN
 
 
 def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
@@ -76,7 +81,11 @@ def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
 
     expected, found = costs(smp.checkpoint), costs(partial(checkpoint, use_reentrant=reentrant))
     if reentrant:  # it saves nothing of which to tell
-        expected = [replace(cost, spared_bytes=0) for cost in expected]
+        more = [0, 2 * _INPUT, 2 * _INPUT]  # it runs to the end, and all that it makes counts
+        expected = [
+            replace(cost, spared_bytes=0, recomputed_bytes=cost.recomputed_bytes + end, working_bytes=own.working_bytes)
+            for cost, own, end in zip(expected, found, more, strict=True)
+        ]
     assert found == expected
 
 
@@ -97,3 +106,96 @@ def test_nobody_is_told_of_boundaries_afterwards() -> None:
     before = current_offloader()
     _costs(_Block())
     assert current_offloader() is before
+
+
+# --- beside bytes that are counted ------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    """A block that makes much that it does not save: scores before their softmax, a sum that is kept for its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(64), _Block()
+        self.project, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(self.norm(x)).chunk(3, -1)
+        scores = query @ key.T
+        wide = torch.cat([scores] * 40, -1) * 2
+        weights = torch.softmax(scores + wide.mean(), -1)
+        return self.block(x + self.out(weights @ value))
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = _Block(), _Block(), _Block()
+        smp.set_activation_checkpointing(self.first)
+        smp.set_activation_checkpointing(self.third)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the bytes of what forwards and recomputations have made and what is alive of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        """`most`: in a recomputation."""
+        self.recomputes = False
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.recomputes or torch._C._current_graph_task_id() == -1:
+            for value, declared in zip(
+                output if isinstance(output, tuple | list) else [output], func._schema.returns, strict=False
+            ):
+                if isinstance(value, torch.Tensor) and declared.alias_info is None:
+                    self._add(value.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        assert key not in self._alive
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += num_bytes
+        if self.recomputes:
+            self.most = max(self.most, self.now)
+
+    def begin_call(self, *_: Any) -> None:
+        self.recomputes = torch._C._current_graph_task_id() != -1
+
+    def end_recomputation(self) -> None:
+        self.recomputes = False
+
+
+@pytest.mark.parametrize("kind", [_Block, _Attention, _Nested])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_peak_of_a_recomputation_is_the_one_that_is_counted(kind: type[nn.Module], count: int) -> None:
+    costs = _costs(*(kind() for _ in range(count)))
+    model = nn.Sequential(*(kind() for _ in range(count)))
+    smp.set_activation_checkpointing(model)
+    for _ in range(4):  # the first calls copy what they might change
+        model(torch.zeros(16, 64)).sum().backward()
+    found = _Counted()
+    for each in model.modules():
+        each.register_forward_pre_hook(found.begin_call)
+    with mock.patch.object(region, "note_memory", found.end_recomputation), found:
+        model(torch.zeros(16, 64)).sum().backward()
+    loss_and_its_gradient = 8
+    kept = sum(cost.activation_bytes for cost in costs)
+    assert found.most - loss_and_its_gradient == kept + max(cost.recomputed_bytes for cost in costs)
+
+
+def test_a_layer_that_is_not_checkpointed_says_what_recomputing_it_would_hold() -> None:
+    [plain], [checkpointed] = _costs(_Attention(), checkpointed=False), _costs(_Attention())
+    assert plain.working_bytes == checkpointed.recomputed_bytes > plain.activation_bytes

@@ -343,12 +343,14 @@ def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dty
             loss: Tensor = blocks(x)
             return loss
 
-    counted = sum(cost.postponed_bytes for cost in costs_of(blocks, x, body))
+    costs = costs_of(blocks, x, body)
+    counted = sum(cost.postponed_bytes for cost in costs)
     start = x.clone().requires_grad_()
     left = backward_inputs([body(start).sum()], [None], [start])
     assert left is not None
     waiting = {each.untyped_storage() for each in tree_leaves(list(left.boundary_gradients.values()))}
     assert counted == sum(each.nbytes() for each in waiting) > 0
+    assert sum(cost.weight_products for cost in costs) == len(left.groups)
 
 
 class SixOperators(nn.Module):
