@@ -184,7 +184,7 @@ def decide(
         return Plan(mesh, simulate(schedule, Costs(1 / num_chunks, 2 / num_chunks)))
     assert speed is not None, "the costs of a model's units need the speed of a device"
     assignment = assign_units(config, model.costs, model.places)
-    recorded = model.recorded if model.recorded is not None and model.recorded.fits(assignment) else None
+    recorded = None if model.recorded is None else model.recorded.under(assignment)
     if recorded is None:
         runs = runs_of(model.costs, assignment)
         graph = linear_graph(runs, degree, has_backward)
