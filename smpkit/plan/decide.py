@@ -190,7 +190,7 @@ def decide(
         assignment = assignment_of(model.costs, places, degree)
     else:
         assignment = assign_units(config, model.costs, model.places)
-    recorded = model.recorded if model.recorded is not None and model.recorded.fits(assignment) else None
+    recorded = None if model.recorded is None or degree == 1 else model.recorded.under(assignment)
     if recorded is None:
         runs = runs_of(model.costs, assignment)
         graph = linear_graph(runs, degree, has_backward)

@@ -26,6 +26,7 @@ from smpkit.errors import ConfigError, SmpkitError, UsageError
 from smpkit.plan.decide import assign_units
 from smpkit.plan.memory import ModelFacts, in_dtype
 from smpkit.plan.mesh import Mesh
+from smpkit.plan.partition.assignment import assignment_of
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import Runtime, state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
@@ -112,7 +113,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
         inputs = cast_inputs(inputs, half)
     call = None if inputs is None else _forward_call(model, inputs, mode)
     facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
-    if call is not None and cfg.pipeline_parallel_degree > 1:
+    if call is not None:
         facts = _recorded(facts, model, call, cfg, inputs)
     kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     samples, tokens = _size_of(inputs)
@@ -122,9 +123,17 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
 def _recorded(
     facts: ModelFacts, model: nn.Module, call: Callable[[], object], cfg: ModelParallelConfig, inputs: Any
 ) -> ModelFacts:
-    """Add what a microbatch sends between the ranks of the job, if the model tells without data."""
+    """Add what a microbatch sends between the ranks of the job, if the model tells without data.
+
+    Without a pipeline it is what would travel if every unit had a rank of its own: `RecordedGraph.under` tells from
+    that what would travel between any ranks.
+    """
     try:
-        assignment = assign_units(cfg, facts.costs, facts.places)
+        if cfg.pipeline_parallel_degree > 1:
+            assignment = assign_units(cfg, facts.costs, facts.places)
+        else:
+            places = {index: index for index in range(len(facts.costs))}
+            assignment = assignment_of(facts.costs, places, len(places))
     except ConfigError:  # `decide` will say so
         return facts
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+from bisect import bisect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +19,12 @@ from torch._subclasses.fake_tensor import (
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import Assignment
-from smpkit.plan.schedule.graph import SegmentGraph
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
+from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
+from smpkit.torch.placement.trace import measure_units, units_of
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, batch, build, part, place, world
 from tests.transparency import test_pipeline_huggingface, test_pipeline_new_models
@@ -62,7 +67,7 @@ def run(case: Case, degree: int, seed: int | None) -> tuple[SegmentGraph | None,
         return None if schedule is None else schedule.graph, pipeline.assignment
 
 
-def record(case: Case, assignment: Assignment) -> SegmentGraph:
+def record(case: Case, assignment: Assignment) -> RecordedGraph:
     """Record the same in this process alone."""
     module, mode = build(case), FakeTensorMode(allow_non_fake_inputs=True)
     arguments = [part(each, 0, MICROBATCHES) for each in batch(case, 0, 4)]
@@ -72,8 +77,7 @@ def record(case: Case, assignment: Assignment) -> SegmentGraph:
         with mode:
             case.step(WithBackward(module), *given)
 
-    recorded = record_on_fakes(module, assignment, call, torch.device("cpu"))
-    return recorded.graph(assignment.num_partitions, has_backward=True)
+    return record_on_fakes(module, assignment, call, torch.device("cpu"))
 
 
 def compare(cases: dict[str, Case], degree: int, seed: int | None) -> set[str]:
@@ -84,7 +88,7 @@ def compare(cases: dict[str, Case], degree: int, seed: int | None) -> set[str]:
         if int(os.environ["RANK"]):
             continue  # all ranks have one graph, and one process records it
         try:
-            planned = record(case, assignment)
+            planned = record(case, assignment).graph(assignment.num_partitions, has_backward=True)
         except (DataDependentOutputException, DynamicOutputShapeException):
             found.add(name)
             continue
@@ -117,3 +121,48 @@ NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_plan_records_what_ranks_send_of_families_of_huggingface(degree: int) -> None:
     assert run_ranks(compare, degree, HUGGINGFACE, degree, None, timeout=800)[0] == NEED_TOKENS
+
+
+def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
+    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
+
+
+def units_called(recorded: RecordedGraph) -> dict[Segment, set[str]]:
+    return {segment: set(names) for segment, names in recorded.segments}
+
+
+def compare_joined(cases: dict[str, Case]) -> set[str]:
+    """Return the cases in which what units on ranks of their own send does not tell what ranks send that hold several.
+
+    Ranks hold neighbouring units, as those that are placed by cost do.
+    """
+    cuts, found = random.Random(0), set()
+    for name, case in cases.items():
+        module = build(case)
+        names = [cost.name for cost in measure_units(module, units_of(module), None)]
+        try:
+            apart = record(case, placed(names, range(len(names))))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            continue
+        for degree in range(2, min(4, len(names)) + 1):
+            starts = sorted(cuts.sample(range(1, len(names)), degree - 1))
+            assignment = placed(names, [bisect(starts, index) for index in range(len(names))])
+            joined, alone = apart.under(assignment), record(case, assignment)
+            assert joined is not None
+            if (joined.graph(degree, True), units_called(joined)) != (alone.graph(degree, True), units_called(alone)):
+                found.add(name)
+    return found
+
+
+BRANCHES = {"parallel branches"}
+"""A job adds several branches up where most of their bytes are, and that depends on which of them share a rank."""
+
+
+def test_units_apart_tell_what_ranks_send_that_hold_several() -> None:
+    assert compare_joined(FEW) <= BRANCHES
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_units_apart_of_every_model_tell_what_ranks_send_that_hold_several() -> None:
+    assert compare_joined(MODELS) <= BRANCHES

@@ -1,6 +1,8 @@
 """The segment graph of an assignment as the model's own code makes it, recorded on tensors without data.
 
-Where nothing was recorded, `linear_graph.py` guesses.
+A search for an assignment cannot record each of them. It has one record, in which every unit has a rank of its own, and
+joins ranks: a value then travels where its source and a consumer are apart, once to each rank. Where nothing was
+recorded, `linear_graph.py` guesses.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
@@ -29,6 +32,8 @@ class SentValue:
     """Whether its gradient, of as many bytes, travels back."""
     consumer: str
     """The module or operation that needs it."""
+    number: int = 0
+    """The same for all sends of one value to several ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,35 @@ class RecordedGraph:
     values: tuple[SentValue, ...]
     """In the order of sending."""
 
-    def fits(self, assignment: Assignment) -> bool:
-        """Return whether it was recorded under this assignment."""
-        return self.units == assignment.units
+    def under(self, assignment: Assignment) -> RecordedGraph | None:
+        """Return what the microbatch would run and send under another assignment; None if this record cannot tell.
+
+        It can if each unit has a rank of its own here. Operations between units then stay with the unit by which they
+        ran; a job looks where most bytes are, which makes a difference where branches meet that end on several ranks.
+        """
+        if self.units == assignment.units:
+            return self
+        names = [name for name, _ in assignment.units]
+        if self.units != tuple((name, rank) for rank, name in enumerate(names)):
+            return None
+        return _joined(self, assignment.units, assignment.num_partitions)
+
+    def resized(self, factor: float, samples: int = 0, *, floats_only: bool = False) -> RecordedGraph:
+        """Return the record with values of another size.
+
+        Args:
+            factor: by which their bytes grow.
+            samples: of the recorded microbatch; only values with so many rows grow, which a mask of all samples does
+                not have. 0: all of them grow.
+            floats_only: whether values of other dtypes stay as they are.
+        """
+        values = [
+            replace(value, num_bytes=round(factor * value.num_bytes))
+            if (not samples or value.shape[:1] == (samples,)) and (not floats_only or "float" in value.dtype)
+            else value
+            for value in self.values
+        ]
+        return replace(self, values=tuple(values))
 
     def graph(self, num_ranks: int, has_backward: bool) -> SegmentGraph:
         """Return the graph that a schedule is made for."""
@@ -86,6 +117,36 @@ class RecordedGraph:
                 for each in content["values"]
             ),
         )
+
+
+@lru_cache(maxsize=512)
+def _joined(apart: RecordedGraph, units: tuple[tuple[str, int], ...], num_ranks: int) -> RecordedGraph:
+    """Return the record of a microbatch whose units share ranks, from one in which unit `i` is alone on rank `i`.
+
+    Segments begin as in a job: where a rank receives after it has sent.
+    """
+    rank_of = [rank for _, rank in units]
+    current, has_sent = [0] * num_ranks, [False] * num_ranks
+    place: dict[Segment, Segment] = {}
+    values: list[SentValue] = []
+    known: set[tuple[int, int]] = set()
+    """Numbers of values, each with a rank that has them."""
+    for value in apart.values:
+        source, target = rank_of[value.source.rank], rank_of[value.target.rank]
+        place.setdefault(value.source, Segment(source, current[source]))
+        if source != target and (value.number, target) not in known:
+            known.add((value.number, target))
+            current[target] += has_sent[target]
+            has_sent[source], has_sent[target] = True, False
+            ends = Segment(source, current[source]), Segment(target, current[target])
+            values.append(replace(value, source=ends[0], target=ends[1]))
+        place[value.target] = Segment(target, current[target])  # where the last of its inputs is
+    called: dict[Segment, list[str]] = {
+        Segment(rank, index): [] for rank in range(num_ranks) for index in range(current[rank] + 1)
+    }
+    for segment, names in apart.segments:
+        called[place.get(segment, Segment(rank_of[segment.rank], 0))].extend(names)
+    return RecordedGraph(units, tuple((segment, tuple(names)) for segment, names in called.items()), tuple(values))
 
 
 def _share(cost: UnitCost, num_calls: int) -> UnitCost:

@@ -195,6 +195,7 @@ def in_precision(model: ModelFacts, described: str | None, config: ModelParallel
         model = replace(
             _in_dtype(model, old, new, size),
             units=tuple(UnitFacts(_resized(unit.cost, factor), unit.tensors) for unit in model.units),
+            recorded=None if model.recorded is None else model.recorded.resized(factor, floats_only=True),
         )
     if half is not None and config.sharded_data_parallel_degree > 1:
         model = _in_dtype(model, half, "float32", 4)  # masters are divided, and cast for computing
@@ -514,7 +515,9 @@ def scaled(model: ModelFacts, factor: float) -> ModelFacts:
     """Return the model with microbatches of another size: compute and activations grow with their samples."""
     if factor == 1:
         return model
-    return replace(model, units=tuple(UnitFacts(_scaled_cost(unit.cost, factor), unit.tensors) for unit in model.units))
+    units = tuple(UnitFacts(_scaled_cost(unit.cost, factor), unit.tensors) for unit in model.units)
+    recorded = None if model.recorded is None else model.recorded.resized(factor, model.samples)
+    return replace(model, units=units, recorded=recorded)
 
 
 def _scaled_cost(cost: UnitCost, factor: float) -> UnitCost:

@@ -24,7 +24,7 @@ from torch import nn
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
-from smpkit.torch.core.tensor_spec import map_tensors, spec_of_unwrapped, tensors_in
+from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of_unwrapped, tensors_in
 from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
@@ -79,7 +79,7 @@ def record_on_fakes(
     return RecordedGraph(
         assignment.units,
         tuple(_calls_by_segment(microbatch, placement)),
-        tuple(map(_sent_value, microbatch.transfers)),
+        tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)),
     )
 
 
@@ -103,7 +103,7 @@ def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     return [above] if above else [unit for unit in placement if unit.startswith(f"{module}.")]
 
 
-def _sent_value(transfer: P2PTransfer) -> SentValue:
+def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
     spec = transfer.spec
     return SentValue(
         Segment(transfer.source, transfer.source_segment),
@@ -113,6 +113,7 @@ def _sent_value(transfer: P2PTransfer) -> SentValue:
         spec.num_bytes,
         spec.requires_grad,
         transfer.consumer,
+        number,
     )
 
 
@@ -130,6 +131,19 @@ class _FakeMicrobatch(Microbatch):
     def __init__(self, stage: StageContext) -> None:
         super().__init__(stage, 0)
         self.module_calls: list[_ModuleCall] = []
+        self.numbers: list[int] = []
+        """By transfer, which value it sends; a value that was changed in place since is another one."""
+        self._sent_values: dict[int, tuple[StageTensor, int]] = {}
+        """By id, the tensors that were sent, kept so that no other one gets their id, and the numbers of the values."""
+
+    def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
+        if not tensor.copies or id(tensor) not in self._sent_values:
+            self._sent_values[id(tensor)] = tensor, len(self.numbers)
+        return self._send(tensor, target, spec, self._sent_values[id(tensor)][1])
+
+    def _send(self, tensor: StageTensor, target: int, spec: TensorSpec, number: int) -> StageTensor:
+        self.numbers.append(number)
+        return super()._transfer(tensor, target, spec)
 
     def run_on_owner(
         self,
@@ -171,9 +185,10 @@ class _FakeMicrobatch(Microbatch):
         """Return a tensor without data in place of the value that every rank would get; count the transfers."""
         if type(tensor) is not StageTensor:
             return tensor
+        number = len(self.numbers)
         for rank in range(self.stage.size):
             if rank != tensor.owner:
-                self._transfer(tensor, rank, tensor.spec.without_gradient)
+                self._send(tensor, rank, tensor.spec.without_gradient, number)
         return torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device=self.stage.device)
 
     def _run_on_fakes(

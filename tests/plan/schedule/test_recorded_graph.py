@@ -43,10 +43,63 @@ def test_each_call_of_a_unit_has_its_part_of_the_costs() -> None:
     assert sum(cost.flops for run in runs.values() for cost in run) == sum(cost.flops for cost in COSTS)
 
 
-def test_it_counts_for_its_assignment_alone() -> None:
+def test_it_tells_of_no_other_assignment() -> None:
     units = THERE_AND_BACK.units
-    assert THERE_AND_BACK.fits(Assignment(2, units, ()))
-    assert not THERE_AND_BACK.fits(Assignment(2, (*units[:-1], ("spare", 0)), ()))
+    assert THERE_AND_BACK.under(Assignment(2, units, ())) is THERE_AND_BACK
+    assert THERE_AND_BACK.under(Assignment(2, (*units[:-1], ("spare", 0)), ())) is None
+
+
+def sent(number: int, source: tuple[int, int], target: tuple[int, int], num_bytes: int) -> SentValue:
+    return SentValue(Segment(*source), Segment(*target), (num_bytes,), "uint8", num_bytes, False, "", number)
+
+
+APART = RecordedGraph(
+    units=(("embed", 0), ("first", 1), ("second", 2), ("head", 3)),
+    segments=(
+        (Segment(0, 0), ("embed",)),
+        (Segment(0, 1), ("embed",)),
+        (Segment(1, 0), ("first",)),
+        (Segment(2, 0), ("second",)),
+        (Segment(3, 0), ("head",)),
+    ),
+    values=(
+        sent(0, (0, 0), (1, 0), 10),
+        sent(1, (1, 0), (2, 0), 20),
+        sent(0, (0, 0), (2, 0), 10),
+        sent(3, (2, 0), (0, 1), 30),
+        sent(0, (0, 1), (3, 0), 10),
+        sent(5, (0, 1), (3, 0), 40),
+    ),
+)
+"""The embedding runs twice, and three units need what it makes first."""
+
+
+def joined(*ranks: int) -> RecordedGraph:
+    units = tuple((name, rank) for (name, _), rank in zip(APART.units, ranks, strict=True))
+    found = APART.under(Assignment(max(ranks) + 1, units, ()))
+    assert found is not None
+    return found
+
+
+def test_units_that_share_a_rank_send_nothing_to_each_other_and_get_a_value_once() -> None:
+    found = joined(0, 1, 1, 1)
+    assert found.values == (
+        sent(0, (0, 0), (1, 0), 10),
+        sent(3, (1, 0), (0, 1), 30),
+        sent(5, (0, 1), (1, 1), 40),
+    )
+    assert dict(found.segments) == {
+        Segment(0, 0): ("embed",),
+        Segment(0, 1): ("embed",),
+        Segment(1, 0): ("first", "second"),
+        Segment(1, 1): ("head",),
+    }
+
+
+def test_all_units_of_one_rank_are_a_segment() -> None:
+    found = joined(0, 0, 0, 0)
+    assert found.values == ()
+    assert found.segments == ((Segment(0, 0), ("embed", "embed", "first", "second", "head")),)
 
 
 def test_it_is_read_as_it_was_written() -> None:
