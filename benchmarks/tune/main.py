@@ -440,13 +440,25 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
         assert isinstance(found, Prediction), found
         row = {"config": config, "predicted": found.step_seconds, "parts": dict(found.parts)}
         row |= {"measured": max(each.seconds for each in measured), **held(found.plan.memory, measured)}
-        ran = from_json(measured[0].schedule) if measured[0].schedule else None
-        row["as_planned"] = ran is None or ran.actions == found.plan.timeline.schedule.actions
-        as_run = predict(made, job, schedule=ran)
-        assert isinstance(as_run, Prediction), as_run
-        rows.append({**row, "memory_error_as_run": held(as_run.plan.memory, measured)["memory_error"]})
+        as_run = {text: predict_as_run(made, job, text) for text in {each.schedule for each in measured}}
+        row["as_planned"] = all(
+            each.plan.timeline.schedule.actions == found.plan.timeline.schedule.actions for each in as_run.values()
+        )
+        # Replicas choose their schedules apart from each other.
+        errors = [
+            held(each.plan.memory, [rank for rank in measured if rank.schedule == text])["memory_error"]
+            for text, each in as_run.items()
+        ]
+        rows.append({**row, "memory_error_as_run": max(errors), "schedules": [*as_run]})
     again = rows.pop()
     return {"model": name, "ranks": ranks, "again": again["measured"], **summary(rows)}
+
+
+def predict_as_run(config: ModelParallelConfig, job: Job, schedule: str) -> Prediction:
+    """Predict a configuration with the schedule that ranks have run, as JSON; empty without one."""
+    found = predict(config, job, schedule=from_json(schedule) if schedule else None)
+    assert isinstance(found, Prediction), found
+    return found
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
