@@ -40,6 +40,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.tensor_spec import version_of
 
 __all__ = ["FIRST_CALLS", "ModuleState"]
 
@@ -145,7 +146,7 @@ class _Cell:
     def __init__(self, owner: str, name: str, value: Tensor, history: _History) -> None:
         self.owner, self.name, self.history = owner, name, history
         self.value: Tensor | None = value
-        self.version = self.version_after = _version(value)
+        self.version = self.version_after = version_of(value)
 
     @property
     def is_silent(self) -> bool:
@@ -317,7 +318,7 @@ class ModuleState:
                 cell.is_statistic = True
                 return cell
             count = module.num_batches_tracked
-            cell.stamp = object() if count is None else _version(count)
+            cell.stamp = object() if count is None else version_of(count)
         if not self._copy(cell, visit) and buffer.nbytes <= _SMALL_BYTES:
             cell.content = self._shared_copy(cell, visit, is_new=True)
         return cell
@@ -394,7 +395,7 @@ class ModuleState:
         """Note which tensors the call has written to, and drop the copies of the others."""
         for cell in self._cells.values():
             assert cell.value is not None
-            cell.version_after = _version(cell.value)
+            cell.version_after = version_of(cell.value)
             cell.is_written = cell.version_after != cell.version
             if not cell.is_written and cell.is_compared and cell.content is not None and _is_comparable(cell.value):
                 cell.is_written = not torch.equal(cell.value, cell.content)
@@ -572,7 +573,7 @@ class _Restorer:
         else:
             scratch = then
             writes = cell.history.num_writes.get(cell.name, 0) - cell.num_writes
-            is_same = _version(then) == cell.version_after + writes and (not writes or cell.is_normed)
+            is_same = version_of(then) == cell.version_after + writes and (not writes or cell.is_normed)
             if _is_plain(then) and not is_same:
                 raise _changed(cell)
         if now is not scratch:
@@ -602,7 +603,7 @@ def _earlier(cell: _Cell, kept: Callable[[Any], Any]) -> Tensor:
         raise _lost(cell)
     if content is not None and (cell.is_written or cell.is_silent):
         return _clone(content)
-    if _version(value) == cell.version_after and (content is None or cell.stamp is None):
+    if version_of(value) == cell.version_after and (content is None or cell.stamp is None):
         return value
     if content is None:
         raise _changed(cell)
@@ -629,10 +630,6 @@ def _clone(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad else copy
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _note_modules(module: nn.Module, found: dict[int, nn.Module]) -> None:

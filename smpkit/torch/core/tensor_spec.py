@@ -31,6 +31,7 @@ __all__ = [
     "storage_of",
     "tensors_in",
     "to_layout",
+    "version_of",
 ]
 
 
@@ -164,6 +165,11 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory has been changed in place; inference tensors have no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

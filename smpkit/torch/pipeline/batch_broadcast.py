@@ -29,7 +29,7 @@ from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, map_tensors, spec_of, to_layout
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.pipeline.messages import Tag, packed_bytes, unpack
+from smpkit.torch.pipeline.messages import Tag, aligned, packed_bytes, unpack
 from smpkit.torch.pipeline.step_arguments import StepArguments, key_of
 from smpkit.torch.pipeline.transport import Transport
 
@@ -41,7 +41,6 @@ MAX_KINDS: Final = 256
 """Kinds of arguments that all ranks remember, the least recently used first to go."""
 _HEADER_BYTES: Final = 32
 """Digest, size of the description, size of the whole message; with padding, so that what follows is aligned."""
-_ALIGNMENT: Final = 16
 _COMPARED_CALLS: Final = 2
 """How many calls have their values compared: data that is sharded wrongly differs from the first on."""
 _WHAT: Final = "the inputs of the step"
@@ -157,7 +156,7 @@ class InputBroadcast:
 
     def _pack(self, arguments: StepArguments, description: bytes, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the bytes that travel. Nobody may write to them before `end_step`: gloo reads them until then."""
-        begin = _HEADER_BYTES + _aligned(len(description))
+        begin = _HEADER_BYTES + aligned(len(description))
         num_bytes = begin + packed_bytes(arguments.specs)
         self._next_head_bytes = min(FIRST_BYTES, _HEADER_BYTES + packed_bytes(arguments.specs))
         block_bytes = max(num_bytes, self.head_bytes)
@@ -178,7 +177,7 @@ class InputBroadcast:
             if description:
                 data = torch.frombuffer(bytearray(description), dtype=torch.uint8)
                 block[_HEADER_BYTES : _HEADER_BYTES + len(description)].copy_(data)
-            begin = _HEADER_BYTES + _aligned(len(description))
+            begin = _HEADER_BYTES + aligned(len(description))
             return _Frame(arguments, bool(description), block, _laid_out(block[begin:num_bytes], arguments.specs))
 
     # --- the others --------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class InputBroadcast:
         rest = head[:0]
         if num_bytes > len(head):
             rest = self._transport.receive_bytes(num_bytes - len(head), source, _rest_tag(digest), _WHAT)
-        begin = _HEADER_BYTES + _aligned(description_bytes)
+        begin = _HEADER_BYTES + aligned(description_bytes)
         # A copy, since the messages are still being sent to the next rank, and a step may change its inputs.
         block = devices.host_memory(num_bytes - _HEADER_BYTES, self._device)
         torch.cat([head[_HEADER_BYTES:num_bytes], rest], out=block)
@@ -257,10 +256,6 @@ def _laid_out(block: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Te
 
 def _rest_tag(digest: int) -> int:
     return Tag.INPUTS_REST + (digest & 0xFFFFFF)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _shapes(specs: Sequence[TensorSpec]) -> str:

@@ -255,8 +255,6 @@ class Executor:
 class _StepRunner:
     """One step while it runs."""
 
-    _offloads = False
-
     def __init__(
         self,
         stage: StageContext,
@@ -272,17 +270,17 @@ class _StepRunner:
         self.outputs: dict[int, Any] = {}
         self.coroutines: dict[int, MicrobatchCoroutine] = {}
         self.output_broadcast: OutputBroadcast | None = None
+        self._transport, self._outbox = stage.transport, stage.transport.outbox
         self._recorder = recorder
         self._meter = meter
+        self._is_timed = stage.transport.awaits_data = recorder is not None or meter is not None
+        self._is_watched = status.current_page() is not None
         self._offloads = offload_hooks.current_offloader() is not None
-        stage.transport.awaits_data = recorder is not None or meter is not None
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         """How many backwards and weight halves have begun."""
         self._num_expected = 0
         """How many there will be; known when all forwards have run."""
-        self._num_posted = 0
-        """For how many of this rank's first actions all receives have been posted."""
         self._num_split = 0
         """How many segments of a microbatch have a weight half."""
         self._is_output_broadcast_due = False
@@ -309,7 +307,7 @@ class _StepRunner:
 
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions; receives are posted a little ahead of the action that needs them."""
-        self.stage.transport.action_indices = plan.action_indices
+        self.stage.transport.messages = plan.messages
         if self.stage.transport.has_channels:
             self.stage.transport.follow(plan.timetable, over=self.outputs)
         offload_hooks.follow(plan.actions)
@@ -317,34 +315,35 @@ class _StepRunner:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
-        upcoming = plan.upcoming
         # Post receives before their values are needed: gloo sends data only once the receive is posted.
-        for first in upcoming[:LOOKAHEAD]:
+        for first in plan.upcoming[:LOOKAHEAD]:
             self._post(*first)
-        microbatches, split = self.microbatches, plan.split
+        microbatches, outputs, split = self.microbatches, self.outputs, plan.split
         forward = self._resume_forward if plan.has_revisits else self.run_forward
-        postponed = False
-        for position, (action, transfers) in enumerate(upcoming, LOOKAHEAD):
-            if self._num_posted <= position < len(upcoming) and upcoming[position][1]:
-                self._post(*upcoming[position])
-            if transfers and not self._num_posted:
+        has_waited = postponed = False
+        for (action, transfers), ahead, is_posted_ahead in plan.with_lookahead:
+            if ahead is not None and not (is_posted_ahead and has_waited):
+                self._post(*ahead)
+            if transfers and not has_waited:
+                has_waited = True
                 self._post_ahead(plan)
             # Broadcast the outputs after the last forward. But if the action that follows it needs no receive, it is a
             # backward that another rank waits for: run that one action first.
             if self._is_output_broadcast_due and (transfers or postponed):
                 self._begin_output_broadcast()
             postponed = self._is_output_broadcast_due
-            microbatch, kind, segment = microbatches[action.microbatch], action.kind, action.segment
+            kind, index = action.kind, action.microbatch
+            microbatch = microbatches[index]
             if microbatch.diverged:
                 # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
                 # that is the same on all ranks: else they deadlock.
                 continue
             if kind is not Kind.FORWARD:
-                self._backward(kind, microbatch, segment, segment in split)
-            elif action.microbatch not in self.outputs:
-                forward(action.microbatch, segment)
+                self._backward(kind, microbatch, action.segment, action.segment in split)
+            elif index not in outputs:
+                forward(index, action.segment)
         self._run_rest(forward)
-        self.stage.transport.action_indices = {}
+        self.stage.transport.messages = {}
 
     def _run_rest(self, forward: Callable[[int, int], None]) -> None:
         """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
@@ -362,7 +361,6 @@ class _StepRunner:
 
         Call it between actions, or the buffers are made in whatever mode the step's code has set.
         """
-        self._num_posted = plan.num_ahead
         for action, transfers in plan.upcoming[: plan.num_ahead]:
             if transfers:
                 self._post(action, transfers)
@@ -395,10 +393,9 @@ class _StepRunner:
         self.microbatches[index].end_forward()
         if len(self.outputs) == len(self.microbatches):
             self._is_output_broadcast_due = True
-            for microbatch in self.microbatches:
-                self._num_expected += microbatch.segments[self.stage.rank] + 1
-                if not microbatch.diverged:
-                    self._num_expected += self._num_split
+            segments = [each.segments[self.stage.rank] for each in self.microbatches]
+            self._num_expected = sum(segments) + len(segments)
+            self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
 
     def _begin_output_broadcast(self) -> None:
         self._is_output_broadcast_due = False
@@ -432,42 +429,50 @@ class _StepRunner:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        """Run an action of a microbatch, and report its times to the recorder and the meter."""
-        transport, is_timed = self.stage.transport, self._recorder is not None or self._meter is not None
-        start_ns, waited_ns = time.perf_counter_ns() if is_timed else 0, transport.waited_ns
-        status.begin_action(kind, microbatch.index)
+        """Run an action of a microbatch."""
+        if self._is_watched:
+            status.begin_action(kind, microbatch.index)
         if self._offloads:
             offload_hooks.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
+        start_ns, waited_ns = (time.perf_counter_ns(), self._transport.waited_ns) if self._is_timed else (0, 0)
         try:
             result = do(*arguments)
         except Exception as error:
-            inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
-            add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
-            hooked = []
-            if kind is Kind.FORWARD and not self.stage.failed_alone:
-                hooked = self.stage.remote_modules_with_hooks()
-            if hooked:
-                # A list or dict that they fill is empty here, and the error would not mention ranks.
-                add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
-            if kind is not Kind.FORWARD:  # no rank but this one runs this backward
-                self.stage.failed_alone = True
-            refuse_kept_graph(error, microbatch)
+            self._explain(error, kind, segment, microbatch)
             raise
         finally:
             Current.microbatch = None
-        if transport.outbox.waiting:
-            transport.outbox.poll()  # send what the device has finished copying meanwhile
-        if is_timed:
-            # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
-            self.stage.synchronize()
-            end_ns = time.perf_counter_ns()
-            if self._meter is not None:
-                self._meter.note(kind, segment, end_ns - start_ns - (transport.waited_ns - waited_ns))
-            if self._recorder is not None:
-                self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
+        if self._outbox.waiting:
+            self._outbox.poll()  # send what the device has finished copying meanwhile
+        if self._is_timed:
+            self._report(kind, segment, microbatch.index, start_ns, waited_ns)
         return result
+
+    def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
+        """Add to an error what ran, and say whether it is this rank's alone."""
+        inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
+        add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
+        hooked = []
+        if kind is Kind.FORWARD and not self.stage.failed_alone:
+            hooked = self.stage.remote_modules_with_hooks()
+        if hooked:
+            # A list or dict that they fill is empty here, and the error would not mention ranks.
+            add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
+        if kind is not Kind.FORWARD:  # no rank but this one runs this backward
+            self.stage.failed_alone = True
+        refuse_kept_graph(error, microbatch)
+
+    def _report(self, kind: Kind, segment: int, index: int, start_ns: int, waited_ns: int) -> None:
+        """Report the times of an action to the recorder and the meter."""
+        # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
+        self.stage.synchronize()
+        end_ns = time.perf_counter_ns()
+        if self._meter is not None:
+            self._meter.note(kind, segment, end_ns - start_ns - (self._transport.waited_ns - waited_ns))
+        if self._recorder is not None:
+            self._recorder(kind.value, segment, index, start_ns, end_ns)
 
 
 class _Abandoned(BaseException):

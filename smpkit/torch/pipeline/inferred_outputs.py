@@ -26,8 +26,8 @@ from smpkit.torch.core.tensor_spec import (
     permute_to_memory,
     spec_of_unwrapped,
     tensors_in,
+    version_of,
 )
-from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import MutationInfo, TrackedArguments
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
-
-if TYPE_CHECKING:
-    from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer
 
 __all__ = [
     "LEFT",
@@ -32,6 +30,7 @@ __all__ = [
     "MessageLabel",
     "SentMessage",
     "Tag",
+    "aligned",
     "describe_message",
     "is_none_gradient",
     "none_gradient_message",
@@ -39,7 +38,6 @@ __all__ = [
     "packed_bytes",
     "unpack",
     "unpack_copies",
-    "version_of",
 ]
 
 
@@ -62,8 +60,27 @@ class Tag:
     """Plus its size."""
 
 
-Message = tuple[int, "P2PTransfer", bool]
-"""A microbatch, a transfer and whether it is the transfer's gradient."""
+class Message:
+    """A value that travels from rank to rank in a step, or its gradient (`backward`).
+
+    Args:
+        rank: this one, which sends or receives it.
+        peer_index: the index of the action that takes or sends it over there, in the list of that rank; None: not
+            known.
+    """
+
+    __slots__ = ("backward", "microbatch", "peer", "peer_index", "tag", "transfer")
+
+    def __init__(
+        self, rank: int, microbatch: int, transfer: P2PTransfer, backward: bool, peer_index: int | None = None
+    ) -> None:
+        self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
+        self.peer = transfer.source if rank == transfer.target else transfer.target
+        self.peer_index = peer_index
+        self.tag = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
+        """Its own among those of a step: `Transport` adds what earlier steps have used up."""
+
+
 MessageLabel = str | Message
 """What a message is, for errors."""
 
@@ -117,15 +134,10 @@ class SentMessage:
 def describe_message(what: MessageLabel) -> str:
     if isinstance(what, str):
         return what
-    microbatch, transfer, backward = what
-    value = f"gradient of {transfer.spec}" if backward else str(transfer.spec)
+    transfer = what.transfer
+    value = f"gradient of {transfer.spec}" if what.backward else str(transfer.spec)
     user = f" for `{transfer.consumer}`" if transfer.consumer else ""
-    return f"{'backward' if backward else 'forward'} of microbatch {microbatch} ({value}{user})"
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor's memory has been changed in place; inference tensors have no count."""
-    return 0 if tensor.is_inference() else tensor._version
+    return f"{'backward' if what.backward else 'forward'} of microbatch {what.microbatch} ({value}{user})"
 
 
 def pack(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None = None) -> torch.Tensor:
@@ -154,7 +166,7 @@ def packed_bytes(specs: Sequence[TensorSpec]) -> int:
     """Return the size of a block that `pack` makes."""
     if _is_uniform(specs):
         return sum([spec.num_bytes for spec in specs])
-    return sum([_aligned(spec.num_bytes) for spec in specs])
+    return sum([aligned(spec.num_bytes) for spec in specs])
 
 
 def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
@@ -162,7 +174,7 @@ def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tens
     views, start, uniform = [], 0, _is_uniform(specs)
     for spec in specs:
         views.append(packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
-        start += spec.num_bytes if uniform else _aligned(spec.num_bytes)
+        start += spec.num_bytes if uniform else aligned(spec.num_bytes)
     return views
 
 
@@ -180,7 +192,8 @@ def _is_uniform(specs: Sequence[TensorSpec]) -> bool:
     return len({(spec.shape, spec.dtype) for spec in specs}) <= 1
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return where what follows so many bytes in a block begins."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

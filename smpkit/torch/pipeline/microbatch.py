@@ -31,12 +31,12 @@ from smpkit.torch.core.tensor_spec import (
     spec_of_unwrapped,
     tensors_in,
     to_layout,
+    version_of,
 )
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
-from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import (
     TrackedArguments,
     apply_mutations,
@@ -398,8 +398,12 @@ class Microbatch:
     def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
-        known = call.output_spec
-        is_one, is_new = type(output) is torch.Tensor, known is MISSING
+        known, is_one = call.output_spec, type(output) is torch.Tensor
+        is_new = known is MISSING
+        # Most calls return what is known, and nothing else happens.
+        is_usual = is_one and not is_new and call.mutation_info is None and spec_of_unwrapped(output) is known
+        if is_usual and arguments.has_touched_none([output]):
+            return make_stage_tensor(known, device, owner, output, segment)
         if call.is_inferred and not (is_one and output.stride() == known.stride):
             output = with_strides_of(iter(specs_in(known)), output)
         tensors = [output] if is_one else tensors_in(output)
@@ -411,14 +415,10 @@ class Microbatch:
         if not is_new and (unrecorded_aliases := arguments.unrecorded_aliases(call.mutation_info, name, tensors)):
             # The other ranks know of no alias here: copy the result, so that it has memory of its own.
             output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in unrecorded_aliases else tensor, output)
-        if is_one:  # most calls
-            output_spec: Any = spec_of_unwrapped(output)
-            stage_tensors: Any = make_stage_tensor(output_spec, device, owner, output, segment)
-        else:
-            stage_tensors = map_tensors(
-                lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
-            )
-            output_spec = map_tensors(_spec_of_stage_tensor, stage_tensors)
+        stage_tensors = map_tensors(
+            lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
+        )
+        output_spec = map_tensors(_spec_of_stage_tensor, stage_tensors)
         if is_new:
             self.stage.output_specs.remember(call, output_spec, arguments.mutation_info(tensors))
             self.stage.transport.broadcast_object((output_spec, call.mutation_info))
@@ -486,12 +486,13 @@ class Microbatch:
         self._sent[source] = True
         transfer = self._next_transfer(source, target, spec)
         self.transfers.append(transfer)
+        record = None if self.diverged else self.record
         if source == self._rank:
             value = self._local_value(tensor)
             # Send first, since the target waits for it; the bookkeeping can come later.
             sent = value.detach()
             # The value may be changed in place while it travels, unless the record says that it is not.
-            is_unchanged = self.record is not None and not self.diverged and transfer.number not in self.record.mutated
+            is_unchanged = record is not None and transfer.number not in record.mutated
             if not is_unchanged:
                 self._sent_versions.append((transfer.number, sent, version_of(sent)))
             stage.transport.send(sent, self.index, transfer, copy=not is_unchanged)
@@ -510,7 +511,7 @@ class Microbatch:
                 self.unsplittable.add(segment)
             if spec.requires_grad:
                 # A leaf cannot be changed in place: allow it unless the record says that no call does so.
-                is_mutable = self.record is None or self.diverged or self.record.has_mutations
+                is_mutable = record is None or record.has_mutations
                 use = partial(self.backward_work.add_receive, transfer=transfer, segment=segment, is_mutable=is_mutable)
             received.value = stage.transport.receive(self.index, transfer, use)
         return received
@@ -585,7 +586,8 @@ class Microbatch:
             for root, grad in zip(roots, grads, strict=True):
                 # All ranks hold a loss that no unit took part in; it must count once.
                 owner = root.owner if isinstance(root, StageTensor) else 0
-                self._transfer_once(root, owner)
+                if type(root) is StageTensor and (grad_fn := root.grad_fn) is not None:
+                    refuse_foreign_graph(grad_fn)
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     given = None if start is None else self._local_value(start)

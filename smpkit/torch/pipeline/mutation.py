@@ -24,8 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, TensorSpec, spec_of, storage_of, tensors_in
-from smpkit.torch.pipeline.messages import version_of
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, TensorSpec, spec_of, storage_of, tensors_in, version_of
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
 if TYPE_CHECKING:
@@ -47,33 +46,15 @@ __all__ = [
     "unrecorded_mutation_error",
 ]
 
-_VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _IS_VIEW: Final[Callable[[torch.Tensor], bool]] = operator.methodcaller("_is_view")
+_VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _NONE: Final[frozenset[int]] = frozenset()
-
-_AUGMENTED: Final = frozenset(
-    f"__i{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "div",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-)
 
 
 def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
     """Return whether an operation changes its first argument: its values, its shape or its `requires_grad`."""
-    if func is torch.Tensor.__setitem__ or name in _AUGMENTED:
+    # `__iadd__` and its like: those that are `__add__` without the letter.
+    if func is torch.Tensor.__setitem__ or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")):
         return True
     return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
@@ -110,6 +91,12 @@ class TrackedArguments:
             self._version_of = version_of
             self._versions = list(map(version_of, tensors))
 
+    def has_touched_none(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether the call that has just run changed none of them, and its results have memory of their own."""
+        if self._versions != list(map(self._version_of, self.tensors)) or True in map(_IS_VIEW, outputs):
+            return False
+        return set(map(id, outputs)).isdisjoint(map(id, self.tensors))
+
     def mutation_info(self, outputs: Sequence[torch.Tensor]) -> MutationInfo | None:
         """Return what the call that has just run did to its arguments; None if nothing."""
         versions = zip(self.tensors, self._versions, map(self._version_of, self.tensors), strict=True)
@@ -129,16 +116,11 @@ class TrackedArguments:
         Raises:
             UsageError: the call has changed an argument that the recorded one did not change.
         """
-        # Fast path, as this runs at every call: nothing has changed, and the result is no alias, or the recorded one.
-        if self._versions == list(map(self._version_of, self.tensors)):
-            if known is not None:
-                if known.is_view and len(self.tensors) == len(outputs) == 1:
-                    return _NONE
-            # A view may be of something else than the arguments; what is neither one nor a view has its own memory.
-            elif (not any(map(_IS_VIEW, outputs)) and set(map(id, outputs)).isdisjoint(map(id, self.tensors))) or not (
-                self.written or self._find_aliases(outputs)
-            ):
+        if known is not None and known.is_view and len(self.tensors) == len(outputs) == 1:  # most views
+            if self._versions == [self._version_of(self.tensors[0])]:
                 return _NONE
+        elif known is None and self.has_touched_none(outputs):
+            return _NONE
         found = self.mutation_info(outputs)
         if found is None:
             return _NONE

@@ -124,11 +124,11 @@ class OutputSpecs:
         See [Note: the latest call].
         """
         call = self._latest.get(target)
-        if call is None or call.arguments is None or call.mode != mode or len(args) != len(call.arguments):
+        if call is None or (arguments := call.arguments) is None or len(args) != len(arguments) or call.mode != mode:
             return None
-        for argument, known in zip(args, call.arguments, strict=True):
-            kind = type(argument)
-            if kind is StageTensor:
+        for number, argument in enumerate(args):
+            known = arguments[number]
+            if (kind := type(argument)) is StageTensor:
                 if argument.spec is not known:  # equal specs are usually the same object; else the look-up is slow
                     return None
             elif kind in NON_TENSOR_TYPES:

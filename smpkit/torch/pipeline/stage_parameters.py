@@ -30,9 +30,8 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, storage_of
+from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, storage_of, version_of
 from smpkit.torch.distributed.rendezvous import name_ranks
-from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import changes_in_place
 from smpkit.torch.pipeline.random_streams import DRAWING
 from smpkit.torch.pipeline.stage_tensor import (

@@ -7,18 +7,23 @@ ranks, since all have the same graph. A `StepPlan` is what one rank needs to run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.plan.schedule.receives import num_ahead
+from smpkit.plan.schedule.receives import LOOKAHEAD, num_ahead
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TransferRecord, timetable_of
+from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.transport import ActionKey
+from smpkit.torch.pipeline.transport import MessageKey
 
 __all__ = ["StepPlan", "graph_of"]
+
+_Receiving = tuple[Action, tuple[P2PTransfer, ...]]
+"""An action, and what it receives."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,19 @@ class StepPlan:
         return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in self.actions)
 
     @cached_property
-    def upcoming(self) -> tuple[tuple[Action, tuple[P2PTransfer, ...]], ...]:
+    def upcoming(self) -> tuple[_Receiving, ...]:
         """The actions, each with what it receives."""
         return tuple(zip(self.actions, self.receives, strict=True))
+
+    @cached_property
+    def with_lookahead(self) -> tuple[tuple[_Receiving, _Receiving | None, bool], ...]:
+        """The same, each with the later action whose receives are posted with it, if that has any.
+
+        And whether it is one of those whose receives are posted before the first wait.
+        """
+        later = [(each if each[1] else None, index < self.num_ahead) for index, each in enumerate(self.upcoming)]
+        padded = [*later[LOOKAHEAD:], *[(None, False)] * LOOKAHEAD]
+        return tuple((each, *rest) for each, rest in zip(self.upcoming, padded, strict=False))
 
     @cached_property
     def num_ahead(self) -> int:
@@ -87,9 +102,9 @@ class StepPlan:
         return _split(self.actions, self.unsplit)
 
     @cached_property
-    def action_indices(self) -> dict[ActionKey, int]:
-        """The index in its rank's list of each action that sends or receives."""
-        return _action_indices(self.schedule)
+    def messages(self) -> dict[MessageKey, Message]:
+        """All that this rank sends and receives."""
+        return _messages(self.schedule, self.record.transfers, self.rank)
 
     @cached_property
     def timetable(self) -> Timetable:
@@ -101,7 +116,25 @@ def _split(actions: tuple[Action, ...], unsplit: frozenset[int]) -> frozenset[in
     return frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - unsplit
 
 
-def _action_indices(schedule: Schedule) -> dict[ActionKey, int]:
+def _messages(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int) -> dict[MessageKey, Message]:
+    """Return what a rank sends and receives, each with the place of the action that takes or sends it elsewhere."""
+    actions: defaultdict[tuple[int, int], list[tuple[int, bool, int]]] = defaultdict(list)
+    for (peer, backward, segment, microbatch), index in _action_indices(schedule).items():
+        actions[peer, segment].append((microbatch, backward, index))
+    found = {}
+    for transfer in transfers:
+        if rank in (transfer.source, transfer.target):
+            ends = (transfer.source, transfer.source_segment), (transfer.target, transfer.target_segment)
+            for microbatch, backward, index in actions[ends[rank == transfer.source]]:
+                found[microbatch, transfer.number, backward] = Message(rank, microbatch, transfer, backward, index)
+    return found
+
+
+def _action_indices(schedule: Schedule) -> dict[tuple[int, bool, int, int], int]:
+    """Return the index in its rank's list of each action that sends or receives.
+
+    By rank, whether it is a backward, segment and microbatch.
+    """
     found = {}
     for rank, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, permute_to_memory
+from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, permute_to_memory, version_of
 from smpkit.torch.core.tree import pickled
 from smpkit.torch.distributed.deadline import explain_error
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH
@@ -42,14 +42,13 @@ from smpkit.torch.pipeline.messages import (
     describe_message,
     is_none_gradient,
     none_gradient_message,
-    version_of,
 )
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
     from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable
 
-__all__ = ["ActionKey", "HostBuffers", "Outbox", "Transport"]
+__all__ = ["HostBuffers", "MessageKey", "Outbox", "Transport"]
 
 _log = logging.getLogger("smpkit")
 
@@ -63,16 +62,16 @@ long as it kept its caller from other work, a receive from when its data was nee
 
 Use = Callable[[torch.Tensor], torch.Tensor]
 
-ActionKey = tuple[int, bool, int, int]
-"""An action that sends or receives: its pp_rank, whether it is a backward, its segment and its microbatch."""
+MessageKey = tuple[int, int, bool]
+"""A microbatch, the number of a transfer, and whether it is its gradient."""
 
 _GRACE_SECONDS: Final = 5.0
 """How long a rank that abandons a step waits for the others to do so, too, before it raises its exception."""
 _UNWRITTEN: Final = -(1 << 62)
 """In the buffer of a header that has not arrived."""
 _END: Final = "the end of a step that was given up"
-_NUM_SLOTS: Final = (1 << 29) // TRANSFERS_PER_MICROBATCH
-"""Microbatches that have tags of their own; those of abandoned steps count too, see `Transport.abandon`."""
+_TAGS: Final = (1 << 30) - 1
+"""Bits of a message's tag; those of abandoned steps count too, see `Transport.abandon`."""
 _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""
 
@@ -109,8 +108,8 @@ class Transport:
         """By tag, receives on channels that have begun; None where the header says it all."""
         self._positions: dict[int, int] | None = None
         """By tag, a message's position in this rank's timetable; None: messages take channels in the order of sends."""
-        self._expected: deque[tuple[int, int, Message]] = deque()
-        """Sender, tag and message of the receives on channels that have not begun, in the order of the timetable."""
+        self._expected: deque[tuple[int, Message]] = deque()
+        """Tag and message of the receives on channels that have not begun, in the order of the timetable."""
         self._uses_channels = False
         """Whether a step runs in which messages take channels."""
         self._has_left = False
@@ -125,13 +124,13 @@ class Transport:
         self._others = [peer for peer in range(len(self.ranks)) if peer != self._rank]
         self._sending: list[list[SentMessage]] = [[] for _ in self.ranks]
         self._interrupted: list[object] = []
-        self._num_abandoned = 0
-        """Microbatches of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
+        self._first_tag = 0
+        """After those of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._buffers = HostBuffers()
         self.outbox = Outbox(self.send_bytes)
-        self.action_indices: Mapping[ActionKey, int] = {}
-        """Indices of the present step's actions in the lists of their ranks; set by the executor."""
+        self.messages: Mapping[MessageKey, Message] = {}
+        """What the plan of the present step lets this rank send and receive; set by the executor."""
         self.num_messages = 0
         self.num_bytes = 0
         self.waiting_since: float | None = None
@@ -179,13 +178,13 @@ class Transport:
             return
         self._positions = {}
         for entry in timetable.entries:
-            peer = entry.sender if entry.receiver == self._rank else entry.receiver
-            if (entry.microbatch in over and not entry.backward) or not self._channels.is_connected_to(peer):
+            message = self._message(entry.microbatch, entry.transfer, entry.backward)
+            if (entry.microbatch in over and not entry.backward) or not self._channels.is_connected_to(message.peer):
                 continue
-            tag = self._tag(entry.microbatch, entry.transfer, entry.backward)
+            tag = self._first_tag + message.tag & _TAGS
             self._positions[tag] = len(self._positions)
-            if peer == entry.sender and not self._has_left:
-                self._expected.append((peer, tag, (entry.microbatch, entry.transfer, entry.backward)))
+            if message.peer == entry.sender and not self._has_left:
+                self._expected.append((tag, message))
 
     def leave_channels(self) -> None:
         """Send the rest of the step through the hosts: it has diverged from the timetable.
@@ -216,7 +215,7 @@ class Transport:
             tensor = permute_to_memory(tensor, transfer.spec.order)
         if copy and (self._on_cpu or self._uses_channels):  # from a GPU through the hosts, a copy travels anyway
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        self._send_transfer(tensor, microbatch, transfer, backward=False)
+        self._send_message(tensor, self._message(microbatch, transfer, False))
 
     def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, transfer: P2PTransfer) -> None:
         """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
@@ -225,18 +224,18 @@ class Transport:
                 gradient = gradient.detach()
             if transfer.spec.order is not None:
                 gradient = permute_to_memory(gradient, transfer.spec.order)
-        self._send_transfer(gradient, microbatch, transfer, backward=True)
+        self._send_message(gradient, self._message(microbatch, transfer, True))
 
     def post(self, microbatch: int, transfer: P2PTransfer, *, backward: bool) -> None:
         """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
-        tag = self._tag(microbatch, transfer, backward)
+        message = self._message(microbatch, transfer, backward)
+        tag = self._first_tag + message.tag & _TAGS
         if tag in self._posted:
             return
-        source = transfer.target if backward else transfer.source
-        if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(source, tag)):
+        if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(message.peer, tag)):
             return
         buffer = self._buffers.take(transfer.spec)
-        self._posted[tag] = self._recv(buffer, source, tag, (microbatch, transfer, backward)), buffer
+        self._posted[tag] = self._recv(buffer, message.peer, tag, message), buffer
 
     def receive(self, microbatch: int, transfer: P2PTransfer, use: Use | None = None) -> torch.Tensor:
         """Return a value that another rank sends.
@@ -245,13 +244,13 @@ class Transport:
             use: applied to the tensor, and its result returned. On a CPU it runs before the data have arrived, so that
                 it delays nobody.
         """
-        value = self._receive_transfer(microbatch, transfer, use, backward=False)
+        value = self._receive_message(self._message(microbatch, transfer, False), use)
         assert value is not None, "only gradients may be None"
         return value
 
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
         """Return the gradient of a value that was sent; None if it has none."""
-        return self._receive_transfer(microbatch, transfer, None, backward=True)
+        return self._receive_message(self._message(microbatch, transfer, True), None)
 
     def _recv(self, buffer: torch.Tensor, source: int, tag: int, what: MessageLabel) -> dist.Work:
         try:
@@ -263,66 +262,50 @@ class Transport:
         since = time.monotonic() if started is None else started
         return explain_error(error, describe_message(what), [self.ranks[peer]], since)
 
-    def _send_transfer(
-        self, tensor: torch.Tensor | None, microbatch: int, transfer: P2PTransfer, *, backward: bool
-    ) -> None:
+    def _message(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> Message:
+        known = self.messages.get((microbatch, transfer.number, backward))
+        return Message(self._rank, microbatch, transfer, backward) if known is None else known
+
+    def _send_message(self, tensor: torch.Tensor | None, message: Message) -> None:
         recorder = self.recorder
         start_ns = 0 if recorder is None else time.perf_counter_ns()
-        if backward:
-            target, segment = transfer.source, transfer.source_segment
-        else:
-            target, segment = transfer.target, transfer.target_segment
-        tag = self._tag(microbatch, transfer, backward)
-        receive_index = self.action_indices.get((target, backward, segment, microbatch))
-        what = (microbatch, transfer, backward)
+        target, tag = message.peer, self._first_tag + message.tag & _TAGS
         if self._uses_channels and self._channels is not None and self._prepare_channel_send(target, tag):
-            self._send_on_channel(self._channels, tensor, target, tag, what, receive_index)
+            self._send_on_channel(self._channels, tensor, tag, message)
         else:
             if tensor is None:  # on a channel a header alone is enough; here the message has its usual length
-                tensor = none_gradient_message(transfer.spec)
-            self._send(tensor, target, tag, what, receive_index)
+                tensor = none_gradient_message(message.transfer.spec)
+            self._send(tensor, target, tag, message, message.peer_index)
         if recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
             recorder("send", target, num_bytes, tag, start_ns, time.perf_counter_ns())
 
-    def _receive_transfer(
-        self, microbatch: int, transfer: P2PTransfer, use: Use | None, *, backward: bool
-    ) -> torch.Tensor | None:
-        if backward:
-            source, segment = transfer.target, transfer.target_segment
-        else:
-            source, segment = transfer.source, transfer.source_segment
-        tag, spec = self._tag(microbatch, transfer, backward), transfer.spec
-        what = (microbatch, transfer, backward)
+    def _receive_message(self, message: Message, use: Use | None) -> torch.Tensor | None:
+        source, spec, tag = message.peer, message.transfer.spec, self._first_tag + message.tag & _TAGS
         start_ns = time.perf_counter_ns()
-        if self._uses_channels and self._channels is not None and self._prepare_channel_receive(source, tag, what):
+        if self._uses_channels and self._channels is not None and self._prepare_channel_receive(tag, message):
             result = self._take_from_channel(self._channels, tag, spec, use, start_ns)
         else:
             posted = self._posted.pop(tag, None)
             buffer = self._buffers.take(spec) if posted is None else posted[1]
-            work = self._recv(buffer, source, tag, what) if posted is None else posted[0]
+            work = self._recv(buffer, source, tag, message) if posted is None else posted[0]
             # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
             result = _usable(buffer, spec, use) if self._on_cpu else None
             start_ns = time.perf_counter_ns()
-            self._wait(work, source, what)
+            self._wait(work, source, message)
             self.waited_ns += time.perf_counter_ns() - start_ns
-            if backward and is_none_gradient(buffer, spec):
+            if message.backward and is_none_gradient(buffer, spec):
                 result = None
             elif result is None:
                 result = _usable(buffer.to(self._device), spec, use)
-        index = self.action_indices.get((source, backward, segment, microbatch))
-        if index is not None:
-            self._release_sent(source, index)
+        if message.peer_index is not None:
+            self._release_sent(source, message.peer_index)
         if self.recorder is not None:
             # On a channel, a gradient of None is a header without a message.
             is_header = result is None and self._uses_channels and not self._has_left
             num_bytes = 0 if is_header else spec.num_bytes
             self.recorder("receive", source, num_bytes, tag, start_ns, time.perf_counter_ns())
         return result
-
-    def _tag(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> int:
-        slot = (self._num_abandoned + microbatch) % _NUM_SLOTS
-        return (slot * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
 
     def _send(
         self, tensor: torch.Tensor, target: int, tag: int, what: MessageLabel, receive_index: int | None = None
@@ -349,28 +332,29 @@ class Transport:
     def _expects_on_channel(self, source: int, tag: int) -> bool:
         return self._is_on_channel(source, tag) and source not in self._peers_left
 
-    def _prepare_channel_receive(self, source: int, tag: int, what: Message) -> bool:
+    def _prepare_channel_receive(self, tag: int, message: Message) -> bool:
         """Begin receives up to this message; return False if it comes through the hosts."""
-        if tag not in self._begun_receives and self._expects_on_channel(source, tag):
+        if tag not in self._begun_receives and self._expects_on_channel(message.peer, tag):
             if self._positions is not None:
                 self._begin_receives_until(self._positions[tag] + 1)
             else:
-                self._expected.append((source, tag, what))
+                self._expected.append((tag, message))
                 self._begin_next_receive()
         return tag in self._begun_receives
 
     def _begin_receives_until(self, position: int) -> None:
         """Begin all receives before a position of the timetable."""
         assert self._positions is not None, "there is a timetable"
-        while self._expected and self._positions[self._expected[0][1]] < position:
+        while self._expected and self._positions[self._expected[0][0]] < position:
             self._begin_next_receive()
 
     def _begin_next_receive(self) -> None:
         """Wait for the header of the next message, and begin to receive what it announces."""
-        source, tag, what = self._expected.popleft()
+        tag, message = self._expected.popleft()
+        source = message.peer
         if source in self._peers_left:
             return
-        announced, num_bytes = self._receive_header(source, what)
+        announced, num_bytes = self._receive_header(source, message)
         if announced == LEFT:
             self._peers_left.add(source)
             self.leave_channels()
@@ -379,7 +363,8 @@ class Transport:
             self._begun_receives[tag] = self._channels.receive(num_bytes, source) if num_bytes > 0 else None
         else:
             raise UsageError(
-                f"pipeline rank {source} has sent message {announced} where {describe_message(what)} was due ({tag})",
+                f"pipeline rank {source} has sent message {announced} where {describe_message(message)} was due"
+                f" ({tag})",
                 hint="the ranks of a pipeline run the same step, with the same configuration",
             )
 
@@ -411,10 +396,10 @@ class Transport:
     def _next_source(self) -> int | None:
         """Return whose header is next; None if all ranks have left."""
         assert self._channels is not None, "only a step that used channels has headers"
-        while self._expected and self._expected[0][0] in self._peers_left:
+        while self._expected and self._expected[0][1].peer in self._peers_left:
             self._expected.popleft()
         if self._expected:
-            return self._expected[0][0]
+            return self._expected[0][1].peer
         return next((peer for peer in self._channels.peers if peer not in self._peers_left), None)
 
     def _drain(self) -> None:
@@ -464,19 +449,11 @@ class Transport:
                 self._channels.discard(pending)
         self._begun_receives.clear()
 
-    def _send_on_channel(
-        self,
-        channels: P2PChannels,
-        tensor: torch.Tensor | None,
-        target: int,
-        tag: int,
-        what: MessageLabel,
-        receive_index: int | None,
-    ) -> None:
+    def _send_on_channel(self, channels: P2PChannels, tensor: torch.Tensor | None, tag: int, message: Message) -> None:
         """Send a header and the message that it announces; the header alone if the message has no bytes."""
-        num_bytes = NO_GRADIENT if tensor is None else tensor.nbytes
+        target, num_bytes = message.peer, NO_GRADIENT if tensor is None else tensor.nbytes
         header = torch.tensor([tag, num_bytes], device="cpu")
-        self._send(header, target, Tag.HEADERS, what, receive_index)
+        self._send(header, target, Tag.HEADERS, message, message.peer_index)
         if tensor is None or not num_bytes:
             return
         self.num_messages += 1
@@ -577,10 +554,10 @@ class Transport:
         for sending in self._sending:
             sending.clear()
         # Such a receive would also take a later message of its tag: never use the tags of these microbatches again.
-        self._num_abandoned += num_microbatches
+        self._first_tag += 2 * TRANSFERS_PER_MICROBATCH * num_microbatches
         self._posted.clear()
         self._begun_receives.clear()
-        self.action_indices = {}
+        self.messages = {}
 
     # --- anything else of known size ---------------------------------------------------------------------------------
 

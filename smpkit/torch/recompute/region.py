@@ -35,7 +35,7 @@ from smpkit.torch.core.offload_hooks import current_offloader, offload_inputs
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import note_checkpoint
-from smpkit.torch.core.tensor_spec import map_tensors
+from smpkit.torch.core.tensor_spec import map_tensors, version_of
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.offload.saved_storage import check_version
@@ -161,7 +161,7 @@ class CheckpointRegion:
                 output = self._function(*args, **kwargs)
         self._is_done = True
         versions = [version for _, _, version, _ in self._inputs]
-        self._is_overwritten = versions != [_version(tensor) for tensor in tensors]
+        self._is_overwritten = versions != [version_of(tensor) for tensor in tensors]
         self._state.end_forward()
         return output
 
@@ -239,7 +239,7 @@ class CheckpointRegion:
                 taken = unpack(tensor)
                 tensors.append(taken.detach().requires_grad_() if requires_grad else taken)
                 continue
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 check_version(tensor, version, self._name)
             tensors.append(tensor)
         return tensors
@@ -260,14 +260,10 @@ def _save(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor] | None, int, boo
     """Save an input as a node of the graph would: through the hooks around the call, if there are any."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
-        return tensor, None, _version(tensor), tensor.requires_grad
+        return tensor, None, version_of(tensor), tensor.requires_grad
     pack, unpack = hooks
     with torch.no_grad():
-        return pack(tensor.detach()), unpack, _version(tensor), tensor.requires_grad
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return pack(tensor.detach()), unpack, version_of(tensor), tensor.requires_grad
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

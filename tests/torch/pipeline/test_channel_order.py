@@ -31,7 +31,7 @@ from smpkit.torch.pipeline import transport as transports
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.message_order import P2PTransfer, timetable_of
 from smpkit.torch.pipeline.messages import Message, Tag
-from smpkit.torch.pipeline.step_plan import _action_indices, graph_of
+from smpkit.torch.pipeline.step_plan import _messages, graph_of
 from smpkit.torch.pipeline.transport import HostBuffers, Transport
 from tests.nccl_model import Deadlock, World
 
@@ -101,9 +101,8 @@ class Driver:
 
     def step(self, ends_in: int | None, *, gives_up: bool = False) -> None:
         """Run a step; in the forward of a microbatch, all ranks leave the channels, or give up the step."""
-        timetable = timetable_of(self.schedule, self.transfers, self.rank)
-        self.transport.follow(timetable)
-        self.transport.action_indices = _action_indices(self.schedule)
+        self.transport.messages = _messages(self.schedule, self.transfers, self.rank)
+        self.transport.follow(timetable_of(self.schedule, self.transfers, self.rank))
         actions = self.schedule.actions[self.rank]
         last = {action.microbatch: place for place, action in enumerate(actions)}
         for place, action in enumerate(actions):
@@ -116,7 +115,7 @@ class Driver:
             self._act(action)
             if last[action.microbatch] == place:
                 del self.kept[action.microbatch]
-        self.transport.action_indices = {}
+        self.transport.messages = {}
         self.transport.end_step()
 
     def _give_up(self) -> None:
@@ -316,11 +315,12 @@ class TransportOfBefore(Transport):
     def _prepare_channel_send(self, _target: int, _tag: int) -> bool:
         return True
 
-    def _prepare_channel_receive(self, source: int, tag: int, what: Message) -> bool:
+    def _prepare_channel_receive(self, tag: int, message: Message) -> bool:
         while tag not in self._begun_receives:
-            announced, num_bytes = self._receive_header(source, what)
+            announced, num_bytes = self._receive_header(message.peer, message)
             assert self._channels is not None
-            self._begun_receives[announced] = self._channels.receive(num_bytes, source) if num_bytes > 0 else None
+            received = self._channels.receive(num_bytes, message.peer) if num_bytes > 0 else None
+            self._begun_receives[announced] = received
         return True
 
     def end_step(self) -> None:

@@ -140,13 +140,13 @@ def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     for _ in range(3):
         train_step(model, inputs)
     transport, found = executor().stage.transport, []
-    receive = transport._receive_transfer
+    receive = transport._receive_message
 
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found.append(len(transport._posted))
         return receive(*args, **kwargs)
 
-    transport._receive_transfer = noting  # type: ignore[method-assign]
+    transport._receive_message = noting  # type: ignore[method-assign]
     train_step(model, inputs)
     assert not transport._posted
     smp.shutdown()

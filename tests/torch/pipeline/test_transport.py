@@ -13,7 +13,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 from smpkit.torch.distributed.objects import CommGroup
 from smpkit.torch.pipeline.message_order import P2PTransfer
-from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack, unpack_copies
+from smpkit.torch.pipeline.messages import Message, Tag, pack, packed_bytes, unpack, unpack_copies
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 
@@ -176,10 +176,17 @@ def lets_go() -> list[int]:
     """Send values of three microbatches; return how many messages are held after each gradient came back."""
     transport = open_transport()
     # The list of both ranks: F0 F1 F2 B0 B1 B2.
-    transport.action_indices = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
+    transport.messages = {
+        (microbatch, each.number, backward): Message(
+            smp.pp_rank(), microbatch, each, backward, 3 * backward + microbatch
+        )
+        for each in (move_of(0), move_of(7), move_of(8, source=1))
+        for microbatch in range(10)
+        for backward in (False, True)
+    }
     held = []
     if smp.pp_rank() == 0:
-        transport.send(value(), 9, P2PTransfer(7, 0, 1, 0, 0, move_of(7).spec))
+        transport.send(value(), 9, move_of(7))
         for microbatch in range(3):
             transport.send(value(), microbatch, move_of(0))
         held.append(len(transport._sending[1]))
