@@ -125,6 +125,8 @@ def test_what_an_action_waits_for_is_not_its_cost() -> None:
     stage = cast("StageContext", SimpleNamespace(transport=transport, synchronize=lambda: None))
     step = _StepRunner.__new__(_StepRunner)
     step.stage, step._meter, step._recorder = stage, meter, None
+    step._transport, step._outbox = stage.transport, stage.transport.outbox
+    step._is_timed, step._is_watched, step._offloads = True, False, False
     microbatch: Any = SimpleNamespace(index=0)
 
     def wait() -> None:
