@@ -1,6 +1,6 @@
 // Operators. Of each, a run on meta tensors tells shapes and dtypes of the outputs, once for arguments that are alike,
-// and the CPU's kernel is queued on aliases of device memory. An operator whose outputs hang on the data (nonzero, indexing with a mask) has no run on
-// meta tensors: it waits for its stream, as CUDA's do.
+// and the CPU's kernel is queued on aliases of device memory. An operator whose outputs depend on the data (nonzero,
+// indexing with a mask) has no run on meta tensors: it waits for its stream, as CUDA's do.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -177,7 +177,7 @@ struct Call {
 
 // --- what runs on meta tensors have said ----------------------------------------------------------------------------------
 
-// They hang on the shapes and dtypes of tensors and on the other arguments alone. Many of these kernels are written in
+// They depend on the shapes and dtypes of tensors and on the other arguments alone. Many of these kernels are written in
 // Python, where one takes longer than everything else that an operator does here. So each is asked once.
 struct KnownShapes {
   struct One {
@@ -370,7 +370,7 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
         op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &call.meta);
         remember(key, op, call);
       } catch (const std::exception&) {
-        queued = false;  // the outputs hang on the data, or there is no meta kernel
+        queued = false;  // the outputs depend on the data, or there is no meta kernel
       }
     }
   }
