@@ -17,7 +17,6 @@ from tests.end_to_end.example_job import EXAMPLES
 NOTEBOOK = EXAMPLES / "notebook" / "pipeline.ipynb"
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "60")
