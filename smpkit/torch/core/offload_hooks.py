@@ -48,7 +48,7 @@ class Offloader:
 
     def offload_inputs(self, name: str) -> AbstractContextManager[object]:
         """Offload the tensors that autograd saves in the block."""
-        raise NotImplementedError
+        return contextlib.nullcontext()
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take the order of this rank's actions in the step that begins."""

@@ -8,9 +8,8 @@
     layers      hold as little as they can     │ as chosen                       │ as chosen with that
 
 Until they are chosen for, layers hold as little as they can, which fits if the model can train at all. The first update
-makes the optimizer's states, and the first calls of a checkpointed layer copy what it might change: nothing before that
-is over is measured. Each choice gives the same gradients to the bit: only
-time and memory differ.
+makes the optimizer's states, and the first calls of a checkpointed layer copy what it might change: measurements begin
+after that. Each choice gives the same gradients to the bit: only time and memory differ.
 
 `smpkit.fit` and a `DistributedModel` choose with this: they say when a step begins, and which ranks must agree.
 
