@@ -180,16 +180,21 @@ def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, 
 
 
 def describe_each(
-    target: str, source: Path, configs: Sequence[ModelParallelConfig], ranks: int = 1
+    target: str, source: Path, configs: Sequence[ModelParallelConfig], ranks: int = 1, *, other_sizes: bool = False
 ) -> list[ModelFacts]:
-    """Describe a model for several jobs, in one process; without any for one job with default parameters."""
+    """Describe a model for several jobs, in one process; without any for one job with default parameters.
+
+    Args:
+        other_sizes: microbatches of other sizes will be planned, too.
+    """
     from smpkit.plan.memory import ModelFacts
 
     num_places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)
     by_hand = any(not each.auto_partition for each in configs)
     places = f"--by-hand={num_places}" if by_hand else f"--places={num_places}"
     jobs = [f"--job={ranks}:{each.model_dump_json(by_alias=True)}" for each in configs]
-    arguments = [places, *jobs, target, str(source.absolute())]
+    sizes = ["--other-sizes"] if other_sizes else []
+    arguments = [places, *sizes, *jobs, target, str(source.absolute())]
     what = f"`{target}` could not be described"
     said = ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS)
     return [ModelFacts.from_json(line) for line in said.splitlines()]

@@ -147,7 +147,7 @@ def _models(source: _Source, target: str, machine: Machine, ranks: int) -> dict[
     # Those that take longest first; each process imports the user's module once.
     parts = [jobs[start::_PROCESSES] for start in range(min(_PROCESSES, len(jobs)))]
     with ThreadPoolExecutor(len(parts)) as pool:
-        found = pool.map(lambda part: describe_each(target, source.folder, part, ranks), parts)
+        found = pool.map(lambda part: describe_each(target, source.folder, part, ranks, other_sizes=True), parts)
         models = dict(pair for part, described in zip(parts, found, strict=True) for pair in _paired(part, described))
     first = models[1]
     if not first.traced or not first.samples:

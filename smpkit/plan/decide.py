@@ -22,10 +22,9 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
-from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
-from smpkit.plan.schedule.receives import posted_bytes
+from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
-from smpkit.plan.schedule.search import interleaved, simple
+from smpkit.plan.schedule.search import WORTH, interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 
 __all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
@@ -33,10 +32,11 @@ __all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
 _ROUNDS: Final = 8
 _SETTLED: Final = 1e-3
 """Rounds end when the time on cores changes by less than this share."""
-_MIN_GAIN: Final = 0.002
-"""Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
-prediction leaves out, and `active_microbatches` has granted the memory."""
-_MIN_LATENCY_SHARE: Final = 0.01
+_MIN_GAIN: Final = 0.01
+"""Another schedule must be faster by this share with measured times. They differ by some percent from step to step and
+from a prediction: with less, noise would choose among schedules that are as fast, and hold what no plan has foreseen.
+"""
+_MIN_LATENCY_SHARE: Final = 0.02
 """The least latency of a message, as a share of the longest action. A ping leaves out what else lies between two ranks'
 actions: Python of both, other processes on their cores, actions of unequal length. A schedule without slack, as 1F1B,
 waits for all of that in each microbatch."""
@@ -58,12 +58,14 @@ class Policy:
         """Whether a backward may run in two halves."""
         return self.pipeline == "zero_bubble"
 
-    def schedule(self, graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
+    def schedule(
+        self, graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None, worth: float = WORTH
+    ) -> Schedule:
         """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
         if self.pipeline == "simple" or not graph.has_backward:
             return simple(graph, num_microbatches)
         return interleaved(
-            graph, num_microbatches, self.active_microbatches, costs, split_backward=self.splits_backward
+            graph, num_microbatches, self.active_microbatches, costs, split_backward=self.splits_backward, worth=worth
         )
 
     def can_replan(self, schedule: Schedule) -> bool:
@@ -80,7 +82,7 @@ class Policy:
         Args:
             costs: in seconds, measured or predicted, `with_jitter`.
         """
-        other = self.schedule(schedule.graph, schedule.num_microbatches, costs)
+        other = self.schedule(schedule.graph, schedule.num_microbatches, costs, worth=_MIN_GAIN)
         before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
         return other if after < before * (1 - _MIN_GAIN) else schedule
 
@@ -206,7 +208,7 @@ def decide(
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    held = peak_live_shares(schedule, runs), posted_bytes(schedule)
+    held = peaks(schedule, runs)
     memory = _memory(config, mesh, model, assignment, held, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 
@@ -291,14 +293,14 @@ def _memory(
     mesh: Mesh,
     model: ModelFacts,
     assignment: Assignment,
-    held: tuple[Sequence[float], Sequence[int]],
+    held: Sequence[tuple[float, int]],
     forecasts: Sequence[Forecast],
     optimizer: str,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each stage: of those of its ranks that hold most.
 
     Args:
-        held: how many microbatches each stage holds at a time, and what posted receives take.
+        held: how many microbatches each stage holds at its peak, and what values on their way add to that.
     """
 
     def of_share(stage: int) -> list[RankMemory]:
@@ -312,8 +314,8 @@ def _memory(
             memory_of_ranks(
                 model,
                 assignment,
-                live_microbatches=held[0],
-                posted_bytes=held[1],
+                live_microbatches=[live for live, _ in held],
+                message_bytes=[num_bytes for _, num_bytes in held],
                 states_per_parameter=OPTIMIZERS[optimizer],
                 replicated=config.ddp and mesh.dp_size > 1,
                 offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],

@@ -66,6 +66,8 @@ class UnitFacts:
     cost: UnitCost
     tensors: tuple[str, ...]
     """Names, as in `ModelFacts.tensors`."""
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """By field of the cost, the share that does not grow with the samples of a microbatch, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,10 @@ class ModelFacts:
 
     @classmethod
     def _of(cls, content: dict[str, Any]) -> ModelFacts:
-        units = tuple(UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"])) for unit in content["units"])
+        units = tuple(
+            UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"]), dict(unit["fixed"]))
+            for unit in content["units"]
+        )
         tensors = {
             each["name"]: TensorFacts(**{**each, "pieces": tuple(each["pieces"])}) for each in content["tensors"]
         }
@@ -199,7 +204,7 @@ def memory_of_ranks(
     states_per_parameter: int,
     replicated: bool,
     offloaded: Sequence[tuple[int, int]] = (),
-    posted_bytes: Sequence[int] = (),
+    message_bytes: Sequence[int] = (),
     share: Share | None = None,
     persistent: int = 0,
     half: str | None = None,
@@ -213,7 +218,7 @@ def memory_of_ranks(
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
-        posted_bytes: for each rank what receives take that are posted early; empty: nothing is received.
+        message_bytes: for each rank what values on their way add to its peak; empty: nothing is sent.
         share: which of the ranks that hold a partition; None: there is one, or they hold the same.
         persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
         half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
@@ -249,7 +254,7 @@ def memory_of_ranks(
         on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
         other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
         activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
-        activation += posted_bytes[rank] if posted_bytes else 0
+        activation += message_bytes[rank] if message_bytes else 0
         found.append(
             RankMemory(
                 num_parameters=sum(tensor.num_elements for tensor in tensors),

@@ -27,11 +27,18 @@ from smpkit.plan.decide import assign_units
 from smpkit.plan.memory import ModelFacts, in_dtype
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.assignment import assignment_of
+from smpkit.plan.partition.units import UnitTree
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import Runtime, state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
+from smpkit.torch.placement.growth import (
+    growing_as,
+    twice_the_samples,
+    with_growth_of_units,
+    with_growth_of_values,
+)
 from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
 from smpkit.torch.placement.trace import measure_units, units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
@@ -41,6 +48,7 @@ from smpkit.torch.tensor_parallel.replace import distribute_without_weights
 __all__ = ["describe", "main"]
 
 _JOB_OPTION: Final = "--job="
+_OTHER_SIZES: Final = "--other-sizes"
 _TARGET_FORM: Final = "write `module:factory`, such as `model:build`"
 
 
@@ -51,6 +59,8 @@ def describe(
     by_hand: bool = False,
     cfg: ModelParallelConfig | None = None,
     world_size: int = 1,
+    like: ModelFacts | None = None,
+    other_sizes: bool = False,
 ) -> ModelFacts:
     """Return what planning needs to know of the model that `factory()` returns.
 
@@ -62,13 +72,16 @@ def describe(
         cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described,
             in the precision of the job.
         world_size: how many ranks the job has.
+        other_sizes: microbatches of other sizes will be planned, so what does not grow with the samples must be known.
+            The model is called once more for that, with twice the samples.
+        like: what that call has told of the same model in another job, which saves it here.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
     patch_torch_checkpoint()  # as a job does: unpatched calls do not tell what they keep
     with planning_partitions(num_partitions), _first_rank(cfg, world_size):
-        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
+        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand, like=like, other_sizes=other_sizes)
 
 
 @contextlib.contextmanager
@@ -87,7 +100,9 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
         state.runtime = None
 
 
-def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool) -> ModelFacts:
+def _describe(
+    factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool, like: ModelFacts | None, other_sizes: bool
+) -> ModelFacts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
@@ -111,22 +126,41 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
         masters = _master_dtypes(model) if cfg.sharded_data_parallel_degree > 1 else {}
         cast_model(model, half)
         inputs = cast_inputs(inputs, half)
-    call = None if inputs is None else _forward_call(model, inputs, mode)
-    facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
-    if call is not None:
-        facts = _recorded(facts, model, call, cfg, inputs)
-    kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     samples, tokens = _size_of(inputs)
+    calls = [] if inputs is None else [_forward_call(model, inputs, mode)]
+    pins = manual_placement(model) if by_hand else None
+    tree = units_of(model) if pins is None else units_of(model, pins.split)
+    facts = _facts(model, tree, calls[0] if calls else None, pins, notes)
+    if other_sizes and like is None and facts.traced and samples:
+        with mode:
+            doubled = twice_the_samples(inputs, samples)
+        larger = _forward_call(model, doubled, mode)
+        reasons: list[str] = []
+        costs = measure_units(model, tree, larger, reasons.append)
+        if reasons:
+            note = "all that layers keep is assumed to grow with the samples: with twice as many the model failed"
+            facts = replace(facts, notes=(*facts.notes, f"{note} ({reasons[0]})"))
+        else:
+            facts = with_growth_of_units(facts, costs)
+            calls.append(larger)
+    if calls:
+        facts = _recorded(facts, model, calls, cfg, inputs)
+    if like is not None:
+        facts = growing_as(facts, like)
+    kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
 
 
 def _recorded(
-    facts: ModelFacts, model: nn.Module, call: Callable[[], object], cfg: ModelParallelConfig, inputs: Any
+    facts: ModelFacts, model: nn.Module, calls: Sequence[Callable[[], object]], cfg: ModelParallelConfig, inputs: Any
 ) -> ModelFacts:
     """Add what a microbatch sends between the ranks of the job, if the model tells without data.
 
     Without a pipeline it is what would travel if every unit had a rank of its own: `RecordedGraph.under` tells from
     that what would travel between any ranks.
+
+    Args:
+        calls: of the model, the second one with twice the samples.
     """
     try:
         if cfg.pipeline_parallel_degree > 1:
@@ -139,7 +173,9 @@ def _recorded(
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     try:
-        return replace(facts, recorded=record_on_fakes(model, assignment, call, device))
+        recorded, *doubled = record_on_fakes(model, assignment, calls, device)
+        in_all = with_growth_of_values(recorded, doubled[0] if doubled else None, _size_of(inputs)[0])
+        return replace(facts, recorded=in_all)
     except Exception as error:  # user code on tensors without data may fail in any way
         reason = next(iter(str(error).splitlines()), "no reason given")
         note = (
@@ -197,9 +233,12 @@ def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callab
 
 
 def _facts(
-    model: nn.Module, call: Callable[[], object] | None, pins: ManualPlacement | None, notes: Sequence[str]
+    model: nn.Module,
+    tree: UnitTree,
+    call: Callable[[], object] | None,
+    pins: ManualPlacement | None,
+    notes: Sequence[str],
 ) -> ModelFacts:
-    tree = units_of(model) if pins is None else units_of(model, pins.split)
     costs = measure_units(model, tree, call)
     places = {} if pins is None else pins.for_units([cost.name for cost in costs])
     return replace(model_facts(model, costs, places), notes=tuple(notes))
@@ -213,10 +252,11 @@ def main(arguments: Sequence[str]) -> int:
 
     ::
 
-        [--places=N | --by-hand=N] [--job=N:{...} ...] module:factory [folder ...]
+        [--places=N | --by-hand=N] [--other-sizes] [--job=N:{...} ...] module:factory [folder ...]
 
         --places    the number of partitions that the factory may name
         --by-hand   the same, and its units are placed there
+        --other-sizes  microbatches of other sizes will be planned
         --job       the number of ranks, and the parameters of the job; of several jobs each description is a line
         folder      where the module is found
 
@@ -229,6 +269,8 @@ def main(arguments: Sequence[str]) -> int:
             if option in ("--places", "--by-hand"):
                 num_partitions, by_hand = int(places), option == "--by-hand"
                 arguments = arguments[1:]
+            other_sizes = arguments[0] == _OTHER_SIZES
+            arguments = arguments[other_sizes:]
             jobs: list[tuple[ModelParallelConfig | None, int]] = []
             while arguments[0].startswith(_JOB_OPTION):
                 ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
@@ -237,11 +279,21 @@ def main(arguments: Sequence[str]) -> int:
             target, *folders = arguments
             sys.path[:0] = folders
             factory = _import_factory(target)
-            lines = [
-                describe(factory, num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size).to_json()
-                for cfg, world_size in jobs or [(None, 1)]
-            ]
-            write("\n".join(lines))
+            found: list[ModelFacts] = []
+            for cfg, world_size in jobs or [(None, 1)]:
+                like = found[0] if found and other_sizes else None
+                found.append(
+                    describe(
+                        factory,
+                        num_partitions,
+                        by_hand=by_hand,
+                        cfg=cfg,
+                        world_size=world_size,
+                        like=like,
+                        other_sizes=other_sizes,
+                    )
+                )
+            write("\n".join(each.to_json() for each in found))
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
             return error.exit_code

@@ -15,6 +15,7 @@ from smpkit.errors import UsageError
 from smpkit.modules import module_command
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.schedule.graph import Segment
+from smpkit.plan.tune.predict import scaled
 from smpkit.torch.describe import describe
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
 from tests.forked import run_module
@@ -49,6 +50,60 @@ def test_tied_tensors_are_one_and_loose_ones_are_on_every_rank() -> None:
     assert model.tensors["mask"].dtype == "bool"
     assert sum(each.num_bytes for each in model.tensors.values()) == sum(
         each.nbytes for each in [*Tied().parameters(), *Tied().buffers()]
+    )
+
+
+class Biased(nn.Module):
+    """Its layers keep a bias that all samples share, and hand it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        bias = self.bias(torch.ones(5, 4)).sigmoid()
+        for layer in self.layers:
+            value = (layer(value) * bias).tanh()
+        return value
+
+
+def described(samples: int, **options: Any) -> ModelFacts:
+    return describe(lambda: (Biased(), torch.ones(samples, 5, 4)), **options)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_does_not_grow_with_the_samples_is_told_from_what_does(samples: int) -> None:
+    model, larger = described(samples, other_sizes=True), described(6)
+    assert [unit.cost for unit in scaled(model, 6 / samples).units] == [unit.cost for unit in larger.units]
+    assert any(unit.fixed for unit in model.units)
+    assert described(samples).units[0].cost == model.units[0].cost
+    recorded, larger_recorded = scaled(model, 6 / samples).recorded, larger.recorded
+    assert recorded is not None
+    assert larger_recorded is not None
+    sizes = [each.num_bytes for each in recorded.values]
+    assert sizes == [each.num_bytes for each in larger_recorded.values]
+    assert 5 * 4 * 4 in sizes  # the bias; a hidden state has six times as much
+
+
+def test_another_job_learns_from_the_first_what_grows() -> None:
+    model = described(1, other_sizes=True)
+    again = described(1, other_sizes=True, like=model)
+    assert again == model
+    assert not any(unit.fixed for unit in described(1).units)
+
+
+class OneSample(Biased):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value.view(1, 5, 4))
+
+
+def test_a_model_that_takes_no_more_samples_says_that_it_is_assumed_to_grow() -> None:
+    model = describe(lambda: (OneSample(), torch.ones(1, 5, 4)), other_sizes=True)
+    assert not any(unit.fixed for unit in model.units)
+    (note,) = model.notes
+    assert note.startswith(
+        "all that layers keep is assumed to grow with the samples: with twice as many the model failed"
     )
 
 

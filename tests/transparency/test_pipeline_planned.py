@@ -77,7 +77,7 @@ def record(case: Case, assignment: Assignment) -> RecordedGraph:
         with mode:
             case.step(WithBackward(module), *given)
 
-    return record_on_fakes(module, assignment, call, torch.device("cpu"))
+    return record_on_fakes(module, assignment, [call], torch.device("cpu"))[0]
 
 
 def compare(cases: dict[str, Case], degree: int, seed: int | None) -> set[str]:

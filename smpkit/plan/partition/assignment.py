@@ -10,7 +10,15 @@ from typing import Any, Final
 
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["Assignment", "Load", "UnitCost", "assignment_of", "private_parameters_bytes"]
+__all__ = [
+    "BYTES_PER_MICROBATCH",
+    "PER_MICROBATCH",
+    "Assignment",
+    "Load",
+    "UnitCost",
+    "assignment_of",
+    "private_parameters_bytes",
+]
 
 _FORMAT: Final = 1
 
@@ -58,6 +66,21 @@ class UnitCost:
     def step_flops(self) -> float:
         """Compute of forward, backward (worth two forwards) and recomputation, as forwards of a plain unit."""
         return self.flops + self.recomputed_flops / 3
+
+
+BYTES_PER_MICROBATCH: Final = (
+    "activation_bytes",
+    "output_bytes",
+    "boundary_bytes",
+    "recomputed_bytes",
+    "moved_bytes",
+    "spared_bytes",
+    "working_bytes",
+    "postponed_bytes",
+)
+"""The fields of a `UnitCost` that are bytes which depend on the size of a microbatch."""
+PER_MICROBATCH: Final = (*BYTES_PER_MICROBATCH, "flops", "recomputed_flops")
+"""All that depend on it."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 
@@ -123,30 +123,8 @@ def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
     return _num_live([action.microbatch for action in actions])
 
 
-def live_segments(actions: tuple[Action, ...]) -> list[frozenset[tuple[int, int]]]:
-    """Return the (segment, microbatch) that are live while each action of one rank runs."""
-    return _live([(action.segment, action.microbatch) for action in actions])
-
-
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-def _live(keys: Sequence[_Key]) -> list[frozenset[_Key]]:
-    """Return for each index of the list the keys that occur up to there and again from there on."""
-    left = Counter(keys)
-    live: set[_Key] = set()
-    found = []
-    for key in keys:
-        live.add(key)
-        found.append(frozenset(live))
-        left[key] -= 1
-        if not left[key]:
-            live.remove(key)
-    return found
-
-
 def _num_live(keys: Sequence[Hashable]) -> list[int]:
-    """Return the sizes of the sets of `_live` in linear time: a microbatch may have thousands of segments."""
+    """Return for each index of the list how many keys occur up to there and again from there on."""
     left, found, live = Counter(keys), [], 0
     begun: set[Hashable] = set()
     for key in keys:

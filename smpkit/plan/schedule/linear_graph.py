@@ -6,13 +6,15 @@ For a model that is not a row of units this is a guess.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
+from operator import add
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
-from smpkit.plan.schedule.actions import Action, Schedule, live_segments
+from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.receives import message_bytes
 
-__all__ = ["linear_graph", "peak_live_shares", "runs_of"]
+__all__ = ["linear_graph", "peaks", "runs_of"]
 
 
 def runs_of(units: Sequence[UnitCost], assignment: Assignment) -> dict[Segment, list[UnitCost]]:
@@ -32,40 +34,49 @@ def linear_graph(
     return SegmentGraph(num_partitions, tuple(runs), transfers, has_backward)
 
 
-def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> list[float]:
-    """Return for each rank how many microbatches it holds at its peak, by what their live segments keep.
+def peaks(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> list[tuple[float, int]]:
+    """Return for each rank how many microbatches it holds at its peak, and how many bytes values on their way add.
 
-    A segment counts as the part of its rank's activations that it makes; with a segment per rank these are whole
-    microbatches. From the first half of a split backward until the second, the gradients that wait for the second half
-    count, too. The backward of a recomputed segment is not split, so the segment ends with it.
+    Microbatches are counted by what their live segments keep. A segment counts as the part of its rank's activations
+    that it makes; with a segment per rank these are whole microbatches. From the first half of a split backward until
+    the second, the gradients that wait for the second half count, too, and not what lies above them in the autograd
+    graph: it has been freed. The backward of a recomputed segment is not split, so the segment ends with it.
     """
+    found = []
+    for rank, (live, messages) in enumerate(zip(_live_bytes(schedule, runs), message_bytes(schedule), strict=True)):
+        of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
+        peak = max(live, default=0)
+        share = peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank])
+        found.append((share, max(map(add, live, messages), default=0) - peak))
+    return found
+
+
+def _live_bytes(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> Iterator[list[int]]:
+    """Yield for each rank what it holds during each of its actions: activations, and gradients that wait."""
     kept = {segment: sum(unit.activation_bytes for unit in run) for segment, run in runs.items()}
-    postponed = {segment: sum(unit.postponed_bytes for unit in run) for segment, run in runs.items()}
+    postponed = {segment: sum(unit.postponed_bytes for unit in run) - _freed(run) for segment, run in runs.items()}
     whole = {segment for segment, run in runs.items() if any(unit.recomputed_flops for unit in run)}
-    shares = []
     for rank, actions in enumerate(schedule.actions):
-        of_rank = sum(num_bytes for segment, num_bytes in kept.items() if segment.rank == rank)
-        ends = [each for each in actions if each.kind is not Kind.WEIGHT or Segment(rank, each.segment) not in whole]
-        halves = [each for each in ends if each.kind is Kind.WEIGHT]
-        if not schedule.splits_backward and schedule.graph.counts[rank] == 1:
-            shares.append(float(schedule.peak_live_microbatches[rank]))
-            continue
-        peak = 0
-        for live, waiting in _held(ends, halves):
-            held = sum(kept[Segment(rank, index)] for index in live)
-            peak = max(peak, held + sum(postponed[Segment(rank, index)] for index in waiting))
-        shares.append(peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
-    return shares
+        last: dict[tuple[int, int], Action] = {}
+        for action in actions:
+            if action.kind is not Kind.WEIGHT or Segment(rank, action.segment) not in whole:
+                last[action.segment, action.microbatch] = action
+        now, live, begun = 0, [], set()
+        for action in actions:
+            segment, key = Segment(rank, action.segment), (action.segment, action.microbatch)
+            waits = last[key].kind is Kind.WEIGHT
+            if key not in begun:
+                begun.add(key)
+                now += kept[segment]
+            if action.kind is Kind.BACKWARD and waits:
+                now += postponed[segment]
+            live.append(now)
+            if action == last[key]:
+                now -= kept[segment] + (postponed[segment] if waits else 0)
+        yield live
 
 
-def _held(actions: Sequence[Action], halves: Sequence[Action]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield for each action of a rank the segments, by index, of which it holds activations, and waiting gradients."""
-    split = {(each.segment, each.microbatch) for each in halves}
-    waiting: set[tuple[int, int]] = set()
-    for action, live in zip(actions, live_segments(tuple(actions)), strict=True):
-        key = (action.segment, action.microbatch)
-        if action.kind is Kind.BACKWARD and key in split:
-            waiting.add(key)
-        yield [index for index, _ in live], [index for index, _ in waiting]
-        if action.kind is Kind.WEIGHT:
-            waiting.discard(key)
+def _freed(run: Sequence[UnitCost]) -> int:
+    """Return what the first half of a split backward frees: what units keep behind the last product with a weight."""
+    behind = takewhile(lambda unit: not unit.weight_products, reversed(run))
+    return sum(unit.activation_bytes for unit in behind)

@@ -16,7 +16,7 @@ from typing import Any
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
 
-__all__ = ["RecordedGraph", "SentValue"]
+__all__ = ["RecordedGraph", "SentValue", "grown"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class SentValue:
     """The module or operation that needs it."""
     number: int = 0
     """The same for all sends of one value to several ranks."""
+    fixed: float = 0.0
+    """The share of its bytes that does not grow with the samples of a microbatch: 1 of a mask for all of them."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,20 @@ class RecordedGraph:
             return None
         return _joined(self, assignment.units, assignment.num_partitions)
 
-    def resized(self, factor: float, samples: int = 0, *, floats_only: bool = False) -> RecordedGraph:
-        """Return the record with values of another size.
+    def with_samples(self, factor: float) -> RecordedGraph:
+        """Return the record of a microbatch with `factor` times the samples."""
+        values = []
+        for value in self.values:
+            size = grown(factor, value.fixed)
+            values.append(
+                replace(value, num_bytes=round(size * value.num_bytes), fixed=value.fixed / size if size else 0.0)
+            )
+        return replace(self, values=tuple(values))
 
-        Args:
-            factor: by which their bytes grow.
-            samples: of the recorded microbatch; only values with so many rows grow, which a mask of all samples does
-                not have. 0: all of them grow.
-            floats_only: whether values of other dtypes stay as they are.
-        """
+    def in_precision(self, factor: float) -> RecordedGraph:
+        """Return the record with floating-point values of `factor` times the bytes."""
         values = [
-            replace(value, num_bytes=round(factor * value.num_bytes))
-            if (not samples or value.shape[:1] == (samples,)) and (not floats_only or "float" in value.dtype)
-            else value
+            replace(value, num_bytes=round(factor * value.num_bytes)) if "float" in value.dtype else value
             for value in self.values
         ]
         return replace(self, values=tuple(values))
@@ -81,7 +84,9 @@ class RecordedGraph:
         """Return the graph that a schedule is made for."""
         counts = Counter(segment.rank for segment, _ in self.segments)
         messages = [
-            Transfer(value.source, value.target, value.num_bytes, value.differentiable and has_backward)
+            Transfer(
+                value.source, value.target, value.num_bytes, value.differentiable and has_backward, value.number + 1
+            )
             for value in self.values
         ]
         return SegmentGraph.of([counts[rank] for rank in range(num_ranks)], messages, has_backward)
@@ -117,6 +122,11 @@ class RecordedGraph:
                 for each in content["values"]
             ),
         )
+
+
+def grown(factor: float, fixed: float) -> float:
+    """Return by how much something grows with `factor` times the samples if a share of it does not grow."""
+    return fixed + (1 - fixed) * factor
 
 
 @lru_cache(maxsize=512)

@@ -30,9 +30,9 @@ from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
 from smpkit.plan.schedule.templates import looped
 
-__all__ = ["LowerBounds", "interleaved", "lower_bounds", "simple"]
+__all__ = ["WORTH", "LowerBounds", "interleaved", "lower_bounds", "simple"]
 
-_WORTH: Final = 0.002
+WORTH: Final = 0.002
 """A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 
 
@@ -51,17 +51,19 @@ def interleaved(
     costs: Costs | None = None,
     *,
     split_backward: bool = False,
+    worth: float = WORTH,
 ) -> Schedule:
     """Run backward first, and choose by simulation how many microbatches each rank holds.
 
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
     to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
-    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
+    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within `worth`)
     the one with the fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
         split_backward: also try to split the backward into input and weight halves (zero bubble; our extension).
+        worth: by which share a schedule must be faster to hold more.
     """
     _require_positive(num_microbatches, "num_microbatches")
     _require_positive(active_microbatches, "active_microbatches")
@@ -70,7 +72,7 @@ def interleaved(
         # With equal costs nothing is faster than 1F1B, and with fewer live microbatches it is slower.
         actions, _ = list_schedule(graph, num_microbatches, graph.depths, Costs())
         return Schedule("interleaved", graph, num_microbatches, actions, graph.depths)
-    search = _Search(graph, num_microbatches, limit, costs or Costs())
+    search = _Search(graph, num_microbatches, limit, costs or Costs(), worth)
     return search.best(split_backward and graph.has_backward)
 
 
@@ -98,6 +100,7 @@ class _Search:
     limit: int
     """The most microbatches that any rank may hold."""
     costs: Costs
+    worth: float
 
     def best(self, split_backward: bool) -> Schedule:
         """Return the fastest schedule; of those as fast, the one that holds least."""
@@ -105,13 +108,13 @@ class _Search:
         if split_backward:
             found += self._tried(split=True)
         fastest = min(each.seconds for each in found)
-        equals = [each for each in found if each.seconds <= fastest * (1 + _WORTH)]
+        equals = [each for each in found if each.seconds <= fastest * (1 + self.worth)]
         return min(equals, key=lambda each: each.order).schedule
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
         """Yield candidates, until no further one can be faster by enough."""
         bounds = lower_bounds(self.graph, self.costs, split)
-        enough = bounds.step_seconds(self.num_microbatches) * (1 + _WORTH)
+        enough = bounds.step_seconds(self.num_microbatches) * (1 + self.worth)
         for candidate in self._split(bounds.full_pipe) if split else self._whole(bounds.full_pipe):
             yield candidate
             if candidate.seconds <= enough:

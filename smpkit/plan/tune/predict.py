@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
@@ -18,8 +18,9 @@ from smpkit.plan.decide import Plan, decide
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.offload.forecast import Speed
-from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
 from smpkit.plan.schedule.actions import Schedule
+from smpkit.plan.schedule.recorded_graph import grown
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
 from smpkit.plan.tune.machine import Machine
 
@@ -194,8 +195,8 @@ def in_precision(model: ModelFacts, described: str | None, config: ModelParallel
         old, new = described or "float32", half or "float32"
         model = replace(
             _in_dtype(model, old, new, size),
-            units=tuple(UnitFacts(_resized(unit.cost, factor), unit.tensors) for unit in model.units),
-            recorded=None if model.recorded is None else model.recorded.resized(factor, floats_only=True),
+            units=tuple(replace(unit, cost=_resized(unit.cost, factor)) for unit in model.units),
+            recorded=None if model.recorded is None else model.recorded.in_precision(factor),
         )
     if half is not None and config.sharded_data_parallel_degree > 1:
         model = _in_dtype(model, half, "float32", 4)  # masters are divided, and cast for computing
@@ -455,7 +456,7 @@ def choose_layers(
 def _live(config: ModelParallelConfig, plan: Plan, stage: int) -> float:
     """Return how many microbatches a stage holds at its peak, a chunk of one counting as a part."""
     if config.virtual_pipeline_degree == 1:
-        # The peak of a split backward is more than of whole microbatches: see `peak_live_shares`.
+        # The peak of a split backward is more than of whole microbatches: see `peaks`.
         splits = 1.0 + plan.timeline.schedule.splits_backward
         return min(plan.timeline.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
     return plan.timeline.schedule.peak_live_segments[stage] / config.virtual_pipeline_degree
@@ -507,37 +508,33 @@ def with_choices(
             else 0,
             recomputed_flops=layer.cost.flops if recomputed else 0.0,
         )
-        units.append(UnitFacts(cost, unit.tensors))
+        units.append(UnitFacts(cost, unit.tensors, unit.fixed))
     return replace(model, units=tuple(units))
 
 
 def scaled(model: ModelFacts, factor: float) -> ModelFacts:
-    """Return the model with microbatches of another size: compute and activations grow with their samples."""
+    """Return the model with microbatches of `factor` times the samples.
+
+    Compute grows with them, and so do bytes, but for what is known to stay as it is.
+    """
     if factor == 1:
         return model
-    units = tuple(UnitFacts(_scaled_cost(unit.cost, factor), unit.tensors) for unit in model.units)
-    recorded = None if model.recorded is None else model.recorded.resized(factor, model.samples)
+    units = tuple(_scaled(unit, factor) for unit in model.units)
+    recorded = None if model.recorded is None else model.recorded.with_samples(factor)
     return replace(model, units=units, recorded=recorded)
 
 
-def _scaled_cost(cost: UnitCost, factor: float) -> UnitCost:
-    flops, again = factor * cost.flops, factor * cost.recomputed_flops
-    return replace(_resized(cost, factor), flops=flops, recomputed_flops=again)
+def _scaled(unit: UnitFacts, factor: float) -> UnitFacts:
+    sizes = {name: grown(factor, unit.fixed.get(name, 0.0)) for name in PER_MICROBATCH}
+    changes: dict[str, Any] = {name: size * getattr(unit.cost, name) for name, size in sizes.items()}
+    changes |= {name: round(changes[name]) for name in BYTES_PER_MICROBATCH}
+    fixed = {name: share / sizes[name] for name, share in unit.fixed.items()}
+    return UnitFacts(replace(unit.cost, **changes), unit.tensors, fixed)
 
 
 def _resized(cost: UnitCost, factor: float) -> UnitCost:
     """Return the cost with activations of another size."""
-    return replace(
-        cost,
-        activation_bytes=round(factor * cost.activation_bytes),
-        output_bytes=round(factor * cost.output_bytes),
-        boundary_bytes=round(factor * cost.boundary_bytes),
-        recomputed_bytes=round(factor * cost.recomputed_bytes),
-        moved_bytes=round(factor * cost.moved_bytes),
-        spared_bytes=round(factor * cost.spared_bytes),
-        working_bytes=round(factor * cost.working_bytes),
-        postponed_bytes=round(factor * cost.postponed_bytes),
-    )
+    return replace(cost, **{name: round(factor * getattr(cost, name)) for name in BYTES_PER_MICROBATCH})
 
 
 def _static_bytes(memory: RankMemory) -> int:

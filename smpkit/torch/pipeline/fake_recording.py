@@ -14,7 +14,7 @@ What depends on values (a branch on a tensor, the shape of `x[mask]`) has no ans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,13 +44,13 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def record_on_fakes(
-    root: nn.Module, assignment: Assignment, call: Callable[[], object], device: torch.device
-) -> RecordedGraph:
-    """Return what a microbatch runs and sends if `call` is its step.
+    root: nn.Module, assignment: Assignment, calls: Sequence[Callable[[], object]], device: torch.device
+) -> list[RecordedGraph]:
+    """Return for each of some microbatches what it runs and sends.
 
     Args:
         root: the model. Its calls are dispatched afterwards, so it can be described, but not called.
-        call: calls the model under a fake tensor mode.
+        calls: of the model under a fake tensor mode, one for each microbatch: its step.
         device: of the tensors that the model is given.
 
     Raises:
@@ -69,6 +69,10 @@ def record_on_fakes(
     install(root, placement, stage)
     if stage.parameter_owners:
         stage.random.replace_arguments(parameters_as_stage_tensors)
+    return [_recorded(stage, assignment, call) for call in calls]
+
+
+def _recorded(stage: StageContext, assignment: Assignment, call: Callable[[], object]) -> RecordedGraph:
     microbatch = _FakeMicrobatch(stage)
     Current.microbatch = microbatch
     try:
@@ -78,7 +82,7 @@ def record_on_fakes(
         Current.microbatch = None
     return RecordedGraph(
         assignment.units,
-        tuple(_calls_by_segment(microbatch, placement)),
+        tuple(_calls_by_segment(microbatch, assignment.partition_of)),
         tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)),
     )
 

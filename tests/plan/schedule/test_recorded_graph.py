@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.graph import Segment, Transfer
@@ -41,6 +41,15 @@ def test_each_call_of_a_unit_has_its_part_of_the_costs() -> None:
     half, spare = UnitCost("block", flops=4.0), COSTS[3]
     assert runs == {HERE: [embed, half], BACK: [COSTS[2], embed], THERE: [half, spare]}
     assert sum(cost.flops for run in runs.values() for cost in run) == sum(cost.flops for cost in COSTS)
+
+
+def test_values_grow_with_the_samples_but_for_what_all_of_them_share() -> None:
+    hidden, mask = THERE_AND_BACK.values
+    both = replace(THERE_AND_BACK, values=(hidden, replace(mask, num_bytes=1000, fixed=0.25)))
+    four = both.with_samples(4)
+    assert [each.num_bytes for each in four.values] == [256, 250 + 4 * 750]
+    assert [each.num_bytes for each in four.with_samples(0.5).values] == [128, 250 + 2 * 750]
+    assert [each.num_bytes for each in both.in_precision(0.5).values] == [32, 1000]
 
 
 def test_it_tells_of_no_other_assignment() -> None:

@@ -271,7 +271,7 @@ def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
 
 @pytest.mark.parametrize(("degree", "live"), [(2, (3, 1)), (4, (5, 4, 3, 1))])
 def test_messages_count_as_late_even_where_a_ping_is_fast(degree: int, live: tuple[int, ...]) -> None:
-    schedule = interleaved(SegmentGraph.chain(degree, num_bytes=8), 8, degree + 2)
+    schedule = interleaved(SegmentGraph.chain(degree, num_bytes=8), 16, degree + 2)
     costs = with_jitter(_costs((1,) * degree, [[0.02, 0.04, 0.0, 1e-5, 0.0]] * degree), schedule.graph)
     assert Policy("interleaved", degree + 2).replanned(schedule, costs).peak_live_microbatches == live
 

@@ -67,17 +67,17 @@ def test_a_backward_costs_both_of_its_halves() -> None:
     assert (costs.latency_seconds, costs.seconds_per_byte) == (0.25, 0.5)  # of the slowest link
 
 
-@pytest.mark.parametrize(("latency_seconds", "worth"), [(0.0045, False), (0.018, True)], ids=["0.1 %", "0.4 %"])
+@pytest.mark.parametrize(("latency_seconds", "worth"), [(0.018, False), (0.09, True)], ids=["0.4 %", "2 %"])
 def test_a_gain_that_is_too_small_to_be_sure_of_changes_nothing(latency_seconds: float, worth: bool) -> None:
     costs = Costs(latency_seconds=latency_seconds)
     before = interleaved(CHAIN, 8, 2)
     after = Schedule("deeper", CHAIN, 8, list_schedule(CHAIN, 8, (3, 1), costs)[0], (3, 1))
     seconds, deeper_seconds = (simulate(each, costs).makespan_seconds for each in (before, after))
     gain = 1 - deeper_seconds / seconds
-    assert (0.0002 < gain < 0.002, gain > 0.003) == (not worth, worth), gain
+    assert (0.003 < gain < 0.01, gain > 0.015) == (not worth, worth), gain
 
     class Deeper(Policy):
-        def schedule(self, *_: object) -> Schedule:
+        def schedule(self, *_: object, **__: object) -> Schedule:
             return after
 
     assert Deeper("interleaved", 3).replanned(before, costs) is (after if worth else before)
