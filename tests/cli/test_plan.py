@@ -312,7 +312,7 @@ def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None
     content = json.loads(smpkit(*arguments, "--json").stdout)
     first, last = content["offload"]["stages"]
     boundary = 16 * 64 * 4
-    assert first["resident_bytes"] == 3 * 3 * boundary  # of a microbatch more than in 1F1B, as the runtime holds then
+    assert first["resident_bytes"] == 2 * 3 * boundary  # as in 1F1B, since one more would gain less than 1 % here
     assert first["out_bytes"] == 4 * 3 * boundary
     assert (first["stall_seconds"], last["stall_seconds"]) == (0, 0)
     assert content["stages"][0]["boundaries_bytes"] == first["device_bytes"] < first["resident_bytes"]
