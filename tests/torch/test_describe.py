@@ -107,6 +107,31 @@ def test_a_model_that_takes_no_more_samples_says_that_it_is_assumed_to_grow() ->
     )
 
 
+class Headed(nn.Module):
+    """Checkpoints a head of two units, which have ranks of their own in the recording of a search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).append(nn.Module())
+        self.head.forward = self._scores  # type: ignore[method-assign]  # no plain Sequential
+
+    def _scores(self, value: torch.Tensor) -> torch.Tensor:
+        norm, scores = list(self.head)[:2]
+        result: torch.Tensor = scores(norm(value))
+        return result
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.layers(value)
+        return torch.cat([smp.checkpoint(self.head, part) for part in value.split(1)])
+
+
+def test_what_is_checkpointed_across_units_is_recorded_without_a_job() -> None:
+    model = describe(lambda: (Headed(), torch.ones(2, 4)), other_sizes=True)
+    assert not model.notes
+    assert model.recorded is not None
+
+
 def test_a_microbatch_is_recorded_under_the_assignment_of_the_job() -> None:
     cfg, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 2}, None)
     model = describe(lambda: (Tied(), torch.zeros(3, dtype=torch.int64)), 2, cfg=cfg)

@@ -232,6 +232,8 @@ def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
     """
     if len(pp_ranks) < 2:
         return False
+    if not state.initialized:  # a recording for a plan, in which every unit may have a rank of its own
+        return True
     ranks = " and ".join(map(str, sorted(pp_ranks)))
     if not state.cfg.auto_partition:
         raise UsageError(
