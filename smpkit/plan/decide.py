@@ -208,7 +208,7 @@ def decide(
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    held = peaks(schedule, runs)
+    held = peaks(schedule, runs, None if recorded is None else recorded.copies(model.costs))
     memory = _memory(config, mesh, model, assignment, held, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 

@@ -56,6 +56,9 @@ class UnitCost:
     """What a backward in two halves keeps from the first to the second: gradients of products with weights."""
     weight_products: int = 0
     """How many those are: for each of them the second half starts anew."""
+    unsaved_input_bytes: int = 0
+    """What of its differentiable inputs is not in `activation_bytes`: nothing saves it, or a unit before has. A rank
+    that receives them from another one keeps them nevertheless, until it has their gradients."""
 
     @property
     def recomputed_share(self) -> float:
@@ -77,6 +80,7 @@ BYTES_PER_MICROBATCH: Final = (
     "spared_bytes",
     "working_bytes",
     "postponed_bytes",
+    "unsaved_input_bytes",
 )
 """The fields of a `UnitCost` that are bytes which depend on the size of a microbatch."""
 PER_MICROBATCH: Final = (*BYTES_PER_MICROBATCH, "flops", "recomputed_flops")

@@ -67,7 +67,7 @@ class Transfer:
     differentiable: bool = True
     """False: no gradient travels back."""
     value: int = field(default=0, compare=False)
-    """The same for all transfers of one value to several ranks; 0: of a value of its own."""
+    """The same for transfers of one value, and of what lies in its memory; 0: it is alone."""
 
     @property
     def is_message(self) -> bool:

@@ -34,16 +34,23 @@ def linear_graph(
     return SegmentGraph(num_partitions, tuple(runs), transfers, has_backward)
 
 
-def peaks(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> list[tuple[float, int]]:
+def peaks(
+    schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int] | None = None
+) -> list[tuple[float, int]]:
     """Return for each rank how many microbatches it holds at its peak, and how many bytes values on their way add.
 
     Microbatches are counted by what their live segments keep. A segment counts as the part of its rank's activations
     that it makes; with a segment per rank these are whole microbatches. From the first half of a split backward until
     the second, the gradients that wait for the second half count, too, and not what lies above them in the autograd
     graph: it has been freed. The backward of a recomputed segment is not split, so the segment ends with it.
+
+    Args:
+        copies: bytes that segments keep beside what their units keep.
     """
     found = []
-    for rank, (live, messages) in enumerate(zip(_live_bytes(schedule, runs), message_bytes(schedule), strict=True)):
+    for rank, (live, messages) in enumerate(
+        zip(_live_bytes(schedule, runs, copies or {}), message_bytes(schedule), strict=True)
+    ):
         of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
         peak = max(live, default=0)
         share = peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank])
@@ -51,9 +58,13 @@ def peaks(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> lis
     return found
 
 
-def _live_bytes(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> Iterator[list[int]]:
+def _live_bytes(
+    schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int]
+) -> Iterator[list[int]]:
     """Yield for each rank what it holds during each of its actions: activations, and gradients that wait."""
-    kept = {segment: sum(unit.activation_bytes for unit in run) for segment, run in runs.items()}
+    kept = {
+        segment: sum(unit.activation_bytes for unit in run) + copies.get(segment, 0) for segment, run in runs.items()
+    }
     postponed = {segment: sum(unit.postponed_bytes for unit in run) - _freed(run) for segment, run in runs.items()}
     whole = {segment for segment, run in runs.items() if any(unit.recomputed_flops for unit in run)}
     for rank, actions in enumerate(schedule.actions):

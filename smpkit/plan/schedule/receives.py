@@ -97,16 +97,19 @@ def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Sent]]:
         (rank, action): index for rank, actions in enumerate(schedule.actions) for index, action in enumerate(actions)
     }
     ways: defaultdict[tuple[int, int], list[_Sent]] = defaultdict(list)
+    kept = {(each.target.rank, each.value) for each in schedule.graph.transfers if each.value and each.differentiable}
+    """Values that a rank has received and keeps for their gradients: what it sends of them takes no more."""
     for index, each in enumerate(schedule.graph.transfers):
         kinds = [(Kind.FORWARD, each.source, each.target)]
         if each.differentiable and schedule.graph.has_backward:
             kinds.append((Kind.BACKWARD, each.target, each.source))
         for kind, source, target in kinds if each.is_message else ():
+            num_bytes = 0 if kind is Kind.FORWARD and (source.rank, each.value) in kept else each.num_bytes
             value = each.value if each.value and kind is Kind.FORWARD else (kind, index)
             for number in range(schedule.num_microbatches):
                 sending = place[source.rank, Action(kind, source.index, number)]
                 taking = place[target.rank, Action(kind, target.index, number)]
-                ways[source.rank, target.rank].append(_Sent(sending, taking, (number, value), each.num_bytes))
+                ways[source.rank, target.rank].append(_Sent(sending, taking, (number, value), num_bytes))
     return ways
 
 

@@ -34,6 +34,8 @@ class SentValue:
     """The module or operation that needs it."""
     number: int = 0
     """The same for all sends of one value to several ranks."""
+    memory: int = 0
+    """The same for values in one memory, such as an argument that a unit hands on, and for their copies elsewhere."""
     fixed: float = 0.0
     """The share of its bytes that does not grow with the samples of a microbatch: 1 of a mask for all of them."""
 
@@ -85,7 +87,7 @@ class RecordedGraph:
         counts = Counter(segment.rank for segment, _ in self.segments)
         messages = [
             Transfer(
-                value.source, value.target, value.num_bytes, value.differentiable and has_backward, value.number + 1
+                value.source, value.target, value.num_bytes, value.differentiable and has_backward, value.memory + 1
             )
             for value in self.values
         ]
@@ -103,6 +105,21 @@ class RecordedGraph:
             if not num_calls[name]:
                 runs[Segment(rank, 0)].append(of_unit[name])
         return runs
+
+    def copies(self, costs: Sequence[UnitCost]) -> dict[Segment, int]:
+        """Return for each segment the bytes that it receives and keeps beside what its units keep anyway."""
+        found: dict[Segment, int] = {}
+        for segment, names in self.segments:
+            received = Counter(
+                {
+                    name: sum(
+                        each.num_bytes for each in self.values if each.differentiable and _is_for(each, segment, name)
+                    )
+                    for name in names
+                }
+            )
+            found[segment] = sum(min(received[cost.name], cost.unsaved_input_bytes) for cost in costs)
+        return found
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> RecordedGraph:
@@ -122,6 +139,10 @@ class RecordedGraph:
                 for each in content["values"]
             ),
         )
+
+
+def _is_for(value: SentValue, segment: Segment, unit: str) -> bool:
+    return value.target == segment and (value.consumer == unit or value.consumer.startswith(f"{unit}."))
 
 
 def grown(factor: float, fixed: float) -> float:
@@ -172,5 +193,6 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
         moved_bytes=cost.moved_bytes // num_calls,
         spared_bytes=cost.spared_bytes // num_calls,
         postponed_bytes=cost.postponed_bytes // num_calls,
+        unsaved_input_bytes=cost.unsaved_input_bytes // num_calls,
         weight_products=cost.weight_products // num_calls,
     )

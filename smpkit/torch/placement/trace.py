@@ -142,7 +142,7 @@ def _trace(
 ) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
     counter, kernels = FlopCounterMode(display=False), FusedKernels()
-    started: dict[str, tuple[_Part, dict[str, int], int]] = {}
+    started: dict[str, tuple[_Part, dict[str, int], int, _Inputs]] = {}
     live = _LiveBytes()
     saved = _SavedBytes(root, live)
     operators = _Operators(saved, live, lambda: bool(started))
@@ -156,21 +156,23 @@ def _trace(
         return {"flops": flops_so_far(), "activation_bytes": saved.total, **operators.counts}
 
     def before(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             checkpointed.begin_unit(name)
-            started[name] = live.begin(), so_far(), len(checkpointed.calls)
+            started[name] = live.begin(), so_far(), len(checkpointed.calls), _Inputs((args, kwargs), saved)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            part, then, num_calls = started.pop(name)
+            part, then, num_calls, inputs = started.pop(name)
             live.end(part)
             checkpointed.end_unit()
             inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
             grown = {key: getattr(known, key) + now - then[key] for key, now in so_far().items()}
             grown["working_bytes"] = max(known.working_bytes, part.needed)
+            grown["unsaved_input_bytes"] = known.unsaved_input_bytes + inputs.unsaved_bytes()
+            saved.end_unit()
             measured[name] = _checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
 
         return hook
@@ -179,7 +181,7 @@ def _trace(
         with contextlib.ExitStack() as hooks:
             for name in costs:  # a scripted module takes no hooks
                 module = root.get_submodule(name)
-                hooks.enter_context(module.register_forward_pre_hook(before(name)))
+                hooks.enter_context(module.register_forward_pre_hook(before(name), with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after(name)))
             watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
             with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
@@ -240,6 +242,15 @@ class _SavedBytes:
         self._made_of_parameters: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
         self._packed: list[torch.Tensor] = []
+        self._since_unit: set[int] = set()
+
+    def end_unit(self) -> None:
+        """Note that a unit has ended; what is saved from now on is of the next one."""
+        self._since_unit.clear()
+
+    def is_of_this_unit(self, storage: int) -> bool:
+        """Return whether a storage was saved first since the last unit ended."""
+        return storage in self._since_unit
 
     def is_of_parameters(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter, a view of one, or was noted as made of parameters alone."""
@@ -254,6 +265,7 @@ class _SavedBytes:
         self._know_mode_of(tensor)
         if storage_of(tensor) not in self._seen:
             self._seen[storage_of(tensor)] = tensor
+            self._since_unit.add(storage_of(tensor))
             self.total += tensor.untyped_storage().nbytes()
         self._live.note_saved()
         self._packed.append(tensor)
@@ -413,6 +425,23 @@ def _noting_saved(note: Callable[[torch.Tensor], None], outside: Callable[[torch
             hooks._pop_saved_tensors_default_hooks()
     finally:
         hooks._push_saved_tensors_default_hooks = before
+
+
+class _Inputs:
+    """The differentiable inputs of a unit, each storage once.
+
+    Within torch's reentrant checkpoint, which runs without gradients, the checkpoint saves them after the unit has run.
+    """
+
+    def __init__(self, arguments: Any, saved: _SavedBytes) -> None:
+        tensors = [each for each in tensors_in(arguments) if each.requires_grad and not saved.is_of_parameters(each)]
+        self._by_storage = {storage_of(each): each for each in tensors} if torch.is_grad_enabled() else {}
+        self._saved = saved
+
+    def unsaved_bytes(self) -> int:
+        """Return the bytes of those that the unit has not saved, or that a unit before had saved already."""
+        found = [each for key, each in self._by_storage.items() if not self._saved.is_of_this_unit(key)]
+        return sum(each.untyped_storage().nbytes() for each in found)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -80,3 +80,8 @@ def test_what_values_on_their_way_add_counts_at_the_peak_of_both_together() -> N
 
 def test_what_is_computed_again_is_not_split_and_ends_with_its_backward() -> None:
     assert live_on_last(POSTPONED, UnitCost("unit", activation_bytes=1000, recomputed_flops=10.0)) == 1
+
+
+def test_copies_of_received_values_count_beside_what_units_keep() -> None:
+    runs = {Segment(rank, 0): [UnitCost("unit", activation_bytes=1000)] for rank in range(2)}
+    assert peaks(one_f_one_b(2, 4), runs, {Segment(0, 0): 0, Segment(1, 0): 500}) == [(2.0, 0), (1.5, 0)]

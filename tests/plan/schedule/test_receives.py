@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
@@ -60,3 +61,12 @@ def test_a_value_that_goes_to_several_ranks_is_held_once() -> None:
         transfers = [Transfer(start, end, 1000, differentiable=False, value=value) for end in ends]
         schedule = simple(SegmentGraph.of([1, 1, 1], transfers, has_backward=True), 1)
         assert _sent(schedule)[0] == [held, held]
+
+
+def test_what_a_rank_hands_on_lies_in_what_it_has_received() -> None:
+    ranks = [Segment(rank, 0) for rank in range(3)]
+    for differentiable, held in ((True, 0), (False, 1000)):
+        transfers = [Transfer(*pair, 1000, differentiable, value=7) for pair in pairwise(ranks)]
+        schedule = simple(SegmentGraph.of([1, 1, 1], transfers, has_backward=True), 1)
+        # A copy that waits for its gradient counts with the segment; one without a gradient only while it travels on.
+        assert _sent(schedule)[1][0] == held

@@ -113,3 +113,14 @@ def test_all_units_of_one_rank_are_a_segment() -> None:
 
 def test_it_is_read_as_it_was_written() -> None:
     assert RecordedGraph.from_plain(json.loads(json.dumps(asdict(THERE_AND_BACK)))) == THERE_AND_BACK
+
+
+def test_a_segment_keeps_copies_of_what_no_unit_in_it_saves_first() -> None:
+    def recorded(*differentiable: bool) -> RecordedGraph:
+        values = [SentValue(HERE, THERE, (8,), "float32", 32, each, "block.linear") for each in differentiable]
+        return replace(THERE_AND_BACK, values=tuple(values))
+
+    unsaved = [replace(cost, unsaved_input_bytes=40) for cost in COSTS]
+    assert recorded(True, False).copies(unsaved)[THERE] == 32
+    assert recorded(True, True).copies(unsaved)[THERE] == 40
+    assert recorded(True, True).copies(COSTS)[THERE] == 0

@@ -386,3 +386,35 @@ def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobo
     value = rows * WIDTH * 4
     assert (first.moved_bytes, second.moved_bytes) == (2 * 4 * value, 4 * value)
     assert second.flops == 2 * rows * WIDTH * WIDTH
+
+
+class HandsOn(nn.Module):
+    """Adds an input that nothing saves, and hands on another one that each layer saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Saving() for _ in range(2))
+
+    def forward(self, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        source = value.exp()
+        for layer in self.layers:
+            value = layer(value, source, bias.requires_grad_())
+        return value
+
+
+class Saving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor, source: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(value) * source + bias
+        return result
+
+
+def test_inputs_that_a_unit_does_not_save_first_are_counted_for_a_rank_that_receives_them() -> None:
+    model = HandsOn()
+    step = TrialStep(model, (torch.ones(2, 4, requires_grad=True), torch.ones(4)))
+    first, second = measure_units(model, units_of(model, ["layers"]), lambda: run_fake(model, step))
+    # `exp` has saved its result before the first layer runs, which saves it first as a unit.
+    assert (first.unsaved_input_bytes, second.unsaved_input_bytes) == (4 * 4, 4 * 4 + 2 * 4 * 4)
