@@ -7,7 +7,7 @@ runtime follows these rules, and `smpkit plan` counts with them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,10 +38,10 @@ def message_bytes(schedule: Schedule) -> list[list[int]]:
 
     Those are values that no action has taken yet, received ahead, and values that others may still read: see `_sent`.
     """
-    sent = _sent(schedule)
+    sent, received = _sent(schedule), _received_bytes(schedule)
     found = []
     for rank, actions in enumerate(schedule.actions):
-        sizes = [_received_bytes(schedule, action.kind, Segment(rank, action.segment)) for action in actions]
+        sizes = [received[action.kind, Segment(rank, action.segment)] for action in actions]
         ends, first = [0, *accumulate(sizes)], num_ahead(sizes)
         held = []
         for index, action in enumerate(actions):
@@ -113,13 +113,11 @@ def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Sent]]:
     return ways
 
 
-def _received_bytes(schedule: Schedule, kind: Kind, segment: Segment) -> int:
-    """Return what an action of a segment receives from other ranks."""
-    if kind is Kind.WEIGHT:
-        return 0
-    return sum(
-        each.num_bytes
-        for each in schedule.graph.transfers
-        if each.is_message
-        and (each.target == segment if kind is Kind.FORWARD else each.source == segment and each.differentiable)
-    )
+def _received_bytes(schedule: Schedule) -> Counter[tuple[Kind, Segment]]:
+    """Return what an action receives from other ranks, by its kind and segment."""
+    received: Counter[tuple[Kind, Segment]] = Counter()
+    for each in schedule.graph.transfers:
+        if each.is_message:
+            received[Kind.FORWARD, each.target] += each.num_bytes
+            received[Kind.BACKWARD, each.source] += each.num_bytes if each.differentiable else 0
+    return received
