@@ -208,7 +208,10 @@ def decide(
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    held = peaks(schedule, runs, None if recorded is None else recorded.copies(model.costs))
+    if recorded is None:
+        held = peaks(schedule, runs)
+    else:  # a schedule that ran does not say which of its values lie in one memory
+        held = peaks(replace(schedule, graph=graph), runs, recorded.copies(model.costs))
     memory = _memory(config, mesh, model, assignment, held, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 
