@@ -27,8 +27,8 @@ from smpkit.torch.offload.link import Event
 __all__ = ["BACK", "COPYING", "DEAD", "HOST", "LIVE", "LOADING", "Group", "SavedStorage", "check_version"]
 
 
-# Where the bytes of a storage are. Plain integers, not an enum, whose members cost a slow lookup for every saved tensor;
-# bits, so that sets of states are tested with one operation.
+# Where the bytes of a storage are. Plain integers, not an enum, whose members cost a slow lookup for every saved
+# tensor; bits, so that sets of states are tested with one operation.
 LIVE: Final = 1
 """On the device only."""
 COPYING: Final = 2

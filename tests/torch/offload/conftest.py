@@ -34,4 +34,3 @@ def _states_follow_the_diagram(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(SavedStorage, "state", property(slot.__get__, enter))
     yield
     assert not refused
-
