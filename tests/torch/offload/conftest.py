@@ -22,7 +22,7 @@ _NAMES: Final = {value: name for name, value in vars(saved_storage).items() if n
 
 @pytest.fixture(autouse=True)
 def _states_follow_the_diagram(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    slot: Any = SavedStorage.state
+    slot: Any = vars(SavedStorage)["state"]
     refused = list[str]()  # not raised: Python swallows what destructors raise
 
     def enter(saved: SavedStorage, state: int) -> None:
