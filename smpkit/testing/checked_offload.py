@@ -274,12 +274,13 @@ class CheckedEngine(ActivationEngine):
         self.link.clocks.allocated(moved)
         return moved
 
-    def _allocate(self, saved: SavedStorage) -> Tensor:
-        data = super()._allocate(saved)
-        data.flatten().view(torch.uint8).fill_(_POISON)
-        self.link.clocks.allocated(data)
-        self._touch(self.link.stream(), data, "taking device memory", is_write=True)
-        return data
+    def _allocate(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        rooms = super()._allocate(hosts)
+        for data in rooms:
+            data.flatten().view(torch.uint8).fill_(_POISON)
+            self.link.clocks.allocated(data)
+            self._touch(self.link.stream(), data, "taking device memory", is_write=True)
+        return rooms
 
     def _drop(self, storages: Iterable[SavedStorage]) -> None:
         """Record a write: the allocator may give the memory to the stream's next user, who writes to it."""

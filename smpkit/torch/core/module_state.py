@@ -23,15 +23,22 @@ The only modules of torch that write without a new version are the batch norms (
 devices have no alias annotation for running statistics; instance norms and spectral norms do change the version). In
 training their output does not depend on the statistics, so recomputation gets copies to update and drop. In evaluation
 `num_batches_tracked`, which has a version, tells whether the statistics are still those of the call.
+
+[Note: steady modules] Most modules have only attributes whose values cannot change, no buffers, and weights that no
+call writes to. Once calls have shown that, `_Layout` compares all of them at once, in loops that run in C, and their
+part of a call's state is the versions of their weights (`_Reading`). What differs after all, in the forward or before
+the recomputation, makes of it what the other modules have.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, is_
 from typing import Any, Final, cast
 
 import torch
@@ -50,6 +57,7 @@ _SIMPLE: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
 )
 """Types whose values cannot change. Objects of other types are the user's, too expensive to copy."""
+_PARTS: Final = ("_parameters", "_buffers", "_modules")
 _CONTAINERS: Final = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict})
 _MOST_ITEMS: Final = 256
 """Larger containers are left alone: a list that grows with every call would cost more with every call."""
@@ -59,6 +67,8 @@ FIRST_CALLS: Final = 3
 """So many calls in a configuration compare: one alone may happen to write what was there."""
 _SMALL_BYTES: Final = 64 << 10
 _MISSING: Final = object()
+_referent: Final[Callable[[weakref.ref[nn.Module]], nn.Module | None]] = weakref.ref.__call__
+_version: Final = attrgetter("_version")
 
 
 class _History:
@@ -116,6 +126,8 @@ class _Plain:
 _histories: Final[weakref.WeakKeyDictionary[nn.Module, _History]] = weakref.WeakKeyDictionary()
 
 
+_layouts: Final[weakref.WeakKeyDictionary[nn.Module, _Layout]] = weakref.WeakKeyDictionary()
+"""By the first root of a call. Empty again whenever calls show something new about writes."""
 _wrappers: Final[weakref.WeakKeyDictionary[type[nn.Module], bool]] = weakref.WeakKeyDictionary()
 
 
@@ -174,7 +186,7 @@ class _Saved:
 
     __slots__ = (
         *("attributes", "buffers", "children", "is_built", "left", "module"),
-        *("names", "parameters", "plain", "training"),
+        *("is_steady", "names", "parameters", "plain", "training"),
     )
 
     def __init__(self, module: nn.Module) -> None:
@@ -191,12 +203,123 @@ class _Saved:
         """All attributes, if their values cannot change."""
         self.is_built = False
         """Whether the call has made parts of the module: it can be repeated with these only."""
+        self.is_steady = False
+        """Whether a `_Layout` can compare it the next time."""
         self.left: dict[str, Any] | None = None
         """The modules and weights that the call has left, if it has put others in place of those that it found."""
 
     def parts(self) -> dict[str, Any]:
         """Return the modules and weights that the call has found."""
         return {**self.children, **{name: cell.value for name, cell in self.parameters.items()}}
+
+
+class _Reading:
+    """What a layout has found: the modules, which are as it says, what they consist of, and the steady weights."""
+
+    __slots__ = ("dicts", "modules", "parts", "versions", "weights")
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        dicts: list[dict[str, Any]],
+        parts: list[Any],
+        weights: list[nn.Parameter],
+        versions: list[int],
+    ) -> None:
+        self.modules, self.dicts, self.parts, self.weights, self.versions = modules, dicts, parts, weights, versions
+
+    def is_unchanged(self) -> bool:
+        """Return whether modules still have these parts, and nobody has written to the weights."""
+        now = [*itertools.chain.from_iterable(map(dict.values, self.dicts))]
+        return (
+            [*map(_version, self.weights)] == self.versions
+            and len(now) == len(self.parts)
+            and all(map(is_, now, self.parts))
+        )
+
+    def is_same(self, later: _Reading | None) -> bool:
+        """Return whether the same layout has later found the same weights, and nobody has written to them."""
+        return later is not None and later.versions == self.versions and all(map(is_, later.weights, self.weights))
+
+
+class _Layout:
+    """The modules of a call: which are where, and the attributes of the steady ones ([Note: steady modules]).
+
+    Holds no module, and nothing that can hold one: modules end although `_layouts` knows them.
+
+    Args:
+        roots: of the call.
+        modules: these and all modules in them.
+        plains: the attributes of the steady ones, by `id`.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], modules: Sequence[nn.Module], plains: dict[int, _Plain]) -> None:
+        places = {id(module): place for place, module in enumerate(modules)}
+        self.plains = [plains.get(id(module)) for module in modules]
+        self._is_steady = [plain is not None for plain in self.plains]
+        self._is_other = [plain is None for plain in self.plains]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._roots = [places[id(root)] for root in roots]
+        attributes = [vars(module) for module in itertools.compress(modules, self._is_steady)]
+        self._names = [*map(tuple, attributes)]
+        simple = [{*plain.simple, "training"} for plain in self.plains if plain is not None]
+        self._is_simple = [name in own for each, own in zip(attributes, simple, strict=True) for name in each]
+        self._is_part = [name in _PARTS for each in attributes for name in each]
+        values = [value for each in attributes for value in each.values()]
+        self._simple = [*itertools.compress(values, self._is_simple)]
+        dicts = self._dicts(modules, values)
+        self._part_names = [*map(tuple, dicts)]
+        parts = [part for each in dicts for part in each.values()]
+        self._types = [*map(type, parts)]
+        self._is_weight = [isinstance(part, nn.Parameter) for part in parts]
+        self._is_child = [isinstance(part, nn.Module) for part in parts]
+        self._children = [places[id(child)] for child in itertools.compress(parts, self._is_child)]
+
+    def _dicts(self, modules: Sequence[nn.Module], values: list[Any]) -> list[dict[str, Any]]:
+        """Return the dicts of weights, buffers and modules of each steady module, and of modules of the others."""
+        others: list[dict[str, Any]] = [module._modules for module in itertools.compress(modules, self._is_other)]
+        return [*itertools.compress(values, self._is_part), *others]
+
+    def others(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return those modules that are not steady."""
+        return [*itertools.compress(modules, self._is_other)]
+
+    def read(self, roots: Sequence[nn.Module]) -> _Reading | None:
+        """Return the present weights and their versions; None if anything else is not as it was."""
+        modules: list[Any] = [*map(_referent, self._modules)]
+        if None in modules or [*roots] != [*map(modules.__getitem__, self._roots)]:
+            return None
+        values = self.attributes(modules)
+        if values is None:
+            return None
+        dicts = self._dicts(modules, values)
+        if [*map(tuple, dicts)] != self._part_names:
+            return None
+        parts = [*itertools.chain.from_iterable(map(dict.values, dicts))]
+        children = map(modules.__getitem__, self._children)
+        if [*map(type, parts)] != self._types or not all(map(is_, itertools.compress(parts, self._is_child), children)):
+            return None
+        weights = [*itertools.compress(parts, self._is_weight)]
+        try:
+            return _Reading(modules, dicts, parts, weights, [*map(_version, weights)])
+        except RuntimeError:  # one was made in inference mode
+            return None
+
+    def attributes(self, modules: Sequence[nn.Module]) -> list[Any] | None:
+        """Return the values of all attributes of the steady modules; None if a simple one, or a name, is another."""
+        attributes = [*map(vars, itertools.compress(modules, self._is_steady))]
+        if [*map(tuple, attributes)] != self._names:
+            return None
+        values = [*itertools.chain.from_iterable(map(dict.values, attributes))]
+        return values if all(map(is_, itertools.compress(values, self._is_simple), self._simple)) else None
+
+    def steady(self, reading: _Reading) -> Iterator[tuple[nn.Module, _Plain, dict[str, Any]]]:
+        """Yield the steady modules of a reading with their attributes, and their modules and weights by name."""
+        names, parts = iter(self._part_names), iter(reading.parts)
+        for module, plain in zip(reading.modules, self.plains, strict=True):
+            if plain is not None:
+                own = itertools.chain.from_iterable(itertools.islice(names, len(_PARTS)))
+                yield module, plain, {name: next(parts) for name in own}
 
 
 class ModuleState:
@@ -230,14 +353,60 @@ class ModuleState:
         self._cells: dict[int, _Cell] = {}
         """By id of the tensor; all live until `end_forward`."""
         self._containers: dict[int, _Copied] = {}
-        everything: dict[int, nn.Module] = {}
-        for root in modules:
-            _note_modules(root, everything)
-        self._saved = [self._save(module) for module in everything.values()]
+        self._roots = modules
+        self._layout = _layouts.get(modules[0]) if self._has_data else None
+        self._reading = None if self._layout is None else self._layout.read(modules)
+        """Of the steady modules; all others are in `_saved`."""
+        if self._layout is not None and self._reading is not None:
+            everything = self._reading.modules
+            self._saved = [self._save(module) for module in self._layout.others(everything)]
+        else:
+            everything = _all_modules(modules)
+            self._saved = [self._save(module) for module in everything]
+        self._note_steady(everything)
         self._containers.clear()
         self._keep = None  # a method of who holds this object: no cycle, which would keep tensors until it is collected
 
     # --- before the forward ------------------------------------------------------------------------------------------
+
+    def _note_steady(self, everything: Sequence[nn.Module]) -> None:
+        """Have more modules compared at once the next time, if there are more that can be."""
+        found = {id(saved.module): saved.plain for saved in self._saved if saved.is_steady and saved.plain is not None}
+        if not found or not self._has_data:
+            return
+        if self._layout is not None and self._reading is not None:
+            known = zip(everything, self._layout.plains, strict=True)
+            found |= {id(module): plain for module, plain in known if plain is not None}
+        _layouts[self._roots[0]] = _Layout(self._roots, everything, found)
+
+    def _look_closer(self) -> None:
+        """Take what the layout has read for what is saved of each module: something differs now."""
+        layout, reading, self._reading = self._layout, self._reading, None
+        if layout is None or reading is None:
+            return
+        versions = iter(reading.versions)
+        for module, plain, parts in layout.steady(reading):
+            saved, history = _Saved(module), _histories[module]
+            saved.training, saved.attributes, saved.names, saved.plain = (
+                plain.training,
+                plain.simple,
+                plain.names,
+                plain,
+            )
+            saved.buffers = {}
+            visit = _Visit(module, history, has_data=True)
+            visit.configure(plain.training)
+            for name, part in parts.items():
+                if isinstance(part, nn.Module):
+                    saved.children[name] = part
+                elif part is not None:
+                    saved.parameters[name] = cell = self._cells.setdefault(
+                        id(part), _Cell(visit.owner, name, part, history)
+                    )
+                    cell.version = cell.version_after = next(versions)
+                    cell.num_writes = history.num_writes.get(name, 0)
+                    cell.is_weight, cell.written = True, visit.written
+            self._saved.append(saved)
 
     def _save(self, module: nn.Module) -> _Saved:
         saved = _Saved(module)
@@ -253,6 +422,7 @@ class ModuleState:
         others = self._save_attributes(saved, history)
         if module._modules:
             saved.children = dict(module._modules)
+        saved.is_steady &= not module._buffers and None not in saved.children.values()
         if not (others or module._buffers or module._parameters):
             return saved
         visit = _Visit(module, history, has_data=self._has_data)
@@ -269,6 +439,11 @@ class ModuleState:
             # Its forward has scaled these rows in the weight. Running it again would scale them once more, by a
             # rounding error; without `max_norm` it returns what the forward has returned.
             saved.attributes, saved.plain = {**saved.attributes, "max_norm": None}, None
+        saved.is_steady &= (
+            not (visit.is_new or visit.written or history.has_silent_weights)
+            and saved.plain is not None
+            and all(type(cell.value) is nn.Parameter for cell in saved.parameters.values())
+        )
         return saved
 
     def _save_attributes(self, saved: _Saved, history: _History) -> list[tuple[str, Any]]:
@@ -276,6 +451,7 @@ class ModuleState:
         attributes, plain = vars(saved.module), history.plain
         if plain is not None and plain.are(attributes):
             saved.plain, saved.names, saved.attributes = plain, plain.names, plain.simple
+            saved.is_steady = True
             return []
         saved.names = frozenset(attributes)
         own = attributes.keys() - _COMMON
@@ -393,6 +569,8 @@ class ModuleState:
 
     def end_forward(self) -> None:
         """Note which tensors the call has written to, and drop the copies of the others."""
+        if self._reading is not None and not self._reading.is_unchanged():
+            self._look_closer()
         for cell in self._cells.values():
             assert cell.value is not None
             cell.version_after = version_of(cell.value)
@@ -402,6 +580,8 @@ class ModuleState:
                 # Of all the module's buffers: another one may happen to have got the content that it had.
                 cell.history.is_silent |= cell.is_written and not cell.is_weight
                 cell.history.has_silent_weights |= cell.is_written and cell.is_weight
+                if cell.is_written:
+                    _layouts.clear()
         for cell in self._cells.values():
             self._end(cell)
         for saved in self._saved:
@@ -422,8 +602,9 @@ class ModuleState:
         cell.is_written |= cell.is_silent  # perhaps: to compare in each call would make a GPU wait
         if cell.is_written:
             history.num_writes[name] = history.num_writes.get(name, 0) + cell.version_after - cell.version
-            if not cell.is_statistic:
+            if not cell.is_statistic and name not in cell.written:
                 cell.written.add(name)
+                _layouts.clear()
             cell.is_lost = cell.content is None and cell.placeholder is None and not cell.is_statistic
         elif cell.is_compared:
             if not cell.is_weight and value.nbytes <= _SMALL_BYTES and cell.content is not None:
@@ -447,6 +628,12 @@ class ModuleState:
             UsageError: a tensor that the call has read has been changed in place since, and cannot be had back; or the
                 call makes modules or weights, and has made others this time.
         """
+        layout, reading = self._layout, self._reading
+        if layout is not None and reading is not None:
+            now = layout.read(self._roots)
+            if now is None if self._overwrites_weights else not reading.is_same(now):
+                self._look_closer()
+                self._cells.clear()
         restorer = _Restorer(kept, overwrite_weights=self._overwrites_weights)
         states = [(generator, generator.get_state()) for generator in self._generators]
         with contextlib.ExitStack() as undo:
@@ -458,9 +645,17 @@ class ModuleState:
             try:
                 yield
             finally:  # torch ends a recomputation by an exception once it has what it needs
+                self._put_back()
                 for saved in self._saved:
                     if saved.left is not None:
                         _check_not_remade(saved, saved.left)
+
+    def _put_back(self) -> None:
+        """Give steady modules the attributes again that a recomputation has changed."""
+        layout, reading = self._layout, self._reading
+        if layout is not None and reading is not None and layout.attributes(reading.modules) is None:
+            for module, plain, _ in layout.steady(reading):
+                plain.put_back(vars(module))
 
 
 class _Visit:
@@ -630,6 +825,13 @@ def _clone(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def _all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    found: dict[int, nn.Module] = {}
+    for root in roots:
+        _note_modules(root, found)
+    return list(found.values())
 
 
 def _note_modules(module: nn.Module, found: dict[int, nn.Module]) -> None:

@@ -38,7 +38,7 @@ from smpkit.torch.offload.hooks import HookContext, SpecCache
 from smpkit.torch.offload.link import CopyBatch, Event, Link, link_for
 from smpkit.torch.offload.prefetch import BackwardOrder, Lead, PrefetchTuner
 from smpkit.torch.offload.report import OffloadStats, StepReport
-from smpkit.torch.offload.saved_storage import Group, SavedStorage, StorageState
+from smpkit.torch.offload.saved_storage import BACK, COPYING, DEAD, HOST, LIVE, LOADING, Group, SavedStorage
 
 __all__ = ["DEBUG", "GROUP_BYTES", "ActivationEngine", "make_engine"]
 
@@ -47,7 +47,8 @@ _log = logging.getLogger("smpkit")
 GROUP_BYTES: Final = 64 << 20
 _MIN_HELD: Final = 2
 _NO_GROUP: Final = -1
-_IN_FLIGHT: Final = StorageState.COPYING | StorageState.LOADING
+_IN_FLIGHT: Final = COPYING | LOADING
+_LOADED: Final = LOADING | BACK
 _CASTABLE_DTYPES: Final = frozenset({torch.float32, torch.float64})
 """Types that autocast casts to narrower ones."""
 DEBUG: Final = "SMPKIT_OFFLOAD_DEBUG"
@@ -264,13 +265,12 @@ class ActivationEngine(Offloader):
         after += block.free_after
         block.num_users, block.last_uses = len(storages), []
         for saved, host in zip(storages, targets, strict=True):
+            assert saved.state == LIVE
             # Before the copy, which may fail: then `retire` returns the block all the same.
             saved.block, saved.host = block, host
         event = self.link.send(CopyBatch(sources, targets), after, group.label)
-        copying = StorageState.COPYING
         for saved in storages:
-            saved.enter(copying)
-            saved.d2h_event = event
+            saved.state, saved.d2h_event = COPYING, event
         self.stats.bytes_out += sum(sizes)
         self._copying.append(weakref.ref(group))
 
@@ -305,14 +305,13 @@ class ActivationEngine(Offloader):
 
     def _release_group(self, group: Group) -> bool:
         """Release a group's device memory; return False if that would have blocked this thread."""
-        copying, host = StorageState.COPYING, StorageState.HOST
         complete: Event | None = None
         awaited: tuple[Event | None, Hashable] = (None, None)
         released = list[SavedStorage]()
         num_bytes = 0
         is_complete = True
         for saved in group.storages:
-            if saved.state != copying:
+            if saved.state != COPYING:
                 continue
             d2h_event = saved.d2h_event
             assert d2h_event is not None
@@ -330,7 +329,7 @@ class ActivationEngine(Offloader):
             num_bytes += saved.num_bytes
             released.append(saved)
         for saved in released:  # only now: had a wait above failed, all of them would still be on the device
-            saved.enter(host)
+            saved.state = HOST
         self._drop(released)
         self.stats.release(num_bytes)
         return is_complete
@@ -357,21 +356,24 @@ class ActivationEngine(Offloader):
             if not h2d_event.done():
                 self._await(group, h2d_event)
             self._last_wait = (h2d_event, stream)
-        if saved.state == StorageState.LOADING:  # not if it was handed out before
-            saved.enter(StorageState.BACK)
+        if saved.state == LOADING:  # not if it was handed out before
+            saved.state = BACK
         return data if saved.stream == stream else self._copy_to_stream(saved, data, stream)
 
     def release(self, group: Group, saved: SavedStorage) -> None:
         """Drop the device copy after backward has asked for it as often as it was saved."""
         saved.num_pending = saved.num_handles  # `retain_graph`: backward may come again
-        if saved.state == StorageState.LIVE:
+        state = saved.state
+        if state == LIVE:
             return  # it never left, and has no other copy
         self._consumed_bytes += saved.num_bytes
-        if saved.state == StorageState.COPYING:
+        if state == COPYING:
             assert saved.d2h_event is not None
             self._before_reuse(group, saved.d2h_event, saved.stream)
+        else:
+            assert state == BACK
         self._drop((saved,))
-        saved.enter(StorageState.HOST)
+        saved.state = HOST
 
     def _enter_group(self, group: Group) -> None:
         """Begin the backward of a group: load it and prefetch those after it."""
@@ -399,11 +401,9 @@ class ActivationEngine(Offloader):
     def _load(self, group: Group) -> bool:
         """Issue one copy for all that a group lacks on the device; return whether there was any."""
         group.is_held = True
-        absent = [saved for saved in group.storages if saved.data is None]
+        absent = [saved for saved in group.storages if saved.state == HOST]
         if not absent:
             return False
-        # Allocate everything before changing any state: if the device is out of memory, storages stay as they were.
-        rooms = [self._allocate(saved) for saved in absent]
         hosts, after = list[Tensor](), list[Event]()
         last: Event | None = None
         num_bytes = 0
@@ -416,22 +416,21 @@ class ActivationEngine(Offloader):
             if d2h_event is not last:  # the storages of a group usually left in one copy and share its event
                 last = d2h_event
                 after.append(d2h_event)
+        rooms = self._allocate(hosts)  # before any state changes: the device may be out of memory
         # Recorded after the last allocation: the allocator hands out memory that work already queued on this stream may
         # still use, and the copy must come after that work.
         after.append(self.link.now())
         event, stream = self.link.fetch(CopyBatch(hosts, rooms), after, group.label), self.link.stream()
-        loading = StorageState.LOADING
         self.stats.hold(num_bytes)
         self.stats.bytes_back += num_bytes
         for saved, room in zip(absent, rooms, strict=True):
-            saved.enter(loading)
-            saved.data, saved.h2d_event, saved.stream = room, event, stream
+            saved.state, saved.data, saved.h2d_event, saved.stream = LOADING, room, event, stream
         return True
 
-    def _allocate(self, saved: SavedStorage) -> Tensor:
-        """Return device memory of the current stream."""
-        assert saved.host is not None
-        return torch.empty_like(saved.host, device=self._device)
+    def _allocate(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        """Return device memory of the current stream for what is on the host."""
+        like, device = torch.empty_like, self._device
+        return [like(host, device=device) for host in hosts]
 
     def _await(self, group: Group, h2d_event: Event) -> None:
         """Make the current stream wait for the load."""
@@ -462,11 +461,12 @@ class ActivationEngine(Offloader):
         if group is None:
             return
         for saved in group.storages:
-            if saved.h2d_event is not None and saved.data is not None:
+            if saved.state & _LOADED:
+                assert saved.h2d_event is not None
                 self.link.before_reuse(saved.h2d_event, saved.stream)
                 self.stats.release(saved.num_bytes)
                 self._drop((saved,))
-                saved.enter(StorageState.HOST)
+                saved.state = HOST
 
     # --- freeing -----------------------------------------------------------------------------------------------------
 
@@ -475,13 +475,15 @@ class ActivationEngine(Offloader):
         if self.storages.get(saved.key) is saved:
             del self.storages[saved.key]
         last = saved.h2d_event or saved.d2h_event
-        if saved.state & _IN_FLIGHT and last is not None:
+        state = saved.state
+        assert state != DEAD
+        if state & _IN_FLIGHT and last is not None:
             self.link.before_reuse(last, saved.stream)
         if saved.data is not None:
             saved.version_alias = self.empty  # so that `_drop` does not empty data that a copy or a user still has
             self.stats.release(saved.num_bytes)
             self._drop((saved,))
-        saved.enter(StorageState.DEAD)
+        saved.state = DEAD
         block = saved.block
         if block is None:
             return

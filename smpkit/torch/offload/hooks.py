@@ -185,8 +185,8 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         group.storages.append(saved)
         waiting = self._unsent
         waiting.append(saved)
-        self._num_bytes += num_bytes
-        if self._num_bytes >= self._max_bytes or len(waiting) >= self._max_storages:
+        self._num_bytes = waiting_bytes = self._num_bytes + num_bytes
+        if waiting_bytes >= self._max_bytes or len(waiting) >= self._max_storages:
             self._send()
         return saved, group
 
@@ -312,7 +312,8 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         """Return the saved tensor."""
-        if len(handle) == 3:
+        num_parts = len(handle)
+        if num_parts == 3:
             tensor, version_alias, version = handle
             if version_alias._version != version:
                 check_version(version_alias, version, f"`{self._name}`")
@@ -321,7 +322,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         if saved.version_alias._version != saved.version:
             check_version(saved.version_alias, saved.version, group.label)
         restored: Tensor = self._engine.restore(group, saved)
-        if len(handle) > 2:
+        if num_parts > 2:
             _, _, dtype, size, stride, offset = handle
             storage = restored.untyped_storage()
             restored = torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride)

@@ -24,40 +24,23 @@ from smpkit.errors import UsageError
 from smpkit.torch.offload.arena import Block, ContiguousSpec
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Group", "SavedStorage", "StorageState", "check_version"]
+__all__ = ["BACK", "COPYING", "DEAD", "HOST", "LIVE", "LOADING", "Group", "SavedStorage", "check_version"]
 
 
-class StorageState:
-    """Where the bytes of a storage are."""
-
-    # Plain integers, not an enum, whose members cost a slow lookup for every saved tensor; bits, so that sets of states
-    # are tested with one operation.
-
-    LIVE: Final = 1
-    """On the device only."""
-    COPYING: Final = 2
-    """On the device; a copy to the host is under way."""
-    HOST: Final = 4
-    """On the host only."""
-    LOADING: Final = 8
-    """On the host; a copy to the device is under way."""
-    BACK: Final = 16
-    """On the device, and on the host still."""
-    DEAD: Final = 32
-
-
-_EARLIER: Final = {
-    StorageState.LIVE: 0,
-    StorageState.COPYING: StorageState.LIVE,
-    StorageState.HOST: StorageState.COPYING | StorageState.LOADING | StorageState.BACK,
-    StorageState.LOADING: StorageState.HOST,
-    StorageState.BACK: StorageState.LOADING,
-    StorageState.DEAD: (
-        StorageState.LIVE | StorageState.COPYING | StorageState.HOST | StorageState.LOADING | StorageState.BACK
-    ),
-}
-"""From which states a storage may come."""
-_NAMES: Final = {value: name for name, value in vars(StorageState).items() if name.isupper()}
+# Where the bytes of a storage are. Plain integers, not an enum, whose members cost a slow lookup for every saved
+# tensor; bits, so that sets of states are tested with one operation.
+LIVE: Final = 1
+"""On the device only."""
+COPYING: Final = 2
+"""On the device; a copy to the host is under way."""
+HOST: Final = 4
+"""On the host only."""
+LOADING: Final = 8
+"""On the host; a copy to the device is under way."""
+BACK: Final = 16
+"""On the device, and on the host still."""
+DEAD: Final = 32
+"""Nowhere: no graph needs them."""
 
 
 class SavedStorage:
@@ -75,7 +58,6 @@ class SavedStorage:
     """
 
     __slots__ = (
-        "_state",
         "block",
         "d2h_event",
         "data",
@@ -88,6 +70,7 @@ class SavedStorage:
         "num_handles",
         "num_pending",
         "spec",
+        "state",
         "storage",
         "stream",
         "version",
@@ -113,7 +96,8 @@ class SavedStorage:
         self.spec = spec
         self.num_bytes = num_bytes
         self.stream = stream
-        self._state: int = 1  # StorageState.LIVE, without two attribute lookups per saved tensor
+        self.state: int = LIVE
+        """Who changes it has asked for it, in a branch or an assertion: only the diagram's changes are possible."""
         self.block: Block | None = None
         """Host memory, shared by what left together."""
         self.host: Tensor | None = None
@@ -126,16 +110,6 @@ class SavedStorage:
         """How many groups need it: it is retired with the last of them."""
         self.last_group = group
         """The index of the latest of them."""
-
-    @property
-    def state(self) -> int:
-        """Where the bytes are; only `enter` changes it."""
-        return self._state
-
-    def enter(self, state: int) -> None:
-        """Go on to the next state."""
-        assert _EARLIER[state] & self._state, f"a saved storage cannot go from {_NAMES[self._state]} to {_NAMES[state]}"
-        self._state = state
 
     def detach_version_alias(self, empty: Tensor) -> None:
         """Give the version alias a tensor of its own: others now hold `data`, which must not be emptied with it."""
@@ -185,7 +159,7 @@ class Group:
         # Count first, then look: a destructor in any thread may have retired the storage since it was found, but none
         # will once it is counted.
         saved.num_groups += 1
-        if saved.state == StorageState.DEAD:
+        if saved.state == DEAD:
             return False
         saved.last_group = self.index
         if saved in self.storages:

@@ -232,7 +232,7 @@ class Run:
         else:
             running = engine.slices[index]
             piece.modes, piece.random = running.modes, RandomState([engine.device])
-            piece.state = ModuleState([running.shard], overwrite_weights=True)
+            piece.state = ModuleState([running.shard.model_shard], overwrite_weights=True)
             with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
             piece.state.end_forward()

@@ -8,6 +8,7 @@ over backwards (`GradientAccumulator`).
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -234,11 +235,13 @@ class InPlaceGradients:
 def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
     found: dict[int, Tensor] = {}
     for gradient_copy in gradient_copies:
-        shaped = {each: flat[: each.numel()].view(each.shape) for each, flat in gradient_copy.flat.items()}
-        for parameter, computed in (*shaped.items(), *gradient_copy.sparse.items()):
-            gradient = computed.to(parameter.dtype)
-            known = found.get(id(parameter))
-            found[id(parameter)] = gradient if known is None else _sum(known, gradient)
+        for parameter, computed in itertools.chain(gradient_copy.flat.items(), gradient_copy.sparse.items()):
+            is_flat = computed.dim() == 1  # and padded
+            gradient = computed[: parameter.numel()].view(parameter.shape) if is_flat else computed
+            gradient = gradient.to(parameter.dtype)
+            key = id(parameter)
+            known = found.get(key)
+            found[key] = gradient if known is None else _sum(known, gradient)
     return [found.get(id(parameter)) for parameter in parameters]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,7 @@ from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS, HostBuffer
 
 __all__ = ["BufferSlot", "DeviceWeights", "Layout", "SliceWeights", "compute_dtype", "with_own_storage"]
 
+_version: Final = attrgetter("_version")
 _ALIGNMENT: Final = 64  # elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes
 
 
@@ -390,7 +392,7 @@ class DeviceWeights:
         for device_parameter, parameter in zip(device_parameters, self._slices[index].layout.parameters, strict=True):
             if device_parameter.requires_grad != parameter.requires_grad:
                 device_parameter.requires_grad_(parameter.requires_grad)
-        self._versions[index] = [device_parameter._version for device_parameter in device_parameters]
+        self._versions[index] = [*map(_version, device_parameters)]
         return device_parameters
 
     def collect_writes(self, index: int) -> None:
@@ -399,13 +401,11 @@ class DeviceWeights:
         Writes that do not change a tensor's version (`weight.data.clamp_()`) are not seen.
         """
         device_parameters, weights = self._device_parameters[index], self._slices[index]
-        written = [
-            position
-            for position, (each, version) in enumerate(zip(device_parameters, self._versions[index], strict=True))
-            if each._version != version
-        ]
-        if not written:
+        versions = [*map(_version, device_parameters)]
+        if versions == self._versions[index]:
             return
+        pairs = zip(versions, self._versions[index], strict=True)
+        written = [position for position, (after, before) in enumerate(pairs) if after != before]
         if not self._in_place:
             what = f"weights that the forward of slice {index} has changed"
             after, event = (self._transfers.link.now(),), DONE

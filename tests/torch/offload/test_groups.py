@@ -18,7 +18,7 @@ from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.prefetch import BackwardOrder
-from smpkit.torch.offload.saved_storage import SavedStorage, StorageState
+from smpkit.torch.offload.saved_storage import COPYING, DEAD, HOST, LIVE
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs, slow
 from tests.torch.offload.streams import StreamLink
 
@@ -111,7 +111,7 @@ def test_a_storage_that_ended_while_it_was_found_is_taken_anew() -> None:
     context = engine.offload_saved_tensors("layer")
     first = context._pack(x)[0][0]
     context.next_layer("next")
-    assert first.state == StorageState.DEAD
+    assert first.state == DEAD
     engine.storages[first.key] = first  # as if it had been looked up before
     handle = context._pack(x)
     assert handle[0][0] is not first
@@ -164,18 +164,25 @@ def test_a_block_that_ends_with_its_last_tensor_holds_no_more_than_is_needed_in_
     assert_idle(engine)
 
 
-def test_a_storage_goes_from_state_to_state_in_order_and_no_assignment_skips_that() -> None:
-    saved = SavedStorage("key", torch.UntypedStorage(8), torch.ones(2), torch.ones(2), (torch.float32, (2,)), 8, 0, 0)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError):
-        saved.state = StorageState.HOST  # type: ignore[misc]
-    with pytest.raises(AssertionError, match="cannot go from LIVE to LOADING"):
-        saved.enter(StorageState.LOADING)
-    with pytest.raises(AssertionError, match="cannot go from LIVE to HOST"):  # the host has no copy
-        saved.enter(StorageState.HOST)
-    for state in (StorageState.COPYING, StorageState.HOST, StorageState.LOADING, StorageState.BACK, StorageState.DEAD):
-        saved.enter(state)
-    with pytest.raises(AssertionError, match="cannot go from DEAD to LIVE"):
-        saved.enter(StorageState.LIVE)
+def test_nothing_is_done_with_a_storage_whose_state_forbids_it() -> None:
+    engine = ActivationEngine(StreamLink(), Arena(), lead=1)
+    context = engine.offload_saved_tensors("layer")
+    handles = [context._pack(torch.randn(BATCH, WIDTH)) for _ in range(2)]
+    (saved, group), (other, _) = handles
+    assert saved.state == LIVE
+    context.next_layer("next")
+    assert saved.state == COPYING
+    context._unpack(handles[0])
+    assert saved.state == HOST
+    with pytest.raises(AssertionError):  # the device has nothing of it to release
+        engine.release(group, saved)
+    with pytest.raises(AssertionError):  # it has left
+        engine.send(group, (saved,))
+    group.storages.remove(other)
+    engine.retire(other)
+    assert other.state == DEAD
+    with pytest.raises(AssertionError):
+        engine.retire(other)
 
 
 class BreakingLink(CountingLink):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.torch.core import module_state
 from smpkit.torch.core.module_state import ModuleState
 
 WIDTH = 4
@@ -269,3 +270,152 @@ def test_parts_that_each_forward_makes_anew_are_named(make: Callable[[], Any]) -
     loss = smp.checkpoint(Renewing(make), x).sum()
     with pytest.raises(UsageError, match="the forward of a Renewing makes a new `part` in each call"):
         loss.backward()
+
+
+class Steady(nn.Module):
+    """Does the same in each call, until `behaves` is set."""
+
+    behaves: Callable[[Any], object] = staticmethod(lambda module: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied = linear(), linear()
+        self.tied.bias = None  # type: ignore[assignment]
+        self.inner = nn.Sequential(nn.Dropout(0.2), linear(), nn.Tanh())
+        self.scale, self.num_calls = 2.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Steady.behaves(self)
+        x = self.inner(self.linear(x)) * self.scale + getattr(self, "shift", 0.0)
+        return x.square() + self.tied(x)
+
+
+def change_dropout(module: Any) -> None:
+    module.inner[0].p = 0.9
+
+
+def replace_layer(module: Steady) -> None:
+    module.inner[1] = linear()
+
+
+def replace_weight(module: Steady) -> None:
+    module.linear.weight = nn.Parameter(torch.zeros_like(module.linear.weight))
+
+
+def swap_layers(module: Any) -> None:
+    module.linear, module.inner[1] = module.inner[1], module.linear
+
+
+def add_attribute(module: Any) -> None:
+    module.shift = 1.0
+
+
+def add_buffer(module: Steady) -> None:
+    module.register_buffer("shift", torch.ones(1))
+
+
+def count_call(module: Steady) -> None:
+    module.num_calls += 1
+    module.scale *= 1.5
+
+
+def note_call(module: Steady) -> None:
+    module.num_calls += 1
+
+
+def note_calls_from_now_on(module: Steady) -> None:
+    del module
+    Steady.behaves = staticmethod(note_call)
+
+
+@torch.no_grad()
+def write(module: Steady) -> None:
+    module.linear.weight.mul_(2)
+
+
+def write_silently(module: Steady) -> None:
+    module.linear.weight.data.mul_(2)
+
+
+def become_steady(module: Steady, call: Any) -> Tensor:
+    """Run calls that change nothing, until they are compared at once; return their last input."""
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    for _ in range(6):
+        call(module, x).sum().backward()
+    assert (module in module_state._layouts) == (call is smp.checkpoint)
+    module.zero_grad()
+    x.grad = None
+    return x
+
+
+@pytest.mark.parametrize(
+    ("behaves", "between"),
+    [
+        *[(behaves, each) for behaves in (None, count_call, swap_layers) for each in (change_dropout, replace_weight)],
+        *[(None, each) for each in (replace_layer, nn.Module.eval, count_call, add_attribute, add_buffer)],
+        (None, note_calls_from_now_on),
+    ],
+)
+def test_modules_that_were_the_same_in_many_calls_and_change_then(
+    behaves: Callable[[Any], object] | None, between: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for call in (lambda module, x: module(x), smp.checkpoint):
+        torch.manual_seed(0)
+        monkeypatch.setattr(Steady, "behaves", staticmethod(lambda module: None))
+        module = Steady()
+        x, weights = become_steady(module, call), dict(module.named_parameters())
+        if behaves is not None:
+            Steady.behaves = staticmethod(behaves)
+        loss = call(module, x).sum()
+        between(module)
+        after = vars(module).copy(), module.inner[0].p
+        loss.backward()
+        assert (vars(module), module.inner[0].p) == after
+        found.append([x.grad, *(each.grad for each in weights.values())])
+    for plain, ours in zip(*found, strict=True):
+        assert plain is ours or torch.equal(plain, ours)
+
+
+def test_weights_that_were_the_same_in_many_calls_and_are_written_to_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steady, "behaves", Steady.behaves)
+    module = Steady()
+    output = smp.checkpoint(module, become_steady(module, smp.checkpoint))
+    write(module)
+    with pytest.raises(UsageError, match="`weight` of a Linear was changed in place between a forward and its"):
+        output.sum().backward()
+    Steady.behaves = staticmethod(replace_layer)
+    with pytest.raises(UsageError, match="makes a new `1` in each call"):
+        smp.checkpoint(module, become_steady(Steady(), smp.checkpoint)).sum().backward()
+
+
+def test_writes_of_modules_that_were_the_same_in_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for call in (lambda module, x: module(x), smp.checkpoint):
+        torch.manual_seed(0)
+        monkeypatch.setattr(Steady, "behaves", staticmethod(lambda module: None))
+        module = Steady()
+        x = become_steady(module, call)
+        Steady.behaves = staticmethod(write)
+        if call is smp.checkpoint:
+            with pytest.raises(UsageError, match="`weight` of a Linear was changed in place in a forward"):
+                call(module, x).sum().backward()
+            module.zero_grad()
+            x.grad = None
+        else:
+            module(x)
+        call(module, x).sum().backward()  # this one knows
+        found.append([x.grad, *gradients(module, call(module, x).sum())])
+    for plain, ours in zip(*found, strict=True):
+        assert plain is ours or torch.equal(plain, ours)
+
+
+def test_writes_without_a_new_version_while_modules_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steady, "behaves", Steady.behaves)
+    module = Steady()
+    x = become_steady(module, smp.checkpoint)
+    module.eval()
+    Steady.behaves = staticmethod(write_silently)
+    smp.checkpoint(module, x)
+    module.train()
+    assert module not in module_state._layouts  # a call that trains copies the weights
