@@ -135,6 +135,9 @@ class BackwardWork:
         state = self._segments.pop(segment, None)
         if state is None:
             return
+        for value, transfer in (*state.receives, *state.mutable):
+            if not value.requires_grad:
+                raise _detached_error(transfer)
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
@@ -156,9 +159,7 @@ class BackwardWork:
             run_backward(roots, gradients)
         for leaf, transfer in state.receives:
             gradient = leaf.grad
-            if gradient is None:
-                _refuse_detached((*state.receives, *state.mutable))
-            elif gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
+            if gradient is not None and gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
                 # It shares memory, as the parts of the gradient of a `cat` do. Other parts may be gradients of weights:
                 # adding to those raises the version, and this gradient would seem to change while it travels.
                 gradient = gradient.clone()
@@ -187,15 +188,13 @@ class BackwardWork:
         self.units.clear()
 
 
-def _refuse_detached(received: Sequence[tuple[torch.Tensor, P2PTransfer]]) -> None:
-    """Raise if one of the received values was detached in place: it has no gradient, and its sender waits for one."""
-    for value, transfer in received:
-        if not value.requires_grad:
-            raise UsageError(
-                f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
-                f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
-                hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
-            )
+def _detached_error(transfer: P2PTransfer) -> UsageError:
+    """Return the error for a received value that was detached in place: its leaf has no gradient."""
+    return UsageError(
+        f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
+        f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
+        hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
+    )
 
 
 def _edge_of(value: torch.Tensor) -> GradientEdge:
