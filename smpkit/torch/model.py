@@ -242,7 +242,7 @@ class DistributedModel(nn.Module):
             UsageError: outside a step, with a pipeline; or for something else than tensors.
         """
         if isinstance(tensors, torch.Tensor):
-            roots: Sequence[torch.Tensor] = [tensors]
+            roots: Sequence[torch.Tensor] = (tensors,)
         elif isinstance(tensors, Sequence):
             roots = tensors
         else:

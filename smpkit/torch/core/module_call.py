@@ -52,6 +52,8 @@ class ModuleCall:
 
     pp_ranks: frozenset[int] = frozenset()
     """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
+    stream: str | None = None
+    """Under which name the call moves its caller's stream of random numbers on; None: it leaves the stream alone."""
 
     def __init__(self, module: nn.Module) -> None:
         compiled = module._compiled_call_impl

@@ -4,10 +4,11 @@ Where ranks hold the same values they must draw the same numbers, and where each
 seed holds two things: a number that all ranks of a tensor-parallel group have, and whether a salt of this rank is mixed
 in. Each rank can compute the common number from its generator's seed, without asking the others.
 
-[Note: numbers without draws] The next number follows from the number before it, not from what was drawn meanwhile:
-ranks with their own samples may draw more or fewer random values. The generator is seeded with it, so whatever restores
-the generator (recomputation by any checkpoint) restores the position in this sequence too. It is the number plus a
-constant, as SplitMix64 steps (Steele, Lea, Flood 2014): what a call draws from is mixed, its position need not be.
+[Note: numbers without draws] What a call leaves its caller follows from the number before it and from the call's name,
+not from what was drawn meanwhile: ranks with their own samples may draw more or fewer random values, and ranks that
+skip the call draw none. The generator is seeded with it, so whatever restores the generator (recomputation by any
+checkpoint) restores the position in this sequence too. It is a multiplicative hash of both (Knuth, The Art of Computer
+Programming 6.4), so that numbers inside the call do not meet those after it.
 
     bits    63      62 to 43    42 to 1     0
             0       _TAG        number      whether the stream is closed, and its seed this rank's own
@@ -30,8 +31,8 @@ _TAGGED: Final = _TAG << _SHIFT
 _NUMBER: Final = (1 << _SHIFT) - 2
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of SplitMix64."""
-_STEP: Final = 2 * _GAMMA & _NUMBER
-"""Between the numbers of a stream, which has them all before it comes to the first one again."""
+_DROPPED: Final = 64 - _SHIFT
+"""The lowest bits of a product, which depend on few of its factors' bits."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +64,17 @@ class Seeds:
         """Return the number in a seed, which all ranks have."""
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
-    def branch(self, seed: int, key: int, *, closed: bool) -> tuple[int, int]:
-        """Return the seed of a stream for a call in the stream of `seed`, and what `after(seed)` is.
+    def after(self, seed: int, key: int) -> int:
+        """Return the seed with which the stream of `seed` goes on after a call.
 
         Args:
-            key: of what is called, of 64 mixed bits; mixed into the number of the call.
-            closed: whether the call's stream is for operations on this rank's own values.
+            key: of what was called, of 64 mixed bits.
         """
-        # Every call of a layer comes here, so `number`, `mix`, `open`, `closed` and `after` are written out.
-        salt = self.rank_salt
-        number = (seed ^ salt if seed & 1 else seed) & _NUMBER
-        inner = (number + key + _GAMMA) & _WORD
-        inner = ((inner ^ (inner >> 30)) * _FIRST) & _WORD
-        inner = ((inner ^ (inner >> 27)) * _SECOND) & _WORD
-        inner = (inner ^ (inner >> 31)) & _NUMBER
-        later = number + _STEP & _NUMBER
-        return (
-            (inner ^ salt) | _TAGGED | 1 if closed else inner | _TAGGED,
-            (later ^ salt) | _TAGGED | 1 if seed & 1 else later | _TAGGED,
-        )
-
-    def after(self, seed: int) -> int:
-        """Return the seed of the same stream with the next number."""
+        # Every call of a layer comes here, so `number`, `open` and `closed` are written out.
         if seed & 1:
-            return self.closed((seed ^ self.rank_salt) + _STEP)
-        return (seed + _STEP & _NUMBER) | _TAGGED
+            later = ((seed ^ self.rank_salt) & _NUMBER) + key
+            return (later * _GAMMA >> _DROPPED & _NUMBER ^ self.rank_salt) | _TAGGED | 1
+        return ((seed & _NUMBER) + key) * _GAMMA >> _DROPPED & _NUMBER | _TAGGED
 
     @staticmethod
     def is_stream_seed(seed: int) -> bool:

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smpkit.torch.core import devices
+
 __all__ = ["NEVER", "Bucket", "ReduceTarget", "chunks_of", "kind_of", "plan_buckets"]
 
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 NEVER: Final = sys.maxsize
+_CACHED_BYTES: Final = 1024 * 1024
+"""Of a bucket that stays in a processor's cache: there a second pass over it costs less than calls of Python."""
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Kind = TypeVar("_Kind")
@@ -74,6 +78,7 @@ class Bucket:
         self.length = sum(self.numels)
         self.flat = torch.zeros(self.length + len(self.params), dtype=first.dtype, device=first.device)
         """Gradients and flags: what travels."""
+        self._is_asynchronous = devices.is_asynchronous(first.device)
         self._buffer, self.flags = self.flat[: self.length], self.flat[self.length :]
         self.views = [
             piece.view(param.shape)
@@ -120,12 +125,17 @@ class Bucket:
         self.num_packed = len(self.arrived)
         for slot in list(self.reduced):
             self.stash_result(slot)
-        # One pass over the gradients: `cat` and `div_` of the whole would be two, which shows on a CPU.
-        for gradient, view in zip(map(_gradient_of, self.params), self.views, strict=True):
-            if gradient is None:
-                view.zero_()
-            else:
-                torch.div(gradient, divisor, out=view)  # which may be the gradient itself
+        gradients = list(map(_gradient_of, self.params))
+        if NoneType not in map(type, gradients) and (self.flat.nbytes <= _CACHED_BYTES or self._is_asynchronous):
+            torch._foreach_copy_(self.views, gradients)
+            self._buffer.div_(divisor)
+        else:
+            # One pass over memory instead of two, for one call of Python for each gradient.
+            for gradient, view in zip(gradients, self.views, strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    torch.div(gradient, divisor, out=view)  # which may be the gradient itself
         if self._all_used():
             self.flags.fill_(1)
         else:

@@ -135,8 +135,9 @@ class BackwardWork:
         state = self._segments.pop(segment, None)
         if state is None:
             return
-        if False in [value.requires_grad for value, _ in (*state.receives, *state.mutable)]:
-            raise _detached_error((*state.receives, *state.mutable))
+        for value, transfer in (*state.receives, *state.mutable):
+            if not value.requires_grad:
+                raise _detached_error(transfer)
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
@@ -187,9 +188,8 @@ class BackwardWork:
         self.units.clear()
 
 
-def _detached_error(received: Sequence[tuple[torch.Tensor, P2PTransfer]]) -> UsageError:
+def _detached_error(transfer: P2PTransfer) -> UsageError:
     """Return the error for a received value that was detached in place: its leaf has no gradient."""
-    transfer = next(transfer for value, transfer in received if not value.requires_grad)
     return UsageError(
         f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
         f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",

@@ -37,14 +37,15 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from smpkit.errors import DeadlineError
 from smpkit.plan.decide import Policy
-from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.receives import LOOKAHEAD
 from smpkit.torch.core import devices, offload_hooks, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import add_error_context
-from smpkit.torch.pipeline.message_order import P2PTransfer, backward_timetable
+from smpkit.torch.pipeline.message_order import backward_timetable
+from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.module_state import gather_conflicts, refuse_kept_graph, warn_of_conflicts
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
@@ -121,13 +122,13 @@ class Executor:
         All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
         does not broadcast.
         """
-        known = self._kinds.pop(kind, None) or _StepKind(self.stage.new_output_specs())
+        known = self._kinds.pop(kind, None) or _StepKind(OutputSpecs())
         self._kinds[kind] = known
         if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if len(known.output_specs) > MAX_OUTPUT_SPECS:
             # Shapes vary within this kind of step. Results are broadcast in program order: record the step again.
-            known.output_specs = self.stage.new_output_specs()
+            known.output_specs = OutputSpecs()
             known.trial = None
             known.is_recorded = known.is_recorded and known.plan is None
         return known
@@ -316,32 +317,34 @@ class _StepRunner:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
         # Post receives before their values are needed: gloo sends data only once the receive is posted.
-        for first in plan.upcoming[:LOOKAHEAD]:
-            self._post(*first)
-        microbatches, outputs, split = self.microbatches, self.outputs, plan.split
+        for first in plan.arrivals[:LOOKAHEAD]:
+            self._post(first)
+        microbatches, outputs = self.microbatches, self.outputs
         forward = self._resume_forward if plan.has_revisits else self.run_forward
         has_waited = postponed = False
-        for (action, transfers), ahead, is_posted_ahead in plan.with_lookahead:
-            if ahead is not None and not (is_posted_ahead and has_waited):
-                self._post(*ahead)
-            if transfers and not has_waited:
+        for kind, segment, index, is_split, receives, ahead, is_posted_ahead in plan.planned:
+            if ahead and not (is_posted_ahead and has_waited):
+                self._post(ahead)
+            if receives and not has_waited:
                 has_waited = True
-                self._post_ahead(plan)
+                # A rank that is about to wait has the time now. Between actions, or the buffers would be made in
+                # whatever mode the step's code has set.
+                for messages in plan.arrivals[: plan.num_ahead]:
+                    self._post(messages)
             # Broadcast the outputs after the last forward. But if the action that follows it needs no receive, it is a
             # backward that another rank waits for: run that one action first.
-            if self._is_output_broadcast_due and (transfers or postponed):
+            if self._is_output_broadcast_due and (receives or postponed):
                 self._begin_output_broadcast()
             postponed = self._is_output_broadcast_due
-            kind, index = action.kind, action.microbatch
             microbatch = microbatches[index]
             if microbatch.diverged:
                 # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
                 # that is the same on all ranks: else they deadlock.
                 continue
             if kind is not Kind.FORWARD:
-                self._backward(kind, microbatch, action.segment, action.segment in split)
+                self._backward(kind, microbatch, segment, is_split)
             elif index not in outputs:
-                forward(index, action.segment)
+                forward(index, segment)
         self._run_rest(forward)
         self.stage.transport.messages = {}
 
@@ -356,22 +359,12 @@ class _StepRunner:
             if not microbatch.released:
                 self._finish_backward(microbatch)
 
-    def _post_ahead(self, plan: StepPlan) -> None:
-        """Start the receives of the first actions: a rank about to wait has the time now.
-
-        Call it between actions, or the buffers are made in whatever mode the step's code has set.
-        """
-        for action, transfers in plan.upcoming[: plan.num_ahead]:
-            if transfers:
-                self._post(action, transfers)
-
-    def _post(self, action: Action, transfers: Sequence[P2PTransfer]) -> None:
+    def _post(self, messages: Sequence[Message]) -> None:
         """Start the receives of an action that comes soon."""
-        microbatch, backward = self.microbatches[action.microbatch], action.kind is not Kind.FORWARD
-        if microbatch.diverged or (not backward and microbatch.index in self.outputs):
-            return
-        for transfer in transfers:
-            self.stage.transport.post(microbatch.index, transfer, backward=backward)
+        for message in messages:
+            microbatch = self.microbatches[message.microbatch]
+            if not microbatch.diverged and (message.backward or message.microbatch not in self.outputs):
+                self._transport.post_message(message)
 
     def _resume_forward(self, index: int, segment: int) -> None:
         """Run a segment of a microbatch's forward, which has a thread of its own."""

@@ -114,18 +114,16 @@ class SentMessage:
 
     Args:
         work: of the message, or of the header of one that takes a channel.
-        receive_index: index of the action that takes it, in the receiver's list; None: not known.
     """
 
-    __slots__ = ("header", "on_channel", "receive_index", "tensor", "version", "what", "work")
+    __slots__ = ("header", "on_channel", "tensor", "version", "what", "work")
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, what: MessageLabel, receive_index: int | None) -> None:
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, what: MessageLabel) -> None:
         self.work = work
         self.tensor = tensor
         self.version = 0 if tensor.is_inference() else tensor._version
         """The version of the tensor when it was sent: it must not change in place before it has arrived."""
         self.what = what
-        self.receive_index = receive_index
         self.on_channel: tuple[dist.Work, torch.Tensor] | None = None
         """The message after its header, and its bytes."""
         self.header: torch.Tensor | None = None

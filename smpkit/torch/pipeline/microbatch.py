@@ -159,6 +159,26 @@ class Microbatch:
         Args:
             mode: what else decides the shape of its result.
         """
+        # Names of operations that change their first argument end with an underscore, or `inplace` says so.
+        changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
+        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
+        if not targets:
+            return self.run_plain_operation(func, name, args, kwargs, mode)
+        self._check_between_units(name)
+        if not all(isinstance(each, StageTensor) for each in targets):
+            return self._change_everywhere(func, name, args, kwargs, targets)
+        result = self.run_on_owner(targets[0].owner, func, name, func, args, kwargs, changes_first=changes)
+        return targets[0] if isinstance(result, StageTensor) else result
+
+    def run_plain_operation(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
+    ) -> Any:
+        """Run an operation that changes none of its arguments; see `run_operation`."""
+        self._check_between_units(name)
+        owner = owner_of_operation(args, kwargs, self.stage)
+        return self.run_on_owner(owner, func, name, func, args, kwargs, mode, is_inferable=True)
+
+    def _check_between_units(self, name: str) -> None:
         if self.stage.inside_unit:
             raise UsageError(  # inside a unit only its owner runs, so no other rank would take part in this operation
                 f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an"
@@ -167,16 +187,6 @@ class Microbatch:
                 hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors;"
                 " make a weight in the module that uses it",
             )
-        # Names of operations that change their first argument end with an underscore, or `inplace` says so.
-        changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
-        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
-        if not targets:
-            owner = owner_of_operation(args, kwargs, self.stage)
-            return self.run_on_owner(owner, func, name, func, args, kwargs, mode, is_inferable=True)
-        if not all(isinstance(each, StageTensor) for each in targets):
-            return self._change_everywhere(func, name, args, kwargs, targets)
-        result = self.run_on_owner(targets[0].owner, func, name, func, args, kwargs, changes_first=changes)
-        return targets[0] if isinstance(result, StageTensor) else result
 
     def _change_everywhere(
         self,
@@ -239,24 +249,26 @@ class Microbatch:
             device_type, caller_args = self._device_type, (args, kwargs)
             autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
             mode_key = (mode, torch.is_grad_enabled(), autocast)
-            call = None if kwargs else stage.output_specs.find_latest(target, mode_key, args)
-            if call is not None:  # most calls have arguments like those of the latest one
-                for number, part in enumerate(args):
-                    if type(part) is StageTensor and (part.owner != owner or part.grad_fn is not None):
-                        args = (*args[:number], self._transfer_once(part, owner), *args[number + 1 :])
-            else:
+            call, usual = stage.output_specs.latest.get(target), None
+            if call is not None and not kwargs and call.mode == mode_key:
+                usual = self._usual_arguments(call, owner, args)
+            if call is None or usual is None:
                 call, args, kwargs = self._describe_call(owner, target, args, kwargs, mode_key)
-            if call.output_spec is MISSING:
-                self._begin_new_call(call, function if is_inferable else None, args, kwargs)
+                if call.output_spec is MISSING:
+                    self._begin_new_call(call, function if is_inferable else None, args, kwargs)
+            else:
+                args = usual
             if owner != self._rank:
                 if stream is not None:
-                    stage.random.skip()  # the number that the owner takes, so that streams stay equal on all ranks
+                    stage.random.skip(name)  # as on the owner, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
                     received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
                     stage.output_specs.remember(call, *received)
-                if call.mutation_info is None and type(call.output_spec) is TensorSpec:  # most calls
-                    return make_stage_tensor(call.output_spec, stage.device, owner)
-                result = make_placeholders(call.output_spec, stage.device, owner)
+                spec = call.output_spec
+                if type(spec) is TensorSpec:
+                    result = make_stage_tensor(spec, stage.device, owner)
+                else:
+                    result = make_placeholders(spec, stage.device, owner)
                 if call.mutation_info is not None:
                     apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
                 return result
@@ -296,6 +308,10 @@ class Microbatch:
                 if kept is not None:
                     stage.random.leave(kept)
             with _NoTorchFunction():
+                known = call.output_spec if call.mutation_info is None else None
+                # Most calls return what is known, and nothing else happens.
+                if type(output) is torch.Tensor and spec_of_unwrapped(output) is known and arguments.are_apart(output):
+                    return make_stage_tensor(known, stage.device, owner, output, self.segments[owner])
                 result = self._publish_output(call, name, output, arguments)
         except Exception as error:
             stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
@@ -348,23 +364,46 @@ class Microbatch:
         self._diverge()
         output_specs.look_up(call)
 
+    def _usual_arguments(self, call: CachedCall, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
+
+        None: they are others; see [Note: the latest call].
+        """
+        arguments = call.arguments
+        if arguments is None or len(args) != len(arguments) or call.output_spec is MISSING:
+            return None
+        for number, argument in enumerate(args):
+            kind = type(argument)
+            if kind is StageTensor:
+                if argument.spec is not arguments[number]:  # equal specs are usually one object; else look it up
+                    return None
+                if argument.owner != owner or argument.grad_fn is not None:
+                    args = (*args[:number], self._transfer_once(argument, owner), *args[number + 1 :])
+            elif kind in NON_TENSOR_TYPES:
+                known = arguments[number]
+                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
+                    return None
+            elif (
+                not isinstance(argument, torch.Tensor)
+                or id(argument) in self.stage.parameter_owners
+                or replicated_spec_of(argument) != arguments[number]
+            ):
+                return None
+        return args
+
     def _as_local_data(
         self, call: CachedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+    ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
-        if call.arguments is not None:  # most calls: tensors and numbers, no need to look into containers
-            parts, segment = list(args), self.segments[self._rank]
-            for number, part in enumerate(args):
-                kind = type(part)
-                if kind is StageTensor and part.segment == segment and part.value is not None:
-                    parts[number] = data = part.value
-                elif kind in NON_TENSOR_TYPES:
-                    continue
+        if call.has_tensors_only:  # most calls: no need to look into containers
+            segment = self.segments[self._rank]
+            for part in args:
+                if type(part) is StageTensor and part.segment == segment and part.value is not None:
+                    tensors.append(part.value)
                 else:
-                    parts[number] = data = self._local_value(part)
-                tensors.append(data)
-            return tuple(parts), kwargs, tensors
+                    tensors.append(self._local_value(part))
+            return tensors, kwargs, tensors
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(self._local_value(tensor))
@@ -400,10 +439,6 @@ class Microbatch:
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
         known, is_one = call.output_spec, type(output) is torch.Tensor
         is_new = known is MISSING
-        # Most calls return what is known, and nothing else happens.
-        is_usual = is_one and not is_new and call.mutation_info is None and spec_of_unwrapped(output) is known
-        if is_usual and arguments.has_touched_none([output]):
-            return make_stage_tensor(known, device, owner, output, segment)
         if call.is_inferred and not (is_one and output.stride() == known.stride):
             output = with_strides_of(iter(specs_in(known)), output)
         tensors = [output] if is_one else tensors_in(output)
@@ -585,9 +620,11 @@ class Microbatch:
         with _NoTorchFunction():
             for root, grad in zip(roots, grads, strict=True):
                 # All ranks hold a loss that no unit took part in; it must count once.
-                owner = root.owner if isinstance(root, StageTensor) else 0
-                if type(root) is StageTensor and (grad_fn := root.grad_fn) is not None:
-                    refuse_foreign_graph(grad_fn)
+                owner = 0
+                if isinstance(root, StageTensor):
+                    owner = root.owner
+                    if root.grad_fn is not None:
+                        refuse_foreign_graph(root.grad_fn)
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     given = None if start is None else self._local_value(start)

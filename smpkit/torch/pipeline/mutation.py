@@ -46,7 +46,6 @@ __all__ = [
     "unrecorded_mutation_error",
 ]
 
-_IS_VIEW: Final[Callable[[torch.Tensor], bool]] = operator.methodcaller("_is_view")
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _NONE: Final[frozenset[int]] = frozenset()
 
@@ -91,11 +90,14 @@ class TrackedArguments:
             self._version_of = version_of
             self._versions = list(map(version_of, tensors))
 
-    def has_touched_none(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the call that has just run changed none of them, and its results have memory of their own."""
-        if self._versions != list(map(self._version_of, self.tensors)) or True in map(_IS_VIEW, outputs):
+    def are_apart(self, output: torch.Tensor) -> bool:
+        """Return whether the call that has just run changed none of them, and its result has memory of its own."""
+        if output._is_view() or self._versions != list(map(self._version_of, self.tensors)):
             return False
-        return set(map(id, outputs)).isdisjoint(map(id, self.tensors))
+        for tensor in self.tensors:  # noqa: SIM110 - a generator takes twice as long
+            if tensor is output:
+                return False
+        return True
 
     def mutation_info(self, outputs: Sequence[torch.Tensor]) -> MutationInfo | None:
         """Return what the call that has just run did to its arguments; None if nothing."""
@@ -119,7 +121,7 @@ class TrackedArguments:
         if known is not None and known.is_view and len(self.tensors) == len(outputs) == 1:  # most views
             if self._versions == [self._version_of(self.tensors[0])]:
                 return _NONE
-        elif known is None and self.has_touched_none(outputs):
+        elif known is None and all(map(self.are_apart, outputs)):
             return _NONE
         found = self.mutation_info(outputs)
         if found is None:

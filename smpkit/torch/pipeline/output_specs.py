@@ -18,7 +18,7 @@ its result, what it has added to the lists, and every rank adds that to its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,6 +76,8 @@ class CachedCall:
     mode: Mode
     is_inferred: bool = False
     """Whether no rank had run the call when its output spec was made."""
+    has_tensors_only: bool = False
+    """Whether its positional arguments are tensors, all of them."""
 
 
 def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -85,7 +87,7 @@ def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return arguments in the form that `OutputSpecs.find_latest` compares; None if that needs a key."""
+    """Return arguments in the form that `Microbatch` compares with later ones; None if that needs a key."""
     parts: list[Any] = []
     for argument in args:
         kind = type(argument)
@@ -101,46 +103,18 @@ def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 class OutputSpecs:
-    """What calls return, by kind of call; filled while microbatches run, alike on all ranks.
+    """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
 
-    Args:
-        parameter_owners: ids of the parameters that not every rank holds; a call with one of them needs a key.
-    """
-
-    def __init__(self, parameter_owners: Container[int] = ()) -> None:
-        self._parameter_owners = parameter_owners
+    def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
         self._inferred: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
         """Apart from the others, since each rank can make them again at any time."""
-        self._latest: dict[Any, CachedCall] = {}
+        self.latest: dict[Any, CachedCall] = {}
+        """By target; see [Note: the latest call]."""
 
     def __len__(self) -> int:
         """Return how many kinds of call are known."""
         return len(self._known)
-
-    def find_latest(self, target: Any, mode: Mode, args: tuple[Any, ...]) -> CachedCall | None:
-        """Return the latest call of `target` if its specs match these arguments; None means the slow look-up.
-
-        See [Note: the latest call].
-        """
-        call = self._latest.get(target)
-        if call is None or (arguments := call.arguments) is None or len(args) != len(arguments) or call.mode != mode:
-            return None
-        for number, argument in enumerate(args):
-            known = arguments[number]
-            if (kind := type(argument)) is StageTensor:
-                if argument.spec is not known:  # equal specs are usually the same object; else the look-up is slow
-                    return None
-            elif kind in NON_TENSOR_TYPES:
-                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
-                    return None
-            elif (
-                not isinstance(argument, torch.Tensor)
-                or id(argument) in self._parameter_owners
-                or replicated_spec_of(argument) != known
-            ):
-                return None
-        return call
 
     def look_up(self, call: CachedCall) -> None:
         """Look up the output spec of a call again: another of its kind may have run since its key was made."""
@@ -166,7 +140,9 @@ class OutputSpecs:
         arguments = None if args is None else _comparable(args)
         known, inferred = self._known.get(key), self._inferred.get(key)
         found = known or inferred or (MISSING, None)
-        call = self._latest[target] = CachedCall(key, *found, arguments, mode, known is None and inferred is not None)
+        is_inferred = known is None and inferred is not None
+        tensors_only = arguments is not None and all(isinstance(part, torch.Tensor) for part in args or ())
+        call = self.latest[target] = CachedCall(key, *found, arguments, mode, is_inferred, tensors_only)
         return call
 
 

@@ -311,7 +311,7 @@ class Pipeline:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
         state.step.total_backwards += 1
         microbatch = Current.microbatch or current_microbatch()
-        microbatch.backward(roots, [None] * len(roots) if grads is None else grads, scale)
+        microbatch.backward(roots, (None,) * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:
         """Forget a step that an exception ended; report it to the other ranks if this rank has failed alone."""

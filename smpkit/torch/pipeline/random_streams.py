@@ -1,14 +1,15 @@
 """Random numbers that do not depend on where, when or how often a layer runs.
 
-[Note: streams along the module tree] Each call of a module takes one number from its caller's stream and runs under a
-stream of its own, seeded by that number and the module's name. So a call costs its caller one number whatever happens
-inside, and a rank that skips the module takes the number too: dropout is the same for every partition and schedule, and
-what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it exactly, because
-checkpointing restores the caller's stream. `stream_seeds` says how a number is taken.
+[Note: streams along the module tree] A call of a module draws from its caller's stream, like in plain PyTorch. When it
+ends, that stream goes on from a number that follows from the one at its beginning and from the module's name, whatever
+was drawn inside. A rank that skips the module goes on from there too: dropout is the same for every partition and
+schedule, and what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it
+exactly, because checkpointing restores the caller's stream. `stream_seeds` says which number that is.
 
 [Note: open and closed streams] Operations between units (`F.dropout` in a module that lies on several ranks) are calls
-too: a torch function mode gives each a stream. Such a caller's stream is *open*. Inside a unit operations draw from the
-unit's own stream, which is *closed*, at native speed. The lowest bit of a stream's seed says which it is.
+too: a torch function mode makes each of them one. Such a caller's stream is *open*. Inside a unit the stream is
+*closed*: operations draw from it at native speed. The lowest bit of a seed says that its stream is this rank's own and
+closed: where a rank has its own samples, a unit begins with such a seed.
 
 Recomputation by torch's own checkpoint may run without the mode, with the caller's generator restored; so operations
 between units that it will recompute draw from their caller's stream both times. Our checkpoint restores the mode, so
@@ -30,7 +31,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
-from smpkit.torch.pipeline.stage_tensor import StageTensor
+from smpkit.torch.pipeline.mutation import changes_in_place
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, is_operation
 
 __all__ = [
     "DRAWING",
@@ -60,14 +62,18 @@ ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, A
 
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
-_Kept = tuple[Any, int | None, torch.Tensor | None]
-"""What a call has taken away: the mode, the caller's next seed, and the state of the device's generator."""
+_Kept = tuple[Any, int | None]
+"""What the end of a call needs: the mode that was taken away, and the caller's next seed."""
+_BENEATH: Final = object()
+"""Instead of the mode, where it stays."""
 _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 _WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
 
 _CHECKPOINTS: Final = frozenset({"torch.utils.checkpoint", "smpkit.torch.recompute.region"})
 """The modules of hooks under which nothing that autograd saves stays."""
+
+_MAX_NAMES: Final = 1 << 12
 
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
@@ -98,6 +104,8 @@ class RandomStreams:
         """Whether code between units has drawn numbers in this microbatch."""
         self.reads_after_draw = False
         """Whether Python has read a tensor after that: a branch may depend on a random number."""
+        self.num_closed = 0
+        """How many calls run whose stream is closed although operations in them come to the mode."""
         self._mixed_step = 0
         """The seed and the number of the step that runs, mixed."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
@@ -150,15 +158,21 @@ class RandomStreams:
         """Start the stream of a microbatch."""
         self.has_drawn = self.reads_after_draw = False
         if self.active:
-            seed = self._seeds.open(mix(self._mixed_step, index))
-            _CPU.manual_seed(seed)
-            if self._device is not None:
-                self._device.manual_seed(seed)
+            self._go_on(self._seeds.open(mix(self._mixed_step, index)))
 
-    def skip(self) -> None:
-        """Take the number of a call that another rank runs."""
+    def skip(self, name: str) -> None:
+        """Go on after a call that another rank runs."""
         if self.active:
-            _CPU.manual_seed(self._seeds.after(_CPU.initial_seed()))
+            self._go_on(self._seeds.after(_CPU.initial_seed(), self._names.get(name) or self._key_of(name)))
+
+    def _go_on(self, seed: int) -> None:
+        _CPU.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
+
+    def _key_of(self, name: str) -> int:
+        key = self._names[name] = mix(0, zlib.crc32(name.encode()))
+        return key
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,41 +185,40 @@ class RandomStreams:
             self.leave(kept)
 
     def enter(self, name: str, closed: bool) -> _Kept:
-        """Begin a call under a stream of its own; `leave` ends it.
+        """Begin a call; `leave` ends it.
 
         Args:
             name: of the module or operation.
-            closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
+            closed: whether what happens inside draws from the stream as it is, as in a unit, and not by calls.
         """
-        mode = later = kept_device = None
+        mode = later = None
         if closed:
             begin_layer(name)
-            # Remove the mode inside a unit, so that operations there run without Python.
-            if (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
-                mode = _pop_mode()
+            if depth := _depth_of_modes():
+                # Remove the mode inside a unit, so that operations there run without Python.
+                if type(_mode_at(depth - 1)) is _OperationStreams:
+                    mode = _pop_mode()
+                else:  # `with torch.device(...)` lies above it
+                    mode, self.num_closed = _BENEATH, self.num_closed + 1
         if self.active:
-            key = self._names.get(name)
-            if key is None:
-                key = self._names[name] = mix(0, zlib.crc32(name.encode()))
-            seed, later = self._seeds.branch(_CPU.initial_seed(), key, closed=closed)
-            _CPU.manual_seed(seed)
-            if self._device is not None:
-                with _WithoutModes():  # the device's module may use tensors, which is no operation of the step
-                    kept_device = self._device.get_state()
-                    self._device.manual_seed(seed)
-        return mode, later, kept_device
+            seed = _CPU.initial_seed()
+            later = self._seeds.after(seed, self._names.get(name) or self._key_of(name))
+            # Whether to seed must follow from the generator alone, or recomputation could do otherwise.
+            if closed and self._seeds.rank_salt and not seed & 1:
+                self._go_on(self._seeds.closed(seed))
+        return mode, later
 
     def leave(self, kept: _Kept) -> None:
         """End a call; `kept` is what `enter` has returned for it."""
-        mode, later, kept_device = kept
-        if mode is not None:
+        mode, later = kept
+        if mode is _BENEATH:
+            self.num_closed -= 1
+        elif mode is not None:
             _push_mode(mode)
         if later is not None:
-            # Not the state of before, which nobody needs: the caller's next number follows from its last one alone (see
-            # [Note: numbers without draws] in `stream_seeds.py`), and to keep and restore 5 KB takes twice as long.
             _CPU.manual_seed(later)
-            if kept_device is not None and self._device is not None:
-                self._device.set_state(kept_device)
+            if self._device is not None:
+                self._device.manual_seed(later)
 
 
 class _TrainingStep:
@@ -236,11 +249,15 @@ class _OperationStreams(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        random, on_stage_tensor = self._random, args and type(args[0]) is StageTensor and len(types) == 1
+        if on_stage_tensor and not kwargs and (microbatch := Current.microbatch) is not None:
+            if (name := _PLAIN_NAMES.get(func)) is None:
+                name = _plain_name_of(func)
+            if name:  # most operations
+                return microbatch.run_plain_operation(func, name, args, {})
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        random = self._random
-        if args and type(args[0]) is StageTensor and len(types) == 1 and name not in _WATCHED:
-            # Most operations: they need no other arguments.
+        if on_stage_tensor and name not in _WATCHED:  # it needs no other arguments
             return StageTensor.__torch_function__(func, types, args, kwargs)
         if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
             args = replaced
@@ -251,9 +268,23 @@ class _OperationStreams(TorchFunctionMode):
             return func(*args, **kwargs)
         random.has_drawn = random.has_drawn or name in _RANDOM_SOURCES
         random.reads_after_draw = random.reads_after_draw or (random.has_drawn and name in _PYTHON_READS)
-        if name not in DRAWING or torch.default_generator.initial_seed() & 1 or _draws_from_caller():
+        is_closed = random.num_closed or _CPU.initial_seed() & 1
+        if name not in DRAWING or is_closed or _draws_from_caller():
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
+
+
+_PLAIN_NAMES: Final[dict[Any, str]] = {}
+"""The names of operations that have only to be run, and empty ones for others: what an operation is does not change."""
+
+
+def _plain_name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if len(_PLAIN_NAMES) >= _MAX_NAMES:  # the functions that libraries make anew have no end
+        _PLAIN_NAMES.clear()
+    is_plain = name not in _WATCHED and is_operation(func) and not changes_in_place(func, name, {})
+    _PLAIN_NAMES[func] = plain = name if is_plain else ""
+    return plain
 
 
 def call_without_operation_streams(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -87,7 +87,7 @@ def backward_inputs(
 
     Returns None where nothing can be split: then the whole backward has run.
     """
-    groups, first_half = _Graph(roots, inputs).groups() if inputs else ((), ())
+    groups, first_half = _groups_of(roots, inputs) if inputs else ((), ())
     if not groups:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type] # tensors and edges may be mixed
         return None
@@ -103,74 +103,120 @@ def backward_inputs(
     return WeightBackward(groups, boundary_gradients)
 
 
-class _Graph:
-    """The autograd graph below some tensors, and which of its nodes reach an input."""
+class _NodeShape(NamedTuple):
+    """What decides how a graph splits at a node."""
 
-    def __init__(self, roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> None:
-        self._roots = [_edge(root).node for root in roots]
-        input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
-        self._next: dict[Node, list[Node]] = {}
-        self._reaches_input: set[Node] = set()
-        self._leaves_below: dict[Node, frozenset[Node]] = {}
+    kind: type
+    num_dims: int
+    """Of the variable of a leaf; -1 for other nodes."""
+    after: tuple[int, ...]
+    """The numbers of the nodes that it leads to."""
+
+
+def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[_WeightGroup], list[torch.Tensor]]:
+    """Return the groups of the second half, and the weights whose gradients the first half makes."""
+    nodes = list(dict.fromkeys(_edge(root).node for root in roots))
+    num_roots, numbers, shape = len(nodes), {node: number for number, node in enumerate(nodes)}, []
+    for node in nodes:  # which grow meanwhile
+        kind, after = type(node), []
+        for each, _ in node.next_functions:
+            if each is not None:
+                number = numbers.setdefault(each, len(nodes))
+                if number == len(nodes):
+                    nodes.append(each)
+                after.append(number)
+        shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
+    ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
+    groups, first_half = _split(tuple(shape), num_roots, ends)
+    found = [
+        _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
+        for boundaries, leaves in groups
+    ]
+    return found, [_variable(nodes[each]) for each in first_half]
+
+
+@functools.lru_cache(maxsize=256)
+def _split(
+    shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]
+) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
+    """Return the groups of a graph, each as boundary nodes and leaves, and the leaves of the first half.
+
+    Microbatches of a kind have graphs of one shape.
+    """
+    return _Graph(shape, num_roots, inputs).groups()
+
+
+class _Graph:
+    """The shape of the autograd graph below some tensors, and which of its nodes reach an input.
+
+    Args:
+        num_roots: how many of the first nodes are roots.
+        inputs: the nodes of inputs.
+    """
+
+    def __init__(self, shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]) -> None:
+        self._shape, self._roots = shape, range(num_roots)
+        self._reaches_input: set[int] = set()
+        self._leaves_below: dict[int, frozenset[int]] = {}
         """For nodes that reach no input, the leaves that they lead to."""
         self._can_split = True
         for node in self._post_order():
-            self._classify(node, input_nodes)
+            self._classify(node, inputs)
 
-    def groups(self) -> tuple[tuple[_WeightGroup, ...], tuple[torch.Tensor, ...]]:
-        """Return the groups of the second half, and the weights whose gradients the first half makes."""
+    def groups(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
+        """Return what `_split` returns."""
         if not self._can_split:
             return (), ()
-        boundaries = {
-            node: off for node in self._next if node in self._reaches_input and (off := self._leaves_off_path(node))
-        }
+        boundaries = {node: off for node in sorted(self._reaches_input) if (off := self._leaves_off_path(node))}
         first_half = self._first_half_leaves(boundaries)
         groups = []
         for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
             leaves = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
-            groups.append(_WeightGroup(tuple(group), tuple(_variable(leaf) for leaf in leaves)))
-        return tuple(groups), tuple(_variable(leaf) for leaf in first_half)
+            groups.append((tuple(group), tuple(sorted(leaves))))
+        return tuple(groups), tuple(sorted(first_half))
 
-    def _post_order(self) -> Iterator[Node]:
+    def _post_order(self) -> Iterator[int]:
         """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
         stack = [(root, False) for root in self._roots]
+        seen: set[int] = set()
         while stack:
             node, is_done = stack.pop()
             if is_done:
                 yield node
-            elif node not in self._next:
-                self._next[node] = [each for each, _ in node.next_functions if each is not None]
+            elif node not in seen:
+                seen.add(node)
                 stack.append((node, True))
-                stack += [(each, False) for each in self._next[node]]
+                stack += [(each, False) for each in self._shape[node].after]
 
-    def _classify(self, node: Node, input_nodes: set[Node]) -> None:
-        after = self._next[node]
-        self._can_split = self._can_split and type(node).__name__ != _REENTRANT
-        if node in input_nodes or any(each in self._reaches_input for each in after):
+    def _classify(self, node: int, inputs: frozenset[int]) -> None:
+        kind, _, after = self._shape[node]
+        self._can_split = self._can_split and kind.__name__ != _REENTRANT
+        if node in inputs or any(each in self._reaches_input for each in after):
             self._reaches_input.add(node)
-        elif type(node) is _ACCUMULATE:
+        elif kind is _ACCUMULATE:
             self._leaves_below[node] = frozenset((node,))
         elif len(after) == 1:
             self._leaves_below[node] = self._leaves_below[after[0]]
         else:
             self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
 
-    def _leaves_off_path(self, node: Node) -> frozenset[Node]:
+    def _leaves_off_path(self, node: int) -> frozenset[int]:
         """Return the leaves that a node leads to by those of its edges that reach no input."""
-        off = [self._leaves_below[each] for each in self._next[node] if each not in self._reaches_input]
+        off = [self._leaves_below[each] for each in self._shape[node].after if each not in self._reaches_input]
         return frozenset().union(*off) if off else frozenset()
 
-    def _first_half_leaves(self, boundaries: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+    def _first_half_leaves(self, boundaries: dict[int, frozenset[int]]) -> frozenset[int]:
         """Return the leaves whose gradients the first half makes."""
         # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
         first_half = {
             leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
         }
-        users: defaultdict[Node, list[Node]] = defaultdict(list)
+        users: defaultdict[int, list[int]] = defaultdict(list)
         for boundary, leaves in boundaries.items():
             # A custom Function would run twice, with its side effects. Biases and norms alone are cheaper than another
             # start of the engine.
-            if isinstance(boundary, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
+            is_custom = issubclass(self._shape[boundary].kind, _CUSTOM)
+            if is_custom or all(self._shape[leaf].num_dims < 2 for leaf in leaves):
                 first_half |= leaves
             for leaf in leaves:
                 users[leaf].append(boundary)
@@ -179,25 +225,25 @@ class _Graph:
         shared = [(leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half]
         return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
 
-    def _are_chained(self, boundaries: set[Node]) -> bool:
+    def _are_chained(self, boundaries: set[int]) -> bool:
         """Return whether one of the boundary nodes leads to another."""
-        seen: set[Node] = set()
+        seen: set[int] = set()
         for boundary in boundaries:
-            stack = [each for each in self._next[boundary] if each in self._reaches_input]
+            stack = [each for each in self._shape[boundary].after if each in self._reaches_input]
             while stack:
                 node = stack.pop()
                 if node in boundaries:
                     return True
                 if node not in seen:
                     seen.add(node)
-                    stack += [each for each in self._next[node] if each in self._reaches_input]
+                    stack += [each for each in self._shape[node].after if each in self._reaches_input]
         return False
 
 
-def _groups(leaves_of: dict[Node, frozenset[Node]]) -> Iterator[list[Node]]:
+def _groups(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:
     """Yield groups of boundary nodes that share leaves (union-find); nodes without leaves are in none."""
-    group_of: dict[Node, list[Node]] = {}
-    by_leaf: dict[Node, Node] = {}
+    group_of: dict[int, list[int]] = {}
+    by_leaf: dict[int, int] = {}
     for boundary, leaves in leaves_of.items():
         group_of[boundary] = [boundary]
         for leaf in leaves:

@@ -58,7 +58,7 @@ class StageContext:
         self.parameter_owners = {key: min(ranks) for key, ranks in self._pp_ranks.items()}
         """By id of a parameter that not every rank holds, the first rank that does."""
         self.root_gradients = RootGradients()
-        self.output_specs = OutputSpecs(self.parameter_owners)
+        self.output_specs = OutputSpecs()
         """Of calls in steps of the same kind as the one that runs, or ran last."""
         self.inside_unit = False
         """Whether a unit runs here now: calls inside it are not dispatched."""
@@ -93,10 +93,6 @@ class StageContext:
         if self._trainable_entry or trainable != self._first_trainable:
             # Part of the call trace, so that a rank which freezes other parameters than the rest is reported.
             self._trainable_entry = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
-
-    def new_output_specs(self) -> OutputSpecs:
-        """Return an empty table of output specs, for a kind of step that is new."""
-        return OutputSpecs(self.parameter_owners)
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Count a step, and keep its microbatches."""

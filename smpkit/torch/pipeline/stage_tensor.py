@@ -29,6 +29,7 @@ __all__ = [
     "Current",
     "StageTensor",
     "current_microbatch",
+    "is_operation",
     "make_stage_tensor",
     "microbatch_between_units",
     "refuse_foreign_graph",
@@ -381,3 +382,8 @@ _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
 """How functions are answered that are not plain operations on data."""
+
+
+def is_operation(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch is an operation on data like any other."""
+    return func not in _HANDLERS and getattr(func, "__name__", "") not in {"__get__", "__set__", ""}

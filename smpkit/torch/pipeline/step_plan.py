@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
@@ -20,10 +21,23 @@ from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.transport import MessageKey
 
-__all__ = ["StepPlan", "graph_of"]
+__all__ = ["PlannedAction", "StepPlan", "graph_of"]
 
-_Receiving = tuple[Action, tuple[P2PTransfer, ...]]
-"""An action, and what it receives."""
+
+class PlannedAction(NamedTuple):
+    """An action of this rank."""
+
+    kind: Kind
+    segment: int
+    microbatch: int
+    is_split: bool
+    """Whether the backward of its segment runs in two halves."""
+    receives: bool
+    """Whether it needs anything of other ranks."""
+    ahead: tuple[Message, ...]
+    """What a later action receives; it is posted before this one runs."""
+    is_posted_ahead: bool
+    """Whether that is among what is posted before the first wait."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +91,24 @@ class StepPlan:
         return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in self.actions)
 
     @cached_property
-    def upcoming(self) -> tuple[_Receiving, ...]:
-        """The actions, each with what it receives."""
-        return tuple(zip(self.actions, self.receives, strict=True))
+    def arrivals(self) -> tuple[tuple[Message, ...], ...]:
+        """The messages that each action receives."""
+        return tuple(
+            tuple([self.messages[action.microbatch, each.number, action.kind is Kind.BACKWARD] for each in received])
+            for action, received in zip(self.actions, self.receives, strict=True)
+        )
 
     @cached_property
-    def with_lookahead(self) -> tuple[tuple[_Receiving, _Receiving | None, bool], ...]:
-        """The same, each with the later action whose receives are posted with it, if that has any.
-
-        And whether it is one of those whose receives are posted before the first wait.
-        """
-        later = [(each if each[1] else None, index < self.num_ahead) for index, each in enumerate(self.upcoming)]
-        padded = [*later[LOOKAHEAD:], *[(None, False)] * LOOKAHEAD]
-        return tuple((each, *rest) for each, rest in zip(self.upcoming, padded, strict=False))
+    def planned(self) -> tuple[PlannedAction, ...]:
+        """The actions of this rank, in order, each with what it and the executor need."""
+        later = [(received, index < self.num_ahead) for index, received in enumerate(self.arrivals)]
+        padded = [*later[LOOKAHEAD:], *[((), False)] * LOOKAHEAD]
+        return tuple(
+            PlannedAction(
+                action.kind, action.segment, action.microbatch, action.segment in self.split, bool(received), *ahead
+            )
+            for action, received, ahead in zip(self.actions, self.receives, padded, strict=False)
+        )
 
     @cached_property
     def num_ahead(self) -> int:

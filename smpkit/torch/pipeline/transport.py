@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -65,6 +66,8 @@ Use = Callable[[torch.Tensor], torch.Tensor]
 MessageKey = tuple[int, int, bool]
 """A microbatch, the number of a transfer, and whether it is its gradient."""
 
+_NOBODY_KNOWS: Final = 1 << 62
+"""Instead of the index of the action that takes a message."""
 _GRACE_SECONDS: Final = 5.0
 """How long a rank that abandons a step waits for the others to do so, too, before it raises its exception."""
 _UNWRITTEN: Final = -(1 << 62)
@@ -122,7 +125,8 @@ class Transport:
         """By rank, the receive of its next header, if that has begun."""
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self.ranks)) if peer != self._rank]
-        self._sending: list[list[SentMessage]] = [[] for _ in self.ranks]
+        self._sending: list[list[tuple[int, int, SentMessage]]] = [[] for _ in self.ranks]
+        """By rank, what was sent there: heaps by the index of the action that takes it, and by the order of sends."""
         self._interrupted: list[object] = []
         self._first_tag = 0
         """After those of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
@@ -228,13 +232,16 @@ class Transport:
 
     def post(self, microbatch: int, transfer: P2PTransfer, *, backward: bool) -> None:
         """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
-        message = self._message(microbatch, transfer, backward)
+        self.post_message(self._message(microbatch, transfer, backward))
+
+    def post_message(self, message: Message) -> None:
+        """Start a receive, as `post` does."""
         tag = self._first_tag + message.tag & _TAGS
         if tag in self._posted:
             return
         if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(message.peer, tag)):
             return
-        buffer = self._buffers.take(transfer.spec)
+        buffer = self._buffers.take(message.transfer.spec)
         self._posted[tag] = self._recv(buffer, message.peer, tag, message), buffer
 
     def receive(self, microbatch: int, transfer: P2PTransfer, use: Use | None = None) -> torch.Tensor:
@@ -263,8 +270,8 @@ class Transport:
         return explain_error(error, describe_message(what), [self.ranks[peer]], since)
 
     def _message(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> Message:
-        known = self.messages.get((microbatch, transfer.number, backward))
-        return Message(self._rank, microbatch, transfer, backward) if known is None else known
+        message = self.messages.get((microbatch, transfer.number, backward))
+        return message or Message(self._rank, microbatch, transfer, backward)
 
     def _send_message(self, tensor: torch.Tensor | None, message: Message) -> None:
         recorder = self.recorder
@@ -282,7 +289,7 @@ class Transport:
 
     def _receive_message(self, message: Message, use: Use | None) -> torch.Tensor | None:
         source, spec, tag = message.peer, message.transfer.spec, self._first_tag + message.tag & _TAGS
-        start_ns = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns() if self._uses_channels else 0
         if self._uses_channels and self._channels is not None and self._prepare_channel_receive(tag, message):
             result = self._take_from_channel(self._channels, tag, spec, use, start_ns)
         else:
@@ -308,8 +315,8 @@ class Transport:
         return result
 
     def _send(
-        self, tensor: torch.Tensor, target: int, tag: int, what: MessageLabel, receive_index: int | None = None
-    ) -> None:
+        self, tensor: torch.Tensor, target: int, tag: int, what: MessageLabel, index: int | None = None
+    ) -> SentMessage:
         outgoing = tensor.contiguous() if self._on_cpu else tensor.contiguous().cpu()
         self.num_messages += 1
         self.num_bytes += outgoing.nbytes
@@ -317,7 +324,9 @@ class Transport:
             work = self._group.send([outgoing], target, tag)
         except RuntimeError as error:
             raise self._explained(error, what, target) from None
-        self._sending[target].append(SentMessage(work, outgoing, what, receive_index))
+        sent = SentMessage(work, outgoing, what)
+        heappush(self._sending[target], (_NOBODY_KNOWS if index is None else index, self.num_messages, sent))
+        return sent
 
     # --- channels -----------------------------------------------------------------------------------------------------
 
@@ -453,12 +462,11 @@ class Transport:
         """Send a header and the message that it announces; the header alone if the message has no bytes."""
         target, num_bytes = message.peer, NO_GRADIENT if tensor is None else tensor.nbytes
         header = torch.tensor([tag, num_bytes], device="cpu")
-        self._send(header, target, Tag.HEADERS, message, message.peer_index)
+        sent = self._send(header, target, Tag.HEADERS, message, message.peer_index)
         if tensor is None or not num_bytes:
             return
         self.num_messages += 1
         self.num_bytes += num_bytes
-        sent = self._sending[target][-1]
         outgoing = tensor.contiguous()
         sent.header, sent.tensor, sent.version = header, outgoing, version_of(outgoing)
         sent.on_channel = channels.send(outgoing, target)
@@ -491,25 +499,23 @@ class Transport:
             raise self._explained(error, what, peer, started) from None
         self.waiting_since = None
 
-    def _release_sent(self, peer: int, before: int | None = None) -> None:
+    def _release_sent(self, peer: int, before: int = _NOBODY_KNOWS + 1) -> None:
         """Release what `peer` took before action `before` of its list, or wait until it has taken everything.
 
         For the action from which it has just sent a message this waits for nothing: see [Note: releasing sent tensors].
         """
-        kept = []
-        for sent in self._sending[peer]:
-            if before is not None and (sent.receive_index is None or sent.receive_index >= before):
-                kept.append(sent)
-                continue
+        sending = self._sending[peer]
+        while sending and sending[0][0] < before:
+            sent = sending[0][2]
             self._wait(sent.work, peer, sent.what)
             if sent.on_channel is not None:  # the peer has taken the header, so it has begun to receive
                 sent.on_channel[0].wait()
+            heappop(sending)  # only now: if a wait fails, the message may still be read
             if version_of(sent.tensor) != sent.version:
                 raise UsageError(
                     f"a value was changed in place on its way to pipeline rank {peer}: {describe_message(sent.what)}",
                     hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
                 )
-        self._sending[peer] = kept
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""

@@ -16,7 +16,7 @@ An operation between units (`x + y`) runs where its parameter is, else where mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -155,6 +155,7 @@ class _OwnedCall(ModuleCall):
         self._module, self._name, self._owner, self._stage = module, name, owner, stage
         self._is_nested, self._is_here = position is _Position.NESTED, is_here
         self._closed = position is not _Position.ENCLOSING
+        self.stream = None if self._is_nested else name
         self._get_collectors = active_collectors()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +195,7 @@ class _CallOfInput(ModuleCall):
     def __init__(self, module: nn.Module, name: str, random: RandomStreams) -> None:
         super().__init__(module)
         self._module, self._name, self._random = module, name, random
+        self.stream = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self._name
@@ -247,24 +249,29 @@ def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
     return None
 
 
-def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module], argument: Any) -> Any:
+def run_together(
+    function: Callable[..., Any], members: Sequence[nn.Module], names: tuple[str, ...], argument: Any
+) -> Any:
     """Run `function`, which calls neighbouring modules of one rank one after the other, as one call over there.
 
     Args:
-        members: the modules by name; if they all hold nothing, they run where `argument` is.
+        members: the modules; if they all hold nothing, they run where `argument` is.
+        names: theirs.
     """
-    pp_ranks = {owner for module in members.values() for owner in ModuleCall.of(module).pp_ranks}
+    calls = [ModuleCall.of(module) for module in members]
+    pp_ranks = {owner for call in calls for owner in call.pp_ranks}
     owner = next(iter(pp_ranks), pp_rank_of(argument))
     if owner is None:
         return function(argument)
-    stage, names = current_microbatch().stage, tuple(members)
-    modes = tuple(module.training for module in members.values())
+    stage = current_microbatch().stage
+    modes = tuple([module.training for module in members])
     result = current_microbatch().run_on_owner(
         owner, names, f"{names[0]} to {names[-1]}", function, (argument,), {}, modes, is_unit=True
     )
     if owner != stage.rank:
-        for _ in names:  # each module takes a number on its owner
-            stage.random.skip()
+        for call in calls:
+            if call.stream is not None:
+                stage.random.skip(call.stream)
     return result
 
 
@@ -285,8 +292,11 @@ def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: Sta
         only: int | None = None
         for argument in args:
             kind = type(argument)
-            if kind is StageTensor and only in (None, argument.owner):
-                only = argument.owner
+            if kind is StageTensor:
+                if only is None:
+                    only = argument.owner
+                elif only != argument.owner:
+                    break
             elif kind not in NON_TENSOR_TYPES:
                 break
         else:

@@ -277,7 +277,7 @@ class SequentialCheckpoint:
             if len(members) == 1:
                 input = self._run_one(members[0], input)  # noqa: A001
             elif spans_ranks:
-                input = run_together(self._as_group(members), {name_of(each): each for each in members}, input)  # noqa: A001
+                input = run_together(self._as_group(members), members, tuple(map(name_of, members)), input)  # noqa: A001
             else:
                 input = self._as_group(members)(input)  # noqa: A001
         return input

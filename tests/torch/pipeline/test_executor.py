@@ -22,7 +22,7 @@ from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.pipeline.executor import Executor
-from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.messages import Message, Tag
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast
 from smpkit.torch.pipeline.replan import Meter, _costs, _is_kept
 from smpkit.torch.pipeline.transport import Transport
@@ -332,13 +332,13 @@ def posted_ahead() -> list[str]:
     for _ in range(5):
         train_step(model, inputs)
     transport, events = executor().stage.transport, list[str]()
-    post = transport.post
+    post = transport.post_message
 
-    def noted(microbatch: int, transfer: Any, *, backward: bool) -> None:
-        events.append(f"post {'B' if backward else 'F'}{microbatch}")
-        post(microbatch, transfer, backward=backward)
+    def noted(message: Message) -> None:
+        events.append(f"post {'B' if message.backward else 'F'}{message.microbatch}")
+        post(message)
 
-    transport.post = noted  # type: ignore[method-assign]
+    transport.post_message = noted  # type: ignore[method-assign]
     executor().recorder = lambda kind, segment, microbatch, start_ns, end_ns: events.append(f"{kind}{microbatch}")
     train_step(model, inputs)
     smp.shutdown()

@@ -8,31 +8,35 @@ import pytest
 import torch
 
 from smpkit.torch.core import devices
+from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
 CPU = torch.device("cpu")
 
 
 def drawn(seed: int, num_steps: int) -> list[tuple[float, ...]]:
-    """Return what two microbatches of each step draw between units and in two units of other names."""
+    """Return what two microbatches of each step draw between units, in two units, and after each."""
     streams = RandomStreams(seed, CPU)
     found = []
     for _ in range(num_steps):
         with streams.training_step(training=True):
             for microbatch in range(2):
                 streams.begin_microbatch(microbatch)
-                state = streams.state()
                 found.append(tuple(torch.rand(2).tolist()))
+                state = streams.state()
                 for name in ("layers.0", "layers.1"):
-                    streams.restore(state)  # both calls take the same number: only their names differ
-                    found.append(tuple(streams.run(name, True, torch.rand, (2,), {}).tolist()))
+                    streams.restore(state)
+                    streams.run(name, True, torch.rand, (2,), {})
+                    # Both calls began where one number was: what comes after them depends on their names.
+                    found.append(tuple(torch.rand(2).tolist()))
+                found.append(tuple(streams.run("layers.0", True, torch.rand, (2,), {}).tolist()))
     return found
 
 
 def test_no_two_streams_are_alike_and_the_same_step_draws_the_same_again() -> None:
     numbers = drawn(3, 2) + drawn(4, 2)
-    assert len(set(numbers)) == len(numbers) == 24
-    assert drawn(3, 2) == numbers[:12]
+    assert len(set(numbers)) == len(numbers) == 32
+    assert drawn(3, 2) == numbers[:16]
 
 
 def test_a_call_costs_its_caller_one_number_whoever_runs_it() -> None:
@@ -44,9 +48,51 @@ def test_a_call_costs_its_caller_one_number_whoever_runs_it() -> None:
             if is_home:
                 streams.run("layers.0", True, torch.rand, (100,), {})
             else:
-                streams.skip()
+                streams.skip("layers.0")
             after.append(torch.rand(2).tolist())
     assert after[0] == after[1]
+
+
+def test_a_unit_draws_from_its_caller_s_stream_as_in_plain_pytorch() -> None:
+    streams = RandomStreams(3, CPU)
+    with streams.training_step(training=True):
+        streams.begin_microbatch(0)
+        expected = torch.rand(5).tolist()
+        streams.begin_microbatch(0)
+        found = torch.rand(2).tolist() + streams.run("layers.0", True, torch.rand, (3,), {}).tolist()
+    assert found == expected
+
+
+def test_calls_inside_a_unit_never_draw_what_it_has_drawn_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a rank with its own samples, whose units begin with a seed of their own."""
+    monkeypatch.setattr(Seeds, "for_this_rank", lambda: Seeds(mix(0, 1) & ((1 << 43) - 2)))
+    streams = RandomStreams(3, CPU)
+
+    def unit() -> list[float]:
+        before = torch.rand(1)
+        return [*before.tolist(), *streams.run("drop", True, torch.rand, (1,), {}).tolist(), *torch.rand(1).tolist()]
+
+    with streams.training_step(training=True):
+        streams.begin_microbatch(0)
+        found = [*streams.run("layers.0", True, unit, (), {}), *streams.run("layers.0", True, unit, (), {})]
+    assert len(set(found)) == 6
+
+
+def test_operations_in_a_unit_draw_from_its_stream_where_a_device_is_set_around_it() -> None:
+    """Its mode lies above that of the streams; recomputation in backward will have neither."""
+    streams, ones = RandomStreams(3, CPU), torch.ones(64)
+
+    def step() -> torch.Tensor:
+        with torch.device("cpu"):
+            return streams.run("layers.0", True, torch.dropout, (ones, 0.5, True), {})
+
+    with streams.training_step(training=True):
+        streams.begin_microbatch(0)
+        state = streams.state()
+        found = streams.call_between_units(step)
+        streams.restore(state)
+        assert torch.equal(torch.dropout(ones, 0.5, True), found)
+    assert streams.num_closed == 0
 
 
 def test_an_evaluation_leaves_the_generators_to_the_user() -> None:
@@ -56,7 +102,7 @@ def test_an_evaluation_leaves_the_generators_to_the_user() -> None:
     torch.manual_seed(7)
     with streams.training_step(training=False):
         streams.begin_microbatch(0)
-        streams.skip()
+        streams.skip("layers.0")
         assert torch.rand(2).tolist() == expected
 
 
@@ -80,10 +126,10 @@ def test_a_device_s_generator_is_led_without_torch_s_detours(monkeypatch: pytest
     before = device.generator.get_state()
     with streams.training_step(training=True):
         streams.begin_microbatch(0)
-        of_caller = device.generator.get_state()
+        first = device.generator.initial_seed()
         device.calls.clear()
         seeds = streams.run("layer", True, lambda: (device.generator.initial_seed(), torch.initial_seed()), (), {})
-        assert seeds[0] == seeds[1]
-        assert device.calls == ["get_state", "manual_seed", "set_state"]
-        assert torch.equal(device.generator.get_state(), of_caller)
+        assert seeds == (first, first)
+        assert device.calls == ["manual_seed"]
+        assert device.generator.initial_seed() == torch.initial_seed() != first
     assert torch.equal(device.generator.get_state(), before)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layouts import Layout
 
 __all__ = ["ParallelDropout", "random_number", "seed_with_common_number", "tp_rng"]
+
+_KEY: Final = mix(0, 0)
+"""Of the calls that take a common number: the CRC of no name."""
 
 
 class ParallelDropout(nn.Module):
@@ -96,7 +100,7 @@ def _common_number() -> int | None:
     seeds, seed = Seeds.for_this_rank(), torch.default_generator.initial_seed()
     if not seeds.is_stream_seed(seed):
         return None
-    torch.default_generator.manual_seed(seeds.after(seed))
+    torch.default_generator.manual_seed(seeds.after(seed, _KEY))
     number = seeds.number(seed)
     collectives.add_to_checksum(number)
     return number
