@@ -7,7 +7,9 @@ import pytest
 
 from smpkit.cli import calibrate
 from smpkit.plan.tune.calibration import read_calibration, this_machine
+from smpkit.torch.calibrate import main
 from tests.cli.conftest import Smpkit
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,13 @@ def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
     assert found.memory_bytes_per_second > 16 * 2**20 / found.messages[-1].seconds
 
 
-def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit) -> None:
+def measure_forked(ranks: int, seconds: float, path: Path) -> None:
+    """Measure on ranks that have torch already; the test above starts them as users do."""
+    run_ranks(main, ranks, [str(path), str(seconds)])
+
+
+def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_measure", measure_forked)
     done = smpkit("calibrate", "--ranks", "1", "--seconds", "1", "--output", "one.json")
     assert done.exit_code == 0, done.stderr
     found = read_calibration(folder / "one.json")

@@ -7,7 +7,7 @@ import pytest
 
 from smpkit.observe.events import EventWriter
 from smpkit.plan.schedule.simulate import simulate
-from tests.cli.conftest import Smpkit, process
+from tests.cli.conftest import Smpkit
 from tests.observe.logs import COSTS, chain, logs_of
 from tests.observe.trace_problems import trace_problems
 
@@ -115,43 +115,6 @@ def test_a_file_that_breaks_off_is_a_warning(folder: Path, smpkit: Smpkit) -> No
     assert result.exit_code == 0
     assert result.stderr.startswith("warning: the events of rank 1 break off")
     assert result.stdout.startswith("step 0 of 0, ")
-
-
-SCRIPT = """
-import torch
-import smpkit.torch as smp
-
-smp.init()
-model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-
-@smp.step
-def train_step(model, batch):
-    model.backward(model(batch).sum())
-
-for _ in range(2):
-    train_step(model, torch.ones(8, 4))
-"""
-
-RUN = """
-entry_point: train.py
-distribution:
-  smdistributed: {modelparallel: {enabled: true, parameters: {pipeline_parallel_degree: 2, microbatches: 4}}}
-  mpi: {enabled: true, processes_per_host: 2}
-output: ./out
-"""
-
-
-def test_the_last_run_can_be_looked_at(tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job.yaml").write_text(RUN)
-    done = process("run", str(tmp_path / "job.yaml"), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    monkeypatch.chdir(tmp_path)
-    result = smpkit("timeline")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("step 1 of 0 to 1, `train_step`: ")
-    assert "\nexecuted  " in result.stdout
-    assert "NOT in planned order" not in result.stdout
 
 
 def test_a_picture_has_both_timelines(folder: Path, smpkit: Smpkit, tmp_path: Path) -> None:

@@ -126,13 +126,6 @@ if __name__ == "__main__":
     assert done.lines(0) == ["spawn 42", "fork 42", "exit handler ran"]
 
 
-def test_ranks_meet_without_a_port_race_or_a_host_name(make_job: MakeJob) -> None:
-    job = make_job(GLOO + "x = torch.ones(1); dist.all_reduce(x); print(x.item()); dist.destroy_process_group()")
-    done = job.run()
-    assert done.code == 0, done.err
-    assert done.lines(0) == done.lines(1) == ["2.0"]
-
-
 TAKEN = (
     "log",
     "local",
@@ -154,15 +147,20 @@ TAKEN = (
 """Options of torchrun or mpirun, or beginnings of some."""
 
 
-def test_a_local_job_listens_at_the_loopback_address_alone(make_job: MakeJob) -> None:
-    """torchrun's rendezvous listened on every address and unpickled what it read there, from whoever wrote it."""
+def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make_job: MakeJob) -> None:
+    """Without a port race or a host name.
+
+    torchrun's rendezvous listened on every address and unpickled what it read there, from whoever wrote it.
+    """
+    meets = "import smpkit.torch as smp\nsmp.init({'ddp': True})\nprint(sum(smp.allgather(1 + rank)))\n"
     ends = "while not os.path.exists('end'): time.sleep(0.05)\n"
-    job = make_job(f"{RANK}import smpkit.torch as smp\nsmp.init({{'ddp': True}})\n{READY}{ends}")
+    job = make_job(RANK + meets + READY + ends)
     with job.running() as process:
         listening = job.listening()
         (job.base / "code" / "end").touch()
         done = job.finish(process, time.monotonic())
     assert done.code == 0, done.err
+    assert done.lines(0) == done.lines(1) == ["3"]
     # Open MPI's own daemon listens everywhere, and no option of it says otherwise.
     ours = {address: command for address, command in listening.items() if "prterun" not in command.split()[0]}
     assert len(ours) > 1

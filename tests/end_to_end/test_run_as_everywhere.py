@@ -1,10 +1,17 @@
-"""`smpkit run` does what every other place does with a job: the body is that of the clusters."""
+"""`smpkit run` does what every other place does with a job: the body is that of the clusters.
+
+In the default run, tests/kubernetes has the first and tests/container/test_peers.py the second.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
+
+pytestmark = pytest.mark.full
 
 
 def test_a_job_that_is_stopped_goes_on(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.background import Snapshot
-from tests.ranks import run_ranks
+from tests.deadlines import wait_shortly
+from tests.ranks import RankFailed, run_ranks
 
 WIDTH = 32
 
@@ -203,25 +204,26 @@ def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path
     assert (tmp_path / "newest").read_text() == "second_partial\n"
 
 
-def lose_a_rank(folder: Path) -> str:
+def lose_a_rank(folder: Path) -> None:
     job = Job(pipeline_parallel_degree=2)
     smp.save_checkpoint(folder, "good")
     with pytest.MonkeyPatch.context() as patch:
-        if smp.rank() == 1:
-            hold_writes(patch)
+        go_on = hold_writes(patch)
         pending = smp.save_checkpoint(folder, "bad", blocking=False)
         assert pending is not None
         if smp.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(CheckpointError) as caught:
+        wait_shortly()
+        go_on.set()
+        with pytest.raises(CheckpointError, match="`bad` was not saved: rank 0 waited 1 s for rank 1 to write"):
             pending.wait(60)
         del job
-        return caught.value.message
 
 
 def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    with pytest.raises(Exception):  # noqa: B017, PT011 - that a rank died
+    with pytest.raises(RankFailed) as caught:
         run_ranks(lose_a_rank, 2, tmp_path)
+    assert str(caught.value) == "--- rank 1: died without a traceback (exit code -9)"  # rank 0 has ended its wait
     assert (tmp_path / "newest").read_text() == "good_partial\n"
     assert sorted(path.name for path in tmp_path.glob("*_partial")) == ["good_partial"]
 
