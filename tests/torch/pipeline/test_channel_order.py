@@ -191,10 +191,10 @@ def over(world: World) -> Iterator[None]:
 
         return call
 
-    def send(self: Transport, tensor: torch.Tensor, target: int, tag: int, *args: Any) -> None:
+    def send(self: Transport, tensor: torch.Tensor, target: int, tag: int, *args: Any) -> Any:
         if tag != Tag.HEADERS:
             world.synchronize("what it copies to its host")
-        sends(self, tensor, target, tag, *args)
+        return sends(self, tensor, target, tag, *args)
 
     sends = Transport._send
     fixed = SimpleNamespace(timeout=timedelta(seconds=60))
