@@ -47,13 +47,13 @@ def message_bytes(schedule: Schedule) -> list[list[int]]:
         for index, action in enumerate(actions):
             begin = index if action.kind is Kind.BACKWARD else index + 1  # a forward's are activations by now
             end = min(len(sizes), max(first, index + 1 + LOOKAHEAD))
-            held.append(max(0, ends[end] - ends[begin]) + sent[rank][index])
+            held.append(ends[end] - ends[begin] + sent[rank][index])
         found.append(held)
     return found
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Message:
     """A message: the actions that send and take it, by their indices, and what it carries."""
 
     sending: int
@@ -91,12 +91,12 @@ def _sent(schedule: Schedule) -> list[list[int]]:
     return found
 
 
-def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Sent]]:
+def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Message]]:
     """Return the messages of a step by sender and receiver."""
     place = {
         (rank, action): index for rank, actions in enumerate(schedule.actions) for index, action in enumerate(actions)
     }
-    ways: defaultdict[tuple[int, int], list[_Sent]] = defaultdict(list)
+    ways: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
     kept = {(each.target.rank, each.value) for each in schedule.graph.transfers if each.value and each.differentiable}
     """Values that a rank has received and keeps for their gradients: what it sends of them takes no more."""
     for index, each in enumerate(schedule.graph.transfers):
@@ -109,7 +109,7 @@ def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Sent]]:
             for number in range(schedule.num_microbatches):
                 sending = place[source.rank, Action(kind, source.index, number)]
                 taking = place[target.rank, Action(kind, target.index, number)]
-                ways[source.rank, target.rank].append(_Sent(sending, taking, (number, value), num_bytes))
+                ways[source.rank, target.rank].append(_Message(sending, taking, (number, value), num_bytes))
     return ways
 
 

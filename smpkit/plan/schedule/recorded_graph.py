@@ -69,9 +69,7 @@ class RecordedGraph:
         values = []
         for value in self.values:
             size = grown(factor, value.fixed)
-            values.append(
-                replace(value, num_bytes=round(size * value.num_bytes), fixed=value.fixed / size if size else 0.0)
-            )
+            values.append(replace(value, num_bytes=round(size * value.num_bytes), fixed=value.fixed / size))
         return replace(self, values=tuple(values))
 
     def in_precision(self, factor: float) -> RecordedGraph:
@@ -108,17 +106,17 @@ class RecordedGraph:
 
     def copies(self, costs: Sequence[UnitCost]) -> dict[Segment, int]:
         """Return for each segment the bytes that it receives and keeps beside what its units keep anyway."""
-        found: dict[Segment, int] = {}
-        for segment, names in self.segments:
-            received = Counter(
-                {
-                    name: sum(
-                        each.num_bytes for each in self.values if each.differentiable and _is_for(each, segment, name)
-                    )
-                    for name in names
-                }
-            )
-            found[segment] = sum(min(received[cost.name], cost.unsaved_input_bytes) for cost in costs)
+        unsaved = {cost.name: cost.unsaved_input_bytes for cost in costs}
+        received: Counter[tuple[Segment, str]] = Counter()
+        for value in self.values:
+            unit = value.consumer
+            while unit and unit not in unsaved:
+                unit = unit.rpartition(".")[0]
+            if unit and value.differentiable:
+                received[value.target, unit] += value.num_bytes
+        found: Counter[Segment] = Counter()
+        for (segment, unit), num_bytes in received.items():
+            found[segment] += min(num_bytes, unsaved[unit])
         return found
 
     @classmethod
@@ -139,10 +137,6 @@ class RecordedGraph:
                 for each in content["values"]
             ),
         )
-
-
-def _is_for(value: SentValue, segment: Segment, unit: str) -> bool:
-    return value.target == segment and (value.consumer == unit or value.consumer.startswith(f"{unit}."))
 
 
 def grown(factor: float, fixed: float) -> float:

@@ -387,12 +387,8 @@ class ModuleState:
         versions = iter(reading.versions)
         for module, plain, parts in layout.steady(reading):
             saved, history = _Saved(module), _histories[module]
-            saved.training, saved.attributes, saved.names, saved.plain = (
-                plain.training,
-                plain.simple,
-                plain.names,
-                plain,
-            )
+            saved.training, saved.plain = plain.training, plain
+            saved.attributes, saved.names = plain.simple, plain.names
             saved.buffers = {}
             visit = _Visit(module, history, has_data=True)
             visit.configure(plain.training)
