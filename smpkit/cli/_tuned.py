@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Tuned", "find"]
 
-_PROCESSES: Final = 2
-"""That describe the model at the same time."""
 _MOST_TENSOR_RANKS: Final = 16
 
 
@@ -144,22 +142,19 @@ def _models(source: _Source, target: str, machine: Machine, ranks: int) -> dict[
     for degree in degrees:
         config, _ = ModelParallelConfig.from_sources({**kept, "ddp": True, "tensor_parallel_degree": degree}, None)
         jobs.append(config)
-    # Those that take longest first; each process imports the user's module once.
-    parts = [jobs[start::_PROCESSES] for start in range(min(_PROCESSES, len(jobs)))]
-    with ThreadPoolExecutor(len(parts)) as pool:
-        found = pool.map(lambda part: describe_each(target, source.folder, part, ranks, other_sizes=True), parts)
-        models = dict(pair for part, described in zip(parts, found, strict=True) for pair in _paired(part, described))
-    first = models[1]
+    # Two processes at the same time: one describes the whole model at two sizes, the other its divided forms at one,
+    # and how they grow is the same.
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(describe_each, target, source.folder, jobs[1:], ranks) if jobs[1:] else None
+        [first] = describe_each(target, source.folder, jobs[:1], ranks, other_sizes=True)
+        divided_forms = [model.growing_as(first) for model in others.result()] if others else []
+    models = dict(zip(degrees, [first, *divided_forms], strict=True))
     if not first.traced or not first.samples:
         hint = "return (model, arguments of one microbatch)"
         raise UsageError(f"`{target}` returns no arguments, so compute and activations are unknown", hint=hint)
     # A model of which nothing is divided gains nothing from tensor-parallel ranks.
     divided = {degree for degree, model in models.items() if any(each.pieces for each in model.tensors.values())}
     return {degree: models[degree] for degree in degrees if degree == 1 or degree in divided}
-
-
-def _paired(configs: Sequence[ModelParallelConfig], models: Sequence[ModelFacts]) -> list[tuple[int, ModelFacts]]:
-    return [(config.tensor_parallel_degree, model) for config, model in zip(configs, models, strict=True)]
 
 
 def _samples(config: ModelParallelConfig, models: Mapping[int, ModelFacts], ranks: int) -> int:

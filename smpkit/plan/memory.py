@@ -106,6 +106,16 @@ class ModelFacts:
         """Whether some layer is checkpointed, so that there is something to offload."""
         return any(unit.cost.boundary_bytes for unit in self.units)
 
+    def growing_as(self, other: ModelFacts) -> ModelFacts:
+        """Return the facts of a model that grows with the samples as in another job, where its layers are divided."""
+        fixed = {unit.cost.name: unit.fixed for unit in other.units}
+        units = tuple(replace(unit, fixed=fixed.get(unit.cost.name, {})) for unit in self.units)
+        recorded, like = self.recorded, other.recorded
+        if recorded is not None and like is not None and len(recorded.values) == len(like.values):
+            pairs = zip(recorded.values, like.values, strict=True)
+            recorded = replace(recorded, values=tuple(replace(one, fixed=two.fixed) for one, two in pairs))
+        return replace(self, units=units, recorded=recorded)
+
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
         content = {**asdict(self), "tensors": [asdict(tensor) for tensor in self.tensors.values()]}

@@ -33,12 +33,7 @@ from smpkit.torch.core.runtime import Runtime, state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
-from smpkit.torch.placement.growth import (
-    growing_as,
-    twice_the_samples,
-    with_growth_of_units,
-    with_growth_of_values,
-)
+from smpkit.torch.placement.growth import twice_the_samples, with_growth_of_units, with_growth_of_values
 from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
 from smpkit.torch.placement.trace import measure_units, units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
@@ -59,7 +54,6 @@ def describe(
     by_hand: bool = False,
     cfg: ModelParallelConfig | None = None,
     world_size: int = 1,
-    like: ModelFacts | None = None,
     other_sizes: bool = False,
 ) -> ModelFacts:
     """Return what planning needs to know of the model that `factory()` returns.
@@ -74,14 +68,13 @@ def describe(
         world_size: how many ranks the job has.
         other_sizes: microbatches of other sizes will be planned, so what does not grow with the samples must be known.
             The model is called once more for that, with twice the samples.
-        like: what that call has told of the same model in another job, which saves it here.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
     patch_torch_checkpoint()  # as a job does: unpatched calls do not tell what they keep
     with planning_partitions(num_partitions), _first_rank(cfg, world_size):
-        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand, like=like, other_sizes=other_sizes)
+        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand, other_sizes=other_sizes)
 
 
 @contextlib.contextmanager
@@ -100,9 +93,7 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
         state.runtime = None
 
 
-def _describe(
-    factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool, like: ModelFacts | None, other_sizes: bool
-) -> ModelFacts:
+def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool, other_sizes: bool) -> ModelFacts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
@@ -131,7 +122,7 @@ def _describe(
     pins = manual_placement(model) if by_hand else None
     tree = units_of(model) if pins is None else units_of(model, pins.split)
     facts = _facts(model, tree, calls[0] if calls else None, pins, notes)
-    if other_sizes and like is None and facts.traced and samples:
+    if other_sizes and facts.traced and samples:
         with mode:
             doubled = twice_the_samples(inputs, samples)
         larger = _forward_call(model, doubled, mode)
@@ -145,8 +136,6 @@ def _describe(
             calls.append(larger)
     if calls:
         facts = _recorded(facts, model, calls, cfg, inputs)
-    if like is not None:
-        facts = growing_as(facts, like)
     kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
 
@@ -281,7 +270,6 @@ def main(arguments: Sequence[str]) -> int:
             factory = _import_factory(target)
             found: list[ModelFacts] = []
             for cfg, world_size in jobs or [(None, 1)]:
-                like = found[0] if found and other_sizes else None
                 found.append(
                     describe(
                         factory,
@@ -289,7 +277,6 @@ def main(arguments: Sequence[str]) -> int:
                         by_hand=by_hand,
                         cfg=cfg,
                         world_size=world_size,
-                        like=like,
                         other_sizes=other_sizes,
                     )
                 )

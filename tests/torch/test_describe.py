@@ -87,10 +87,9 @@ def test_what_does_not_grow_with_the_samples_is_told_from_what_does(samples: int
 
 
 def test_another_job_learns_from_the_first_what_grows() -> None:
-    model = described(1, other_sizes=True)
-    again = described(1, other_sizes=True, like=model)
-    assert again == model
-    assert not any(unit.fixed for unit in described(1).units)
+    model, other = described(1, other_sizes=True), described(1)
+    assert not any(unit.fixed for unit in other.units)
+    assert other.growing_as(model) == model
 
 
 class OneSample(Biased):

@@ -18,7 +18,7 @@ from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 
-__all__ = ["growing_as", "twice_the_samples", "with_growth_of_units", "with_growth_of_values"]
+__all__ = ["twice_the_samples", "with_growth_of_units", "with_growth_of_values"]
 
 
 def twice_the_samples(inputs: Any, samples: int) -> Any:
@@ -64,17 +64,6 @@ def with_growth_of_values(recorded: RecordedGraph, doubled: RecordedGraph | None
 
 def _ways(recorded: RecordedGraph) -> list[tuple[Segment, Segment]]:
     return [(each.source, each.target) for each in recorded.values]
-
-
-def growing_as(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
-    """Return the facts of a model that grows as in another job, where its layers are divided otherwise."""
-    fixed = {unit.cost.name: unit.fixed for unit in other.units}
-    units = tuple(replace(unit, fixed=fixed.get(unit.cost.name, {})) for unit in facts.units)
-    recorded, like = facts.recorded, other.recorded
-    if recorded is not None and like is not None and len(recorded.values) == len(like.values):
-        pairs = zip(recorded.values, like.values, strict=True)
-        recorded = replace(recorded, values=tuple(replace(one, fixed=two.fixed) for one, two in pairs))
-    return replace(facts, units=units, recorded=recorded)
 
 
 def _fixed_share(once: float, twice: float) -> float:
