@@ -1,8 +1,9 @@
 """`python -m benchmarks.memory_fit.emulated`: do steps take as long as `smpkit.fit` plans them?
 
 Three models of Hugging Face, with random weights, train on the CPU with a link whose copies take real time on threads
-of their own (`smpkit.testing.EmulatedLink`). Each trains within three memories, over a fast and a slow link. What was
-planned from the layers of three steps stands beside the median of the steps that follow.
+of their own (`smpkit.testing.EmulatedLink`). Each trains within three memories, over a fast and a slow link, in turns
+with a copy of it that keeps everything. How many times longer its steps take stands beside what was planned. The
+processor's speed, which other guests of a host change from second to second, is in both of a turn.
 
 Both are times of one thread: what it computes, by its own clock, and what it waits for copies. Other programs on the
 same cores make a step last longer, and no plan can know them.
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -26,6 +27,9 @@ import smpkit
 from smpkit.testing import EmulatedLink
 from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import Event
+
+if TYPE_CHECKING:
+    from smpkit.torch.memory.fitted import FitReport
 
 __all__ = ["rows"]
 
@@ -99,12 +103,14 @@ MODELS: Final[Mapping[str, Callable[[], Model]]] = {"GPT-2": gpt2, "T5": t5, "Vi
 
 
 class Clocked(EmulatedLink):
-    """Its clock counts what this thread computes and what it waits for copies."""
+    """Its clock counts what this thread computes and what it waits for copies, in the steps of one model."""
 
     waited = 0.0
+    elsewhere = 0.0
+    """What the steps of others have taken."""
 
     def stamp(self) -> float:
-        return time.thread_time() + self.waited
+        return time.thread_time() + self.waited - self.elsewhere
 
     def wait(self, event: Event, what: str) -> ThreadWait:
         found = super().wait(event, what)
@@ -112,42 +118,78 @@ class Clocked(EmulatedLink):
         return found
 
 
-def measure(build: Callable[[], Model], rate: float, device_bytes: int, steps: int) -> tuple[Any, float]:
-    """Train with a link of `rate` bytes a second; return what was planned, and the median seconds of a step."""
-    torch.manual_seed(0)
-    model, batch = build()
-    link = Clocked(rate)
-    fitted = smpkit.fit(model, device_gib=device_bytes / _GIB, link=link)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    seconds = []
-    for _ in range(_SETTLING + steps):
-        began = link.stamp()
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(link.stamp() - began)  # to the next forward, as steps are planned
-    report = fitted.report()
-    fitted.remove()
+class Trained:
+    """A model in training, with a memory and a link of its own.
+
+    Args:
+        build: makes the model and its batch.
+        rate: of the link, in bytes a second.
+        device_bytes: that the model may hold.
+    """
+
+    def __init__(self, build: Callable[[], Model], rate: float, device_bytes: int) -> None:
+        torch.manual_seed(0)
+        self._model, self._batch = build()
+        self._link = Clocked(rate)
+        self._fitted = smpkit.fit(self._model, device_gib=device_bytes / _GIB, link=self._link)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), 1e-3)
+        self._ended = self._link.stamp()
+
+    def step(self) -> float:
+        """Train a step; return its seconds."""
+        self._link.elsewhere += self._link.stamp() - self._ended
+        began = self._link.stamp()
+        self._model(**self._batch).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._ended = self._link.stamp()  # to the next forward, as steps are planned
+        return self._ended - began
+
+    def end(self) -> FitReport:
+        """Return what was planned."""
+        report = self._fitted.report()
+        self._fitted.remove()
+        return report
+
+
+def measure(
+    build: Callable[[], Model], rate: float, device_bytes: int, steps: int
+) -> tuple[FitReport, list[float], list[float]]:
+    """Train with a link of `rate` bytes a second, and in turns with much memory and a link that is in nobody's way.
+
+    Returns:
+        What was planned, and the seconds of each step of both.
+    """
+    fitted, free = Trained(build, rate, device_bytes), Trained(build, 1e12, 64 * _GIB)
+    turns = [(fitted.step(), free.step()) for _ in range(_SETTLING + steps)]
+    taken, kept = zip(*turns[_SETTLING:], strict=True)
+    report = fitted.end()
+    free.end()
     gc.collect()
-    return report, statistics.median(seconds[_SETTLING:])
+    return report, list(taken), list(kept)
 
 
 def rows(names: Iterable[str], steps: int) -> Iterator[dict[str, Any]]:
     """Yield a row per model, link and memory."""
     for name in names:
         build = MODELS[name]
-        # Much memory, and a link that is in nobody's way: what layers cost, and what they take.
-        free, _ = measure(build, 1e12, 64 * _GIB, steps)
-        layer = max(free.layers, key=lambda each: each.forward_seconds)
-        least = free.other_bytes + sum(each.input_bytes for each in free.layers) // 2
+        # What layers cost, and what they take.
+        free = Trained(build, 1e12, 64 * _GIB)
+        for _ in range(_SETTLING):
+            free.step()
+        report = free.end()
+        layer = max(report.layers, key=lambda each: each.forward_seconds)
+        least = report.other_bytes + sum(each.input_bytes for each in report.layers) // 2
+        most = report.device_bytes
         for link, ratio in LINKS.items():
             rate = layer.input_bytes / (ratio * layer.forward_seconds)
             for share in SHARES:
-                limit = least + int(share * (free.device_bytes - least))
-                report, seconds = measure(build, rate, limit, steps)
+                report, taken, kept = measure(build, rate, least + int(share * (most - least)), steps)
                 counts = [sum(each.choice.value == word for each in report.layers) for word in _WORDS]
-                row = {"model": name, "link": link, "share": share, "planned": report.step_seconds, "steps": seconds}
-                yield {**row, "chosen": counts, "early": report.measured_seconds, "stall": report.offload.stall_seconds}
+                ratios = [one / other for one, other in zip(taken, kept, strict=True)]
+                planned = report.step_seconds / report.kept_seconds
+                row = {"model": name, "link": link, "share": share, "planned": planned, "chosen": counts}
+                yield {**row, "ratios": ratios, "taken": taken, "kept": kept, "planned_seconds": report.step_seconds}
 
 
 _WORDS: Final = ("keep", "offload", "recompute")
@@ -168,8 +210,8 @@ def main() -> int:
             print(json.dumps(row), flush=True)
             continue
         chosen = ", ".join(map(str, row["chosen"]))
-        planned, taken = row["planned"], row["steps"]
-        times = f"{1e3 * planned:.0f} ms | {1e3 * taken:.0f} ms | {planned / taken - 1:+.1%}"
+        planned, taken = row["planned"], statistics.median(row["ratios"])
+        times = f"{planned:.3f} | {taken:.3f} | {planned / taken - 1:+.1%}"
         print(f"| {row['model']} | {row['link']} | {row['share']:.0%} | {chosen} | {times} |", flush=True)
     return 0
 

@@ -81,6 +81,11 @@ class StepFacts:
         return self.busy_seconds + self.microbatches * (chosen.pick.cost.seconds - measured)
 
     @property
+    def kept_seconds(self) -> float:
+        """What a step takes if every layer keeps all that autograd saves: nothing is recomputed or copied."""
+        return self.busy_seconds - self.microbatches * sum(each.again_seconds for each in self.layers)
+
+    @property
     def _is_simulated(self) -> bool:
         """Whether the order of all forwards and backwards is known: that of one microbatch after the other."""
         return not self.overlaps and self.live == 1

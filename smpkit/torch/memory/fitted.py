@@ -132,6 +132,8 @@ class FitReport:
     """Predicted, from one forward to that of the next step."""
     least_seconds: float
     """Measured, with every layer holding as little as it can: the median of the steps before the choice."""
+    kept_seconds: float
+    """Predicted, if every layer kept all that autograd saves, which needs more memory."""
     measured_bytes: int | None
     """The peak of an early step as chosen; None: not known, or not counted by the device."""
     measured_seconds: float | None
@@ -153,7 +155,8 @@ class FitReport:
         step = f"step: {1e3 * self.step_seconds:.1f} ms planned"
         if self.measured_seconds is not None:
             step += f", {1e3 * self.measured_seconds:.1f} ms measured"
-        lines.append(f"{step}; {1e3 * self.least_seconds:.1f} ms with every layer holding as little as it can")
+        least, kept = f"{1e3 * self.least_seconds:.1f} ms", f"{1e3 * self.kept_seconds:.1f} ms"
+        lines.append(f"{step}; {least} with every layer holding as little as it can, {kept} with all kept")
         if not self.fits:
             lines.append("the device cannot hold this: nothing that the layers could do holds less")
         return "\n".join(lines)
@@ -245,6 +248,7 @@ class Fitted:
             host_bytes=int(cost.host_bytes),
             step_seconds=facts.step_seconds(chosen),
             least_seconds=facts.busy_seconds + facts.stall_seconds,
+            kept_seconds=facts.kept_seconds,
             measured_bytes=self._chooser.measured[0],
             measured_seconds=self._chooser.measured[1],
             gap=chosen.pick.gap,
