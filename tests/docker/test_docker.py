@@ -185,12 +185,12 @@ def test_docker_stop_of_the_image_itself_ends_with_zero(image: str, tmp_path: Pa
 
 def test_a_rehearsed_interruption_changes_nothing(image: str, tmp_path: Path) -> None:
     """A spot instance is taken away and comes back with nothing but the checkpoints: the losses are the same."""
-    options = ["--set", "hyperparameters.steps=40", "--set", "hyperparameters.seconds=0.3"]
+    options = ["--set", "hyperparameters.steps=8", "--set", "hyperparameters.hold-at=4"]
     plain, interrupted = tmp_path / "plain", tmp_path / "interrupted"
-    assert run(image, plain, "--set", "hyperparameters.steps=40")[0] == 0
-    code, out, err = run(image, interrupted, *options, "--interrupt-after", "2")
+    assert run(image, plain, "--set", "hyperparameters.steps=8")[0] == 0
+    code, out, err = run(image, interrupted, *options, "--interrupt-after", "8")
     assert code == 0, err
-    assert "resumed at step" in out
+    assert "resumed at step 4" in out
     assert "with an interruption" in err
     assert losses(interrupted) == losses(plain)
 

@@ -101,7 +101,7 @@ class Trial(Generic[T]):
             kept = stage.transport.receive_object(0, "which schedule was faster")
         else:
             kept = stage.from_first_pipeline("kept" if _is_kept(*map(min, self._seconds)) else "")
-            stage.transport.broadcast_object(kept, what="which schedule was faster")
+            _tell_others(stage, kept, "which schedule was faster")
         return self.after if kept else self.before
 
 
@@ -130,8 +130,14 @@ def replan(stage: StageContext, schedule: Schedule, planner: Planner, meter: Met
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
     better = planner(schedule, with_jitter(_costs(counts, measured), schedule.graph))
     text = stage.from_first_pipeline("" if better is schedule else to_json(better))
-    stage.transport.broadcast_object(text, what="the schedule")
+    _tell_others(stage, text, "the schedule")
     return _checked_schedule(schedule, text)
+
+
+def _tell_others(stage: StageContext, text: str, what: str) -> None:
+    """Broadcast from pp_rank 0, and wait until all have it: what is under way when a script ends never arrives."""
+    stage.transport.broadcast_object(text, what=what)
+    stage.transport.flush()
 
 
 def _checked_schedule(schedule: Schedule, text: str) -> Schedule:

@@ -19,11 +19,20 @@ def train_step(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def hold() -> None:
+    """Wait for the stop, which comes when this machine gets to it; not for ever."""
+    for _ in range(600):  # as often on all ranks
+        if smp.stop_requested():
+            return
+        time.sleep(0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--fail-on-rank", type=int, default=-1)
+    parser.add_argument("--hold-at", type=int, default=-1, help="in this step, wait until the job is asked to stop")
     arguments = parser.parse_args()
     smp.init()
     smp.stop_requested()
@@ -46,6 +55,8 @@ def main() -> None:
         smp.log({"loss": losses[-1]}, len(losses))
         print(f"step {len(losses)} on {os.environ['SM_CURRENT_HOST']}: {losses[-1]:.6f}", flush=True)
         time.sleep(arguments.seconds)
+        if len(losses) == arguments.hold_at:
+            hold()
     smp.save_checkpoint(folder, f"step_{len(losses)}", user_content={"losses": losses})
     if smp.stop_requested():
         print("saved and stopping", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -85,7 +86,9 @@ def test_a_gain_that_is_too_small_to_be_sure_of_changes_nothing(latency_seconds:
 
 def alone(rank: int = 0) -> StageContext:
     """Return what a trial asks of the first rank of a pipeline without others."""
-    transport = SimpleNamespace(broadcast_object=lambda *_, **__: None, receive_object=lambda *_, **__: "kept")
+    transport = SimpleNamespace(
+        broadcast_object=lambda *_, **__: None, receive_object=lambda *_, **__: "kept", flush=lambda: None
+    )
     return cast("StageContext", SimpleNamespace(rank=rank, transport=transport, from_first_pipeline=lambda text: text))
 
 
@@ -162,3 +165,30 @@ def failing_step(model: Any, inputs: torch.Tensor) -> None:
 def test_an_error_ends_a_trial_and_the_schedule_before_goes_on() -> None:
     for texts in run_ranks(replan_after_an_error, 2):
         assert len(set(texts)) == 1
+
+
+def end_with_a_new_schedule() -> str:
+    """The last step of a script is the one after which it is planned again, and rank 1 is late to hear of it."""
+    from smpkit.torch.pipeline import replan
+
+    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    model = start(2, 8, active_microbatches=8)
+    train_step(model, torch.randn(16, WIDTH))
+    transport = executor().stage.transport
+    receive = transport.receive_object
+
+    def late(source: int, what: str, *rest: Any) -> Any:
+        if what == "the schedule":
+            time.sleep(1)
+        return receive(source, what, *rest)
+
+    transport.receive_object = late
+    train_step(model, torch.randn(16, WIDTH))
+    trial = executor()._kinds.popitem()[1].trial
+    smp.shutdown()
+    return str(trial and trial.after.schedule)
+
+
+def test_the_new_schedule_reaches_all_ranks_though_the_script_ends() -> None:
+    first, second = run_ranks(end_with_a_new_schedule, 2)
+    assert first == second != "None"
