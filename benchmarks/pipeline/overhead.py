@@ -180,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if "WORLD_SIZE" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+        # torch measures nothing; what the summary of the run costs is in benchmarks/observe.
+        os.environ["SMPKIT_SUMMARY"] = "0"
         os.execv(sys.executable, [*torchrun, "benchmarks.pipeline.overhead", *(arguments or sys.argv[1:])])
     torch.set_num_threads(1)
     figures = gathered({**beside_torch(options.repetitions), **slopes(options.repetitions)})
