@@ -280,7 +280,7 @@ class ModuleState:
             saved.buffers[name] = None if buffer is None else self._buffer(name, buffer, visit)
         for name, value in others:
             saved.attributes[name] = self._copied(name, value, visit)
-        if _is_normed(module):
+        if visit.is_normed:
             # Its forward has scaled these rows in the weight. Running it again would scale them once more, by a
             # rounding error; without `max_norm` it returns what the forward has returned.
             saved.attributes, saved.plain = {**saved.attributes, "max_norm": None}, None
@@ -324,7 +324,7 @@ class ModuleState:
             cell = self._cells[id(parameter)] = _Cell(visit.owner, name, parameter, visit.history)
             visit.configure(visit.module.training)
             cell.is_weight = True
-            cell.is_normed = _is_normed(visit.module)
+            cell.is_normed = visit.is_normed
             self._copy(cell, visit)
         return cell
 
@@ -515,6 +515,8 @@ class _Visit:
         """Whether few calls have had this configuration."""
         self.written: set[str] = set()
         """What calls with this configuration have written to."""
+        self.is_normed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        """Whether the module scales the rows that it looks up in its weight."""
 
     def configure(self, *configurations: Any) -> None:
         """Take the first configuration that is known, or for which there is room."""
@@ -710,11 +712,6 @@ def _is_comparable(tensor: Tensor) -> bool:
 def _is_restorable(value: Any) -> bool:
     kind = type(value)
     return kind in _SIMPLE or kind in _CONTAINERS or kind is torch.Generator or isinstance(value, Tensor)
-
-
-def _is_normed(module: nn.Module) -> bool:
-    """Return whether a module scales the rows that it looks up in its weight."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def _is_custom(norm: nn.Module) -> bool:
