@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -120,8 +119,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    param_groups: Any = property(attrgetter("optimizer.param_groups"), _set_inside("param_groups"))
-    state: Any = property(attrgetter("optimizer.state"), _set_inside("state"))
+    param_groups: Any = property(lambda self: self.optimizer.param_groups, _set_inside("param_groups"))
+    state: Any = property(lambda self: self.optimizer.state, _set_inside("state"))
     defaults: Any = property(lambda self: getattr(self.optimizer, "defaults", {}), _set_inside("defaults"))
 
     def __repr__(self) -> str:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -98,9 +97,13 @@ class WrappedOptimizer(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
-def _of_runtime(path: str) -> Any:
-    """Return a property that is a part of the runtime; it raises UsageError before `smp.init()`."""
-    return property(attrgetter(f"_ready.{path}"))
+def _attribute(read: Callable[[State], Any]) -> Any:
+    """Return a property of a State.
+
+    It looks at `runtime` itself, and lets `_ready` raise if there is none: one frame less, for what is asked for often.
+    A function, not an `attrgetter`, which torch.compile cannot trace.
+    """
+    return property(read)
 
 
 class State:
@@ -147,31 +150,31 @@ class State:
             )
         return self.runtime
 
-    cfg: ModelParallelConfig = _of_runtime("cfg")
+    cfg: ModelParallelConfig = _attribute(lambda self: (self.runtime or self._ready).cfg)
     """The evaluated configuration, with defaults filled in."""
-    mesh: Mesh = _of_runtime("mesh")
+    mesh: Mesh = _attribute(lambda self: (self.runtime or self._ready).mesh)
     """The grid of all ranks."""
-    launch: Launch = _of_runtime("launch")
+    launch: Launch = _attribute(lambda self: (self.runtime or self._ready).launch)
     """What the launcher told this process."""
-    rank: int = _of_runtime("launch.rank")
+    rank: int = _attribute(lambda self: (self.runtime or self._ready).launch.rank)
     """Global rank."""
-    size: int = _of_runtime("launch.world_size")
+    size: int = _attribute(lambda self: (self.runtime or self._ready).launch.world_size)
     """How many ranks the job has."""
-    local_rank: int = _of_runtime("launch.local_rank")
+    local_rank: int = _attribute(lambda self: (self.runtime or self._ready).launch.local_rank)
     """Rank among those of this host."""
-    local_size: int = _of_runtime("launch.local_size")
+    local_size: int = _attribute(lambda self: (self.runtime or self._ready).launch.local_size)
     """How many ranks this host has."""
-    object_group: dist.ProcessGroup = _of_runtime("objects")
+    object_group: dist.ProcessGroup = _attribute(lambda self: (self.runtime or self._ready).objects)
     """All ranks, for CPU tensors."""
-    mp_size: int = _of_runtime("mesh.mp_size")
+    mp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.mp_size)
     """How many ranks together hold one model."""
-    dp_size: int = _of_runtime("mesh.dp_size")
+    dp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.dp_size)
     """How many ranks hold (parts of) the same pipeline partition."""
-    pp_size: int = _of_runtime("mesh.pp_size")
+    pp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.pp_size)
     """How many pipeline partitions there are."""
-    tp_size: int = _of_runtime("mesh.tp_size")
+    tp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.tp_size)
     """How many ranks share distributed modules."""
-    rdp_size: int = _of_runtime("mesh.rdp_size")
+    rdp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.rdp_size)
     """How many exact replicas there are."""
 
     @property
