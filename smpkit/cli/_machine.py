@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import smpkit
 from smpkit import compilers
+from smpkit.cli._run_folder import version_of
 from smpkit.config.job import JobConfig
 from smpkit_container.command import find_mpirun
 from smpkit_estimator.docker import engine
@@ -61,19 +61,12 @@ def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm"))
 
 
 def _torch(*, needed: bool) -> Finding:
-    version = _version("torch")
+    version = version_of("torch")
     if version is None:
         text = "torch is not installed here (needed in the image and for `smpkit run`)"
         return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
-    parts = [f"{name} {found}" for name, package in _WITH_TORCH if (found := _version(package))]
+    parts = [f"{name} {found}" for name, package in _WITH_TORCH if (found := version_of(package))]
     return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or _FOR_CPU)]))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> Finding:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smpkit.observe.runs import Run
     from smpkit.observe.summary import RunSummary
 
-__all__ = ["begin_run", "end_run", "shown"]
+__all__ = ["begin_run", "end_run", "shown", "version_of"]
 
 _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
@@ -119,11 +119,12 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "processors": os.cpu_count(),
         "memory_bytes": _memory_bytes(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed here; None if it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -166,15 +166,7 @@ class BackendChoice(Section):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of a back end of another package, which checks them."""
 
-    @classmethod
-    def prepare(cls, data: object) -> object:
-        """Read a text as the name."""
-        return {"name": data} if isinstance(data, str) else data
-
-    @classmethod
-    def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Report a problem of the name at the text itself, if the short form was written."""
-        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
+    short_form = "name"
 
     def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Ask which one is meant where the options of several are given."""

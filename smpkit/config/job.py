@@ -171,15 +171,7 @@ InputMode = Literal["File", "FastFile", "Pipe"]
 class UriSection(Section):
     """Something with a URI, for which the URI alone may be written."""
 
-    @classmethod
-    def prepare(cls, data: object) -> object:
-        """Read a text as the URI."""
-        return {"uri": data} if isinstance(data, str) else data
-
-    @classmethod
-    def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Report a problem of the URI at the text itself, if the short form was written."""
-        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
+    short_form = "uri"
 
 
 class FileSystem(Section):
@@ -385,15 +377,7 @@ class Secret(Section):
     variable: Annotated[str, AfterValidator(_variable)] | None = None
     """On this machine and in Docker: the variable of your environment to take. Default: the one of the same name."""
 
-    @classmethod
-    def prepare(cls, data: object) -> object:
-        """Read a text as the entry."""
-        return {"entry": data} if isinstance(data, str) else data
-
-    @classmethod
-    def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Report a problem of the entry at the text itself, if the short form was written."""
-        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
+    short_form = "entry"
 
 
 class JobConfig(Section):

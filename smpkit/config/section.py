@@ -63,6 +63,9 @@ class Section(BaseModel):
     hints: ClassVar[Mapping[str, str]] = {}
     """What to do about a required field that is missing: name -> hint."""
 
+    short_form: ClassVar[str] = ""
+    """The field that a text alone stands for; empty where only a mapping may be written."""
+
     @classmethod
     def keys(cls) -> list[str]:
         """The names that may be written, in the order of the fields."""
@@ -71,12 +74,12 @@ class Section(BaseModel):
     @classmethod
     def prepare(cls, data: object) -> object:
         """Rewrite a short form, such as text instead of a mapping, into the full one."""
-        return data
+        return {cls.short_form: data} if cls.short_form and isinstance(data, str) else data
 
     @classmethod
-    def as_written(cls, problem: Problem, data: Any) -> Problem:  # noqa: ARG003
-        """Name the key that the user wrote, where `prepare` changed it."""
-        return problem
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Name the key that the user wrote, where `prepare` changed it; there is none in a text."""
+        return Problem((), problem.message, problem.hint) if cls.short_form and isinstance(data, str) else problem
 
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:  # noqa: ARG003

@@ -35,6 +35,7 @@ from smpkit.torch.distributed.cores import own_cores
 from smpkit.torch.distributed.init import extra_group, init
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.pipeline.split_backward import backward_inputs
+from smpkit.torch.placement.facts import dtype_name
 from smpkit.torch.step import step
 
 __all__ = ["main"]
@@ -177,7 +178,7 @@ class _Measurement:
                 flops = 2.0 * size**3
                 alone, together = self._alone(multiply), self._together(multiply)
                 yield Matmul(
-                    dtype=_name(dtype),
+                    dtype=dtype_name(dtype),
                     size=size,
                     flops_per_second=flops / alone,
                     shared_flops_per_second=flops / together,
@@ -195,7 +196,7 @@ class _Measurement:
 
                 # Half of the products are masked, and what is counted elsewhere counts all of them.
                 flops = 4.0 * _HEADS * tokens**2 * _HEAD_SIZE
-                yield Attention(dtype=_name(dtype), tokens=tokens, flops_per_second=flops / self._alone(attend))
+                yield Attention(dtype=dtype_name(dtype), tokens=tokens, flops_per_second=flops / self._alone(attend))
 
     def _memory(self) -> float:
         source = self._random(16 * _MIB)
@@ -325,10 +326,6 @@ def _step(model: DistributedModel, inputs: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(inputs).sum()
     model.backward(loss)
     return loss
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _ping(value: torch.Tensor, group: Any) -> None:

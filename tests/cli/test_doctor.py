@@ -26,7 +26,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
         monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("smpkit_container.command.sys.executable", str(tmp_path / "python"))
-    monkeypatch.setattr(machine, "_version", lambda _: None)
+    monkeypatch.setattr(machine, "version_of", lambda _: None)
     (tmp_path / "train.py").touch()
 
     def write(text: str) -> str:

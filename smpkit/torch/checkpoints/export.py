@@ -44,11 +44,11 @@ from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.full_state import FileSlot, SlotWriter, reserve_file
 from smpkit.torch.checkpoints.integrity import add_checksums
-from smpkit.torch.checkpoints.reader import CheckpointReader, Target, read_into
+from smpkit.torch.checkpoints.reader import CheckpointReader, Target, read_into, read_whole
 from smpkit.torch.checkpoints.state_entries import MODEL, STATES, Chunk
 from smpkit.torch.precision.cast import MASTER_KEY
 
-__all__ = ["LAYOUTS", "Contents", "contents_of", "export", "find_checkpoint", "main", "read_whole"]
+__all__ = ["LAYOUTS", "Contents", "contents_of", "export", "find_checkpoint", "main"]
 
 _ZERO_STAGE: Final = 3
 
@@ -215,20 +215,11 @@ def _check_ranks(num_ranks: int, contents: Contents) -> None:
         )
 
 
-def read_whole(contents: Contents, entry: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a whole tensor of the checkpoint."""
-    found = contents.tensor(entry)
-    value = torch.empty(found.size, dtype=dtype or found.properties.dtype, device="cpu")
-    zeros = (0,) * len(found.size)
-    read_into(contents.reader, {entry: Target(value, [Chunk(zeros, tuple(found.size), zeros)])})
-    return value
-
-
 def _read_run(contents: Contents, entry: str, start: int, stop: int) -> torch.Tensor:
     """Return a run of a row-major tensor, float32 [elements]; only the rows that hold it are read."""
     shape = contents.tensor(entry).size
     if not shape or start >= stop:
-        return read_whole(contents, entry, torch.float32).reshape(-1)[start:stop]
+        return read_whole(contents.reader, entry, torch.float32).reshape(-1)[start:stop]
     row = math.prod(shape[1:])
     first, last = start // row, -(-stop // row)
     value = torch.empty((last - first, *shape[1:]), dtype=torch.float32, device="cpu")
@@ -244,7 +235,7 @@ def _read_run(contents: Contents, entry: str, start: int, stop: int) -> torch.Te
 def _write_deepspeed(staged: Path, contents: Contents, num_ranks: int) -> None:
     folder = staged / contents.name
     model = {
-        "module": {name: read_whole(contents, entry) for name, entry in contents.whole.items()},
+        "module": {name: read_whole(contents.reader, entry) for name, entry in contents.whole.items()},
         "buffer_names": list(contents.whole),
         "param_shapes": [contents.shapes],
         "frozen_param_shapes": None,
@@ -271,7 +262,7 @@ def _write_smp_v1(staged: Path, contents: Contents, num_ranks: int) -> None:
     folder = staged / contents.name
     # Its readers know of no tied weights: the other names are whole tensors beside the buffers.
     beside = {**contents.whole, **{name: contents.divided[first] for name, first in contents.tied.items()}}
-    module = {name: read_whole(contents, entry) for name, entry in beside.items()}
+    module = {name: read_whole(contents.reader, entry) for name, entry in beside.items()}
     _write(folder / "model_0.pt", {"module": module})
     _write(folder / "user_content.pt", {"buffer_names": list(beside), "param_shapes": [contents.shapes]})
     for rank in range(num_ranks):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,19 +33,23 @@ from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import (
     MODEL,
     Chunk,
-    Model,
     StateEntry,
+    TensorFactory,
+    TensorsOnAccess,
     all_or_raise,
+    chunks_of,
     model_entries,
     runs_of,
+    translated,
     view_of,
 )
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather, recv_from, send
+from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import full_tensor_of
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel.module import global_shape
-from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
+from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.state_dict import join_state, replaced_modules
 
 __all__ = [
@@ -87,28 +91,59 @@ class TranslatedModule:
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the translated tensors, by name; computed without data."""
-        made = {name: make() for name, make in self._translated(_MetaState(self.module))}
+        made = {name: make() for name, make in self._translated(self._empty)}
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+
+    @cached_property
+    def _own(self) -> Mapping[str, torch.Tensor]:
+        """The state of the module on this rank."""
+        return self.module.state_dict(keep_vars=True)
+
+    @cached_property
+    def _empty(self) -> Mapping[str, torch.Tensor]:
+        """The whole state of the module, as tensors without data."""
+        return {
+            name: torch.empty(global_shape(value), dtype=value.dtype, device="meta")
+            for name, value in self._own.items()
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the translated tensors, in the translation's order."""
         return tuple(self.tensors)
 
-    def gathered(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    def gathered(self) -> Iterator[tuple[str, TensorFactory]]:
         """Yield names with functions that make each tensor. Making one is collective over the ranks that take part.
 
         Only the source gets values; the others get tensors without data.
         """
-        return self._translated(_GatheredState(self.module, self.pp_sources, state.mesh.coordinates(self.source).pp))
+        return self._translated(TensorsOnAccess(self._own, self._gather))
 
-    def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        for name, made in self.translation(values, self.module):
-            yield self.prefix + name, _factory(made)
+    def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, TensorFactory]]:
+        return translated(self.translation, values, self.module, self.prefix)
 
+    def _gather(self, name: str) -> torch.Tensor:
+        """Gather a tensor on its pipeline rank, and send it to the source's if that is another one."""
+        source = state.mesh.coordinates(self.source).pp
+        pp_source = self.pp_sources.get(name, source)
+        value = self._full_tensor(name) if state.pp_rank == pp_source else self._empty[name]
+        if pp_source == source or state.tp_rank > 0:
+            return value
+        if state.pp_rank == pp_source:
+            send(value, state.mesh.rank(Coordinates(source, 0, state.rdp_rank)))
+            return self._empty[name]
+        if state.pp_rank == source:
+            whole: torch.Tensor = recv_from(state.mesh.rank(Coordinates(pp_source, 0, state.rdp_rank)))
+            return whole
+        return value
 
-def _factory(made: TensorOrFactory) -> Callable[[], torch.Tensor]:
-    return made if callable(made) else lambda: made
+    def _full_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the first tensor-parallel rank, one without data on the others; collective."""
+        value = full_tensor_of(self._own[name])
+        shard = shard_of(self._own[name])
+        if shard is not None and shard.is_distributed:
+            value = join_state(self.module, {name: value.detach()}, on_first=True).get(name)
+        return value.detach() if state.tp_rank == 0 else self._empty[name]
 
 
 @dataclass(frozen=True)
@@ -129,7 +164,7 @@ class FullState:
         return frozenset(name for module in self.modules for name in module.names)
 
 
-def full_state_of(model: Model, *, translate: bool) -> FullState:
+def full_state_of(model: DistributedModel, *, translate: bool) -> FullState:
     """Return the tensors of the whole model's state dict, the same on all ranks.
 
     Args:
@@ -147,7 +182,7 @@ def full_state_of(model: Model, *, translate: bool) -> FullState:
     return FullState(tensors, modules)
 
 
-def _translated_modules(model: Model) -> Iterator[TranslatedModule]:
+def _translated_modules(model: DistributedModel) -> Iterator[TranslatedModule]:
     for name, module, entry in replaced_modules(model.module):
         if entry.from_distributed is not None:
             source, pp_sources = _pp_sources_of(model, module)
@@ -155,7 +190,7 @@ def _translated_modules(model: Model) -> Iterator[TranslatedModule]:
             yield TranslatedModule(f"{name}." if name else "", module, entry.from_distributed, rank, pp_sources)
 
 
-def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
+def _pp_sources_of(model: DistributedModel, module: nn.Module) -> tuple[int, Mapping[str, int]]:
     """Return the pipeline rank that gathers a module, and by name the rank of each tensor that it does not hold."""
     named = module.named_parameters(remove_duplicate=False)
     places = {name: model.placement.of(each) for name, each in named}
@@ -163,68 +198,6 @@ def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, i
     common = frozenset(range(state.pp_size)).intersection(*(each.pp_ranks for each in places.values()))
     source = min(common) if common else min(each.first_pp_rank for each in places.values())
     return source, {name: each.first_pp_rank for name, each in places.items() if source not in each.pp_ranks}
-
-
-class _MetaState(Mapping[str, torch.Tensor]):
-    """The whole state of a module, as tensors without data."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._values = {
-            name: torch.empty(global_shape(value), dtype=value.dtype, device="meta")
-            for name, value in module.state_dict(keep_vars=True).items()
-        }
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-class _GatheredState(_MetaState):
-    """The whole state of a module, gathered on access on the first tensor-parallel rank; without data on others.
-
-    Access is collective. The last tensor is kept, because a translation takes the parts of a packed one one by one.
-    """
-
-    def __init__(self, module: nn.Module, pp_sources: Mapping[str, int], source: int) -> None:
-        super().__init__(module)
-        self._module = module
-        self._pp_sources = pp_sources
-        self._source = source
-        self._own = module.state_dict(keep_vars=True)
-        self._last: tuple[str, torch.Tensor] | None = None
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # free the old tensor before gathering the new one
-            self._last = name, self._fetch(name)
-        return self._last[1]
-
-    def _fetch(self, name: str) -> torch.Tensor:
-        """Gather a tensor on its pipeline rank, and send it to the source's if that is another one."""
-        pp_source = self._pp_sources.get(name, self._source)
-        value = self._full_tensor(name) if state.pp_rank == pp_source else self._values[name]
-        if pp_source == self._source or state.tp_rank > 0:
-            return value
-        if state.pp_rank == pp_source:
-            send(value, state.mesh.rank(Coordinates(self._source, 0, state.rdp_rank)))
-            return self._values[name]
-        if state.pp_rank == self._source:
-            whole: torch.Tensor = recv_from(state.mesh.rank(Coordinates(pp_source, 0, state.rdp_rank)))
-            return whole
-        return value
-
-    def _full_tensor(self, name: str) -> torch.Tensor:
-        value = full_tensor_of(self._own[name])
-        shard = shard_of(self._own[name])
-        if shard is not None and shard.is_distributed:
-            found = join_state(self._module, {name: value.detach()}, on_first=True)
-            return found[name] if state.tp_rank == 0 else self._values[name]
-        return value.detach() if state.tp_rank == 0 else self._values[name]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -244,7 +217,9 @@ class FileSlot:
     dtype: torch.dtype
 
 
-def write_whole_file(path: Path, model: Model, file_systems: FileSystems, failure: str, *, translate: bool) -> None:
+def write_whole_file(
+    path: Path, model: DistributedModel, file_systems: FileSystems, failure: str, *, translate: bool
+) -> None:
     """Write a model's whole state dict as `torch.save` would, to one file on each file system; all ranks call this.
 
     Args:
@@ -268,7 +243,9 @@ def _add_checksums(path: Path) -> None:
         add_checksums(path)
 
 
-def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[str, Any]) -> dict[str, FileSlot]:
+def _make_file(
+    path: Path, model: DistributedModel, full_state: FullState, others: Mapping[str, Any]
+) -> dict[str, FileSlot]:
     """Make the file with room for all tensors; return the slot of each."""
     with FakeTensorMode():
         content = {**_fake_tensors(model, full_state), **others}
@@ -293,7 +270,7 @@ def reserve_file(path: Path, content: Any) -> Any:
     return tree_map_only(torch.Tensor, slot, found)
 
 
-def _fake_tensors(model: Model, full_state: FullState) -> dict[str, torch.Tensor]:
+def _fake_tensors(model: DistributedModel, full_state: FullState) -> dict[str, torch.Tensor]:
     """Return whole tensors without memory; all names of a tied weight share one, as `torch.save` expects."""
     own = model.module.state_dict(keep_vars=True)
     known: dict[object, torch.Tensor] = {}
@@ -443,8 +420,7 @@ def _write_translated(
                 value = recv_from(source)
             if state.rank == source or state.rank in others:
                 assert value is not None
-                zeros = (0,) * value.dim()
-                writer.write(slots[name], [Chunk(zeros, tuple(value.shape), zeros)], value)
+                writer.write(slots[name], chunks_of(value.shape), value)
         except CheckpointError as error:  # go on: the other ranks wait for this one in the next tensor
             failed = failed or error
     if failed is not None:

@@ -34,9 +34,10 @@ from smpkit.torch.checkpoints.safetensors import (
     members_of,
     specs_of,
 )
-from smpkit.torch.checkpoints.state_entries import Model, all_or_raise, model_entries, wrapped_model
+from smpkit.torch.checkpoints.state_entries import all_or_raise, model_entries, wrapped_model
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
@@ -51,7 +52,7 @@ _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def save_pretrained(
-    folder: str | os.PathLike[str], model: Model | None = None, max_shard_size: int | str = "5GB"
+    folder: str | os.PathLike[str], model: DistributedModel | None = None, max_shard_size: int | str = "5GB"
 ) -> None:
     """Write the whole model to a folder that `AutoModel.from_pretrained` loads; called by all ranks.
 
@@ -88,7 +89,7 @@ def save_pretrained(
 
 def load_pretrained(
     folder: str | os.PathLike[str],
-    model: Model | None = None,
+    model: DistributedModel | None = None,
     strict: bool = True,
     verify_checksums: bool = True,
 ) -> None:
@@ -130,7 +131,7 @@ def _bytes_of(size: object) -> int:
     raise UsageError(f"max_shard_size is {size!r}", hint='use a number of bytes, or a size such as "5GB" or "200MB"')
 
 
-def _without_tied_names(model: Model, full_state: FullState) -> FullState:
+def _without_tied_names(model: DistributedModel, full_state: FullState) -> FullState:
     """Leave out all but one name of tied weights, which `from_pretrained` ties again."""
     own = model.module.state_dict(keep_vars=True)
     dropped, seen = set(_tied_names(model.module)) & full_state.tensors.keys(), set()
@@ -154,7 +155,7 @@ def _tied_names(root: nn.Module) -> Mapping[str, str]:
 
 
 def _plan_files(
-    staged: Path, target: Path, model: Model, full_state: FullState, limit: int, file_systems: FileSystems
+    staged: Path, target: Path, model: DistributedModel, full_state: FullState, limit: int, file_systems: FileSystems
 ) -> dict[str, FileSlot]:
     """Decide where each tensor goes, equally on all ranks; leaders make the files with room for the tensors."""
     parts = list(_split_by_size(full_state, limit))

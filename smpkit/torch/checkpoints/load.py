@@ -26,24 +26,26 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.reader import PieceReader, Target, read_into
+from smpkit.torch.checkpoints.reader import PieceReader, Target, read_into, read_whole
 from smpkit.torch.checkpoints.state_entries import (
     GROUPS,
     MODEL,
     SCALER,
     STATES,
-    Chunk,
-    Model,
-    Optimizer,
+    TensorFactory,
+    TensorsOnAccess,
     chunks_in,
+    chunks_of,
     copy_chunks,
     opaque_state_name,
     optimizer_parameters,
     parameter_names,
     shard_positions,
+    translated,
 )
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
+from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import allocate, defer_load, is_delayed
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
@@ -58,15 +60,13 @@ __all__ = [
     "load_optimizer",
 ]
 
-TensorFactory = Callable[[], torch.Tensor]
-"""Makes a whole tensor when it is called."""
 _Candidate = tuple[str, nn.Module, AbstractSet[str], AbstractSet[str] | None, Translation | None]
 """Prefix, distributed module, names in the model, possible names in the checkpoint (None: any), translation."""
 TensorSource: TypeAlias = str | TensorFactory
 """The name in the checkpoint, or a function that makes the whole tensor."""
 
 
-def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
+def load_model(model: DistributedModel, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
     """Fill the parameters and buffers that this rank holds, in place.
 
     Parameters without memory, and those whose files are on other hosts only, are loaded when the model is partitioned:
@@ -99,7 +99,7 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
         state.optimizer.refresh_masters()
 
 
-def awaits_partition(model: Model) -> bool:
+def awaits_partition(model: DistributedModel) -> bool:
     """Return whether the model is still to be partitioned."""
     return model.pipeline is not None and not model.partitioned
 
@@ -154,7 +154,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
+def _fill(model: DistributedModel, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
     own = model.module.state_dict(keep_vars=True)
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
     targets, objects, others = {}, {}, {}
@@ -200,7 +200,7 @@ def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
     copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
 
 
-def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader) -> None:
     """Load the groups' settings, and the states of the parameters that this rank holds, which the partition decides.
 
     Raises:
@@ -221,13 +221,13 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
         _load_states(optimizer, model, reader, groups)
 
 
-def load_loss_scale(optimizer: Optimizer, reader: PieceReader) -> None:
+def load_loss_scale(optimizer: WrappedOptimizer, reader: PieceReader) -> None:
     """Load only the loss scale of an optimizer's state, if the checkpoint and the optimizer have one."""
     if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
         optimizer.masters.scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
 
 
-def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
+def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:
     """Return the settings of the saved groups with the parameters of this optimizer's."""
     indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
     own = [
@@ -243,7 +243,9 @@ def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
     return [{**in_checkpoint, "params": ours} for in_checkpoint, ours in zip(saved, own, strict=True)]
 
 
-def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups: list[dict[str, Any]]) -> None:
+def _load_states(
+    optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader, groups: list[dict[str, Any]]
+) -> None:
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
@@ -285,7 +287,7 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
 class _Masters:
     """The parameters of an optimizer that have masters, and their sources in a checkpoint without masters."""
 
-    def __init__(self, optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+    def __init__(self, optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader) -> None:
         self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
         self._reader = reader
         own = model.module.state_dict(keep_vars=True)
@@ -320,7 +322,7 @@ def _state_factories(
             if isinstance(item, TensorStorageMetadata) and not item.size:
                 # A scalar, such as a count of steps: the same for all parameters of the module.
                 own_names = [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
-                factories = dict.fromkeys(own_names, functools.partial(_read_whole, reader, example))
+                factories = dict.fromkeys(own_names, functools.partial(read_whole, reader, example))
             for name, factory in factories.items():
                 result.setdefault(name, {})[key] = factory
     return result
@@ -373,11 +375,10 @@ def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
     if shape and shape == tuple(global_shape(parameter)):
         tensor = torch.empty(local_tensor_of(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
         return Target(tensor, chunks_in(parameter))
-    zeros = (0,) * len(shape)
-    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Chunk(zeros, shape, zeros)])
+    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), chunks_of(shape))
 
 
-def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
+def _load_opaque(optimizer: WrappedOptimizer, reader: PieceReader) -> None:
     """Load a state that has not torch's layout, as it was saved."""
     name = opaque_state_name()
     if name not in reader.metadata.state_dict_metadata:
@@ -411,8 +412,8 @@ class KeyMapping:
         items = reader.metadata.state_dict_metadata
         names = {name: full(self.prefix + name) for name in self.in_checkpoint}
         there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
-        factories = self.translation(_LazyTensors(reader, there), self.module)
-        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in factories}
+        tensors = TensorsOnAccess(there, lambda name: read_whole(reader, there[name]))
+        return dict(translated(self.translation, tensors, self.module, self.prefix))
 
 
 def _key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
@@ -438,42 +439,6 @@ def _candidates(root: nn.Module) -> Iterator[_Candidate]:
 
 def _prefix(name: str) -> str:
     return f"{name}." if name else ""
-
-
-def _read_whole(reader: PieceReader, name: str) -> torch.Tensor:
-    """Read one whole tensor of a checkpoint."""
-    item = reader.metadata.state_dict_metadata[name]
-    assert isinstance(item, TensorStorageMetadata)
-    tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
-    zeros = (0,) * tensor.dim()
-    read_into(reader, {name: Target(tensor, [Chunk(zeros, tuple(item.size), zeros)])})
-    return tensor
-
-
-def _constant(tensor: torch.Tensor) -> TensorFactory:
-    return lambda: tensor
-
-
-class _LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors that are read on access; the last is kept, because a translation may take its parts one by one."""
-
-    def __init__(self, reader: PieceReader, names: Mapping[str, str]) -> None:
-        self._reader = reader
-        self._names = names
-        self._last: tuple[str, torch.Tensor] | None = None
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        full = self._names[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None  # free the old tensor before reading the new one
-            self._last = name, _read_whole(self._reader, full)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _is_half(dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ from smpkit.torch.checkpoints import objects, safetensors
 from smpkit.torch.checkpoints.folder import Index, find_damage, read_index, read_json
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, whole_file
 from smpkit.torch.checkpoints.save_load import read_file
-from smpkit.torch.checkpoints.state_entries import Chunk, StateEntry, view_of
+from smpkit.torch.checkpoints.state_entries import Chunk, StateEntry, chunks_of, view_of
 
 __all__ = [
     "PIECES",
@@ -55,6 +55,7 @@ __all__ = [
     "metadata_of",
     "only_in_files",
     "read_into",
+    "read_whole",
 ]
 
 PIECES: Final = "pieces.json"
@@ -329,6 +330,19 @@ def read_into(reader: PieceReader, targets: Mapping[str, Target], objects: Itera
         except (KeyError, IndexError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{reader.folder} is damaged: {error}") from error
     return planner.objects
+
+
+def read_whole(reader: PieceReader, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a whole tensor of a checkpoint, in the host's memory.
+
+    Args:
+        dtype: of the result; that of the checkpoint if not given.
+    """
+    item = reader.metadata.state_dict_metadata[name]
+    assert isinstance(item, TensorStorageMetadata)
+    tensor = torch.empty(item.size, dtype=dtype or item.properties.dtype, device="cpu")
+    read_into(reader, {name: Target(tensor, chunks_of(item.size))})
+    return tensor
 
 
 class _ChunkPlanner(LoadPlanner):

@@ -19,11 +19,12 @@ from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_opti
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
-from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, degrees, wrapped_model
-from smpkit.torch.core.runtime import state
+from smpkit.torch.checkpoints.state_entries import all_or_raise, degrees, wrapped_model
+from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import drop_deferred_loads
 from smpkit.torch.state_dict import PARTIAL_KEY
 
@@ -244,8 +245,8 @@ def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:
 
 def _load_partial(
     folder: Path,
-    model: Model,
-    optimizer: Optimizer | None,
+    model: DistributedModel,
+    optimizer: WrappedOptimizer | None,
     strict: bool,
     states: bool,
     weights_only: bool | None,
@@ -267,7 +268,7 @@ def _load_partial(
     return {} if content is None else content
 
 
-def _resume_partition(model: Model, index: files.Index) -> None:
+def _resume_partition(model: DistributedModel, index: files.Index) -> None:
     """Make the automatic partition the same as in the job that saved, if the degrees are the same (SMP v1's rule)."""
     if model.pipeline is None or index.partition is None:
         return
@@ -279,7 +280,7 @@ def _resume_partition(model: Model, index: files.Index) -> None:
 def _load_full(
     folder: Path,
     name: str,
-    model: Model,
+    model: DistributedModel,
     strict: bool,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
     weights_only: bool | None,

@@ -48,8 +48,6 @@ from smpkit.torch.checkpoints.integrity import crc_of, whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import (
-    Model,
-    Optimizer,
     StateEntry,
     all_or_raise,
     degrees,
@@ -57,9 +55,11 @@ from smpkit.torch.checkpoints.state_entries import (
     optimizer_entries,
     wrapped_model,
 )
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import run_deferred_loads
 
 __all__ = ["USER_CONTENT", "save_checkpoint"]
@@ -71,8 +71,8 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str,
     partial: bool = True,
-    model: Model | None = None,
-    optimizer: Optimizer | None = None,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
@@ -142,8 +142,8 @@ def _check_kept(kept: object) -> None:
 class _Job:
     """What to save."""
 
-    model: Model
-    optimizer: Optimizer | None
+    model: DistributedModel
+    optimizer: WrappedOptimizer | None
     user_content: Any
 
 
@@ -192,7 +192,7 @@ class _Part:
     """What its layers do, by name."""
 
     @classmethod
-    def of(cls, own: Sequence[_File], model: Model) -> _Part:
+    def of(cls, own: Sequence[_File], model: DistributedModel) -> _Part:
         """Describe this rank's files."""
         return cls(socket.gethostname(), merge_pieces(each.pieces for each in own), model.activations.saved())
 
@@ -307,7 +307,7 @@ def _write_files(save: _Save, own: Sequence[_File]) -> _Written:
     return {each.name: _write(save.staged / each.name, each) for each in own}
 
 
-def _partition_of(model: Model) -> str | None:
+def _partition_of(model: DistributedModel) -> str | None:
     assignment = model.pipeline.assignment if model.pipeline is not None else None
     return None if assignment is None else str(assignment.to_json())
 

@@ -16,7 +16,7 @@ import torch
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import objects
-from smpkit.torch.checkpoints.folder import atomic_write
+from smpkit.torch.checkpoints.folder import as_checkpoint_error, atomic_write
 from smpkit.torch.checkpoints.integrity import check_archive
 from smpkit.torch.core.runtime import state
 
@@ -86,10 +86,8 @@ def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pi
         else:
             torch.save(obj, file, pickle_module, pickle_protocol)
 
-    try:
+    with as_checkpoint_error(f"{path} cannot be written"):
         return atomic_write(path, write)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def read_file(

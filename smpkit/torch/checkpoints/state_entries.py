@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
-from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
 from smpkit.torch.state_dict import PARTIAL_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.registry import Translation
 
 __all__ = [
     "GROUPS",
@@ -36,9 +37,9 @@ __all__ = [
     "SCALER",
     "STATES",
     "Chunk",
-    "Model",
-    "Optimizer",
     "StateEntry",
+    "TensorFactory",
+    "TensorsOnAccess",
     "all_or_raise",
     "chunks_in",
     "chunks_of",
@@ -51,11 +52,14 @@ __all__ = [
     "parameter_names",
     "runs_of",
     "shard_positions",
+    "translated",
     "view_of",
     "wrapped_model",
 ]
 
 _T = TypeVar("_T")
+TensorFactory = Callable[[], torch.Tensor]
+"""Makes a whole tensor when it is called."""
 
 MODEL: Final = "model."
 STATES: Final = "optim.state."
@@ -63,36 +67,7 @@ GROUPS: Final = "optim.param_groups"
 SCALER: Final = "optim.loss_scaler"
 
 
-class Model(Protocol):
-    """What checkpoints need of a wrapped model."""
-
-    module: nn.Module
-    placement: Placement
-    pipeline: Any
-    partitioned: bool
-
-    def holds(self, parameter: Any) -> bool: ...
-    def owns(self, parameter: Any) -> bool: ...
-    def random_state(self) -> Mapping[str, int]: ...
-    def load_random_state(self, kept: Mapping[str, int]) -> None: ...
-    @property
-    def activations(self) -> Any: ...
-
-
-class Optimizer(Protocol):
-    """What checkpoints need of a wrapped optimizer."""
-
-    masters: Any
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-    def local_state_dict(self, gather_if_shard: bool = ...) -> dict[str, Any]: ...
-    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
-    def refresh_masters(self) -> None: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
-
-
-def wrapped_model(model: Model | None = None) -> Model:
+def wrapped_model(model: DistributedModel | None = None) -> DistributedModel:
     """Return `model`, or the last model that was wrapped if it is None.
 
     Raises:
@@ -142,7 +117,7 @@ class StateEntry:
         return self.name.removeprefix(MODEL if self.name.startswith(MODEL) else STATES)
 
 
-def model_entries(model: Model) -> list[StateEntry]:
+def model_entries(model: DistributedModel) -> list[StateEntry]:
     """Return this rank's entries of a model's state dict, tied weights under each of their names."""
     found = []
     for name, value in model.module.state_dict(keep_vars=True).items():
@@ -154,7 +129,7 @@ def model_entries(model: Model) -> list[StateEntry]:
     return found
 
 
-def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
+def optimizer_entries(optimizer: WrappedOptimizer, model: DistributedModel) -> list[StateEntry]:
     """Return this rank's entries of an optimizer's state.
 
     States are named by their parameter, because its number depends on the parameter groups. A state with its
@@ -182,13 +157,13 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
     return found
 
 
-def parameter_names(optimizer: Optimizer, model: Model) -> list[str]:
+def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> list[str]:
     """Return the name of each parameter of an optimizer, in the order of torch's state dicts."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     return [names.get(id(parameter), f"#{index}") for index, parameter in enumerate(optimizer_parameters(optimizer))]
 
 
-def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
     """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
     found: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
@@ -214,7 +189,7 @@ def _entry(name: str, value: Any, like: Any, holders: frozenset[int]) -> StateEn
     local = local_tensor_of(value)
     if _is_sharded_like(value, like):
         return StateEntry(name, local, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
-    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape, None)), holders)
+    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
 
 
 def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
@@ -266,7 +241,7 @@ class Chunk:
     local_start: tuple[int, ...]
 
 
-def chunks_of(shape: Sequence[int], shard: TpShard | None) -> list[Chunk]:
+def chunks_of(shape: Sequence[int], shard: TpShard | None = None) -> list[Chunk]:
     """Return the chunks of a local tensor of `shape`, divided as `shard` says; None: it is the whole tensor."""
     zeros = (0,) * len(shape)
     if shard is None or shard.dim is None:
@@ -343,6 +318,39 @@ def runs_of(shape: Sequence[int], chunk: Chunk) -> Iterator[tuple[int, int]]:
     for index in itertools.product(*ranges[:along]):
         outer = sum(i * stride for i, stride in zip(index, strides[:along], strict=True))
         yield outer + sum(first), math.prod(chunk.sizes[along:])
+
+
+class TensorsOnAccess(Mapping[str, torch.Tensor]):
+    """Whole tensors, made on access; the last is kept, because a translation may take its parts one by one."""
+
+    def __init__(self, names: Collection[str], make: Callable[[str], torch.Tensor]) -> None:
+        self._names = names
+        self._make = make
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # free the old tensor before making the new one
+            self._last = name, self._make(name)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def translated(
+    translation: Translation, values: Mapping[str, torch.Tensor], module: nn.Module, prefix: str
+) -> Iterator[tuple[str, TensorFactory]]:
+    """Yield the names of a module's translated state, after `prefix`, each with what makes the whole tensor."""
+    for name, made in translation(values, module):
+        yield prefix + name, made if callable(made) else _constant(made)
+
+
+def _constant(tensor: torch.Tensor) -> TensorFactory:
+    return lambda: tensor
 
 
 def all_or_raise(what: str, attempt: Callable[[], _T], gather: Callable[[Any], list[Any]] = allgather) -> _T:

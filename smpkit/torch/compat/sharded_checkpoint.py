@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smpkit.torch.checkpoints.export import contents_of, find_checkpoint, read_whole
+from smpkit.torch.checkpoints.export import contents_of, find_checkpoint
 from smpkit.torch.checkpoints.folder import PARTIAL
+from smpkit.torch.checkpoints.reader import read_whole
 from smpkit.torch.core.runtime import WrappedOptimizer
 
 __all__ = ["get_buffer_names", "get_full_state_dict_from_sharded_data_parallel_checkpoint", "get_param_shapes"]
@@ -54,7 +55,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
         folder /= tag if tag.endswith(PARTIAL) else f"{tag}{PARTIAL}"
     contents = contents_of(find_checkpoint(folder))
     entries = {**contents.whole, **contents.divided}
-    found = {name: read_whole(contents, entry, dtype) for name, entry in entries.items()}
+    found = {name: read_whole(contents.reader, entry, dtype) for name, entry in entries.items()}
     found |= {name: found[first] for name, first in contents.tied.items()}
     prefix = "" if remove_smp_prefix else "module."
     return OrderedDict((prefix + name, value) for name, value in found.items())

@@ -24,21 +24,16 @@ devices have no alias annotation for running statistics; instance norms and spec
 training their output does not depend on the statistics, so recomputation gets copies to update and drop. In evaluation
 `num_batches_tracked`, which has a version, tells whether the statistics are still those of the call.
 
-[Note: steady modules] Most modules have only attributes whose values cannot change, no buffers, and weights that no
-call writes to. Once calls have shown that, `_Layout` compares all of them at once, in loops that run in C, and their
-part of a call's state is the versions of their weights (`_Reading`). What differs after all, in the forward or before
-the recomputation, makes of it what the other modules have.
+What most modules have is compared at once, see [Note: steady modules] in `steady_modules.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, is_
 from typing import Any, Final, cast
 
 import torch
@@ -47,6 +42,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.steady_modules import Layout, PlainAttributes
 from smpkit.torch.core.tensor_spec import version_of
 
 __all__ = ["FIRST_CALLS", "ModuleState"]
@@ -57,7 +53,6 @@ _SIMPLE: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
 )
 """Types whose values cannot change. Objects of other types are the user's, too expensive to copy."""
-_PARTS: Final = ("_parameters", "_buffers", "_modules")
 _CONTAINERS: Final = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict})
 _MOST_ITEMS: Final = 256
 """Larger containers are left alone: a list that grows with every call would cost more with every call."""
@@ -66,9 +61,6 @@ _MOST_CONFIGURATIONS: Final = 16
 FIRST_CALLS: Final = 3
 """So many calls in a configuration compare: one alone may happen to write what was there."""
 _SMALL_BYTES: Final = 64 << 10
-_MISSING: Final = object()
-_referent: Final[Callable[[weakref.ref[nn.Module]], nn.Module | None]] = weakref.ref.__call__
-_version: Final = attrgetter("_version")
 
 
 class _History:
@@ -87,46 +79,12 @@ class _History:
         """Small tensors: of which one, of which version, and its content."""
         self.num_writes: dict[str, int] = {}
         """By how much calls have raised the version of a weight."""
-        self.plain: _Plain | None = None
+        self.plain: PlainAttributes | None = None
         """The attributes at the latest call, if their values cannot change."""
 
 
-class _Plain:
-    """The attributes of a module all of whose values are simple: most calls find, and leave, the same ones.
-
-    Args:
-        attributes: of the module, with those that every module has.
-        simple: those of them that not every module has.
-    """
-
-    __slots__ = ("names", "simple", "training")
-
-    def __init__(self, attributes: dict[str, Any], simple: dict[str, Any]) -> None:
-        self.names = frozenset(attributes)
-        self.simple = simple
-        self.training: bool = attributes["training"]
-
-    def are(self, attributes: dict[str, Any]) -> bool:
-        """Return whether a module has these very values, and no others."""
-        if attributes["training"] is not self.training or len(attributes) != len(self.names):
-            return False
-        for name, value in self.simple.items():  # noqa: SIM110 - a generator takes twice as long
-            if attributes.get(name, _MISSING) is not value:
-                return False
-        return True
-
-    def put_back(self, attributes: dict[str, Any]) -> None:
-        """Give a module that had these values the same ones again."""
-        if not self.are(attributes):
-            for name in attributes.keys() - self.names:
-                del attributes[name]
-            attributes.update(self.simple, training=self.training)
-
-
 _histories: Final[weakref.WeakKeyDictionary[nn.Module, _History]] = weakref.WeakKeyDictionary()
-
-
-_layouts: Final[weakref.WeakKeyDictionary[nn.Module, _Layout]] = weakref.WeakKeyDictionary()
+_layouts: Final[weakref.WeakKeyDictionary[nn.Module, Layout]] = weakref.WeakKeyDictionary()
 """By the first root of a call. Empty again whenever calls show something new about writes."""
 _wrappers: Final[weakref.WeakKeyDictionary[type[nn.Module], bool]] = weakref.WeakKeyDictionary()
 
@@ -199,127 +157,18 @@ class _Saved:
         self.children: dict[str, nn.Module | None] = {}
         self.names: frozenset[str] | None = None
         """Of all attributes; None: those of the module are left as they are."""
-        self.plain: _Plain | None = None
+        self.plain: PlainAttributes | None = None
         """All attributes, if their values cannot change."""
         self.is_built = False
         """Whether the call has made parts of the module: it can be repeated with these only."""
         self.is_steady = False
-        """Whether a `_Layout` can compare it the next time."""
+        """Whether a `Layout` can compare it the next time."""
         self.left: dict[str, Any] | None = None
         """The modules and weights that the call has left, if it has put others in place of those that it found."""
 
     def parts(self) -> dict[str, Any]:
         """Return the modules and weights that the call has found."""
         return {**self.children, **{name: cell.value for name, cell in self.parameters.items()}}
-
-
-class _Reading:
-    """What a layout has found: the modules, which are as it says, what they consist of, and the steady weights."""
-
-    __slots__ = ("dicts", "modules", "parts", "versions", "weights")
-
-    def __init__(
-        self,
-        modules: list[nn.Module],
-        dicts: list[dict[str, Any]],
-        parts: list[Any],
-        weights: list[nn.Parameter],
-        versions: list[int],
-    ) -> None:
-        self.modules, self.dicts, self.parts, self.weights, self.versions = modules, dicts, parts, weights, versions
-
-    def is_unchanged(self) -> bool:
-        """Return whether modules still have these parts, and nobody has written to the weights."""
-        now = [*itertools.chain.from_iterable(map(dict.values, self.dicts))]
-        return (
-            [*map(_version, self.weights)] == self.versions
-            and len(now) == len(self.parts)
-            and all(map(is_, now, self.parts))
-        )
-
-    def is_same(self, later: _Reading | None) -> bool:
-        """Return whether the same layout has later found the same weights, and nobody has written to them."""
-        return later is not None and later.versions == self.versions and all(map(is_, later.weights, self.weights))
-
-
-class _Layout:
-    """The modules of a call: which are where, and the attributes of the steady ones ([Note: steady modules]).
-
-    Holds no module, and nothing that can hold one: modules end although `_layouts` knows them.
-
-    Args:
-        roots: of the call.
-        modules: these and all modules in them.
-        plains: the attributes of the steady ones, by `id`.
-    """
-
-    def __init__(self, roots: Sequence[nn.Module], modules: Sequence[nn.Module], plains: dict[int, _Plain]) -> None:
-        places = {id(module): place for place, module in enumerate(modules)}
-        self.plains = [plains.get(id(module)) for module in modules]
-        self._is_steady = [plain is not None for plain in self.plains]
-        self._is_other = [plain is None for plain in self.plains]
-        self._modules = [weakref.ref(module) for module in modules]
-        self._roots = [places[id(root)] for root in roots]
-        attributes = [vars(module) for module in itertools.compress(modules, self._is_steady)]
-        self._names = [*map(tuple, attributes)]
-        simple = [{*plain.simple, "training"} for plain in self.plains if plain is not None]
-        self._is_simple = [name in own for each, own in zip(attributes, simple, strict=True) for name in each]
-        self._is_part = [name in _PARTS for each in attributes for name in each]
-        values = [value for each in attributes for value in each.values()]
-        self._simple = [*itertools.compress(values, self._is_simple)]
-        dicts = self._dicts(modules, values)
-        self._part_names = [*map(tuple, dicts)]
-        parts = [part for each in dicts for part in each.values()]
-        self._types = [*map(type, parts)]
-        self._is_weight = [isinstance(part, nn.Parameter) for part in parts]
-        self._is_child = [isinstance(part, nn.Module) for part in parts]
-        self._children = [places[id(child)] for child in itertools.compress(parts, self._is_child)]
-
-    def _dicts(self, modules: Sequence[nn.Module], values: list[Any]) -> list[dict[str, Any]]:
-        """Return the dicts of weights, buffers and modules of each steady module, and of modules of the others."""
-        others: list[dict[str, Any]] = [module._modules for module in itertools.compress(modules, self._is_other)]
-        return [*itertools.compress(values, self._is_part), *others]
-
-    def others(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return those modules that are not steady."""
-        return [*itertools.compress(modules, self._is_other)]
-
-    def read(self, roots: Sequence[nn.Module]) -> _Reading | None:
-        """Return the present weights and their versions; None if anything else is not as it was."""
-        modules: list[Any] = [*map(_referent, self._modules)]
-        if None in modules or [*roots] != [*map(modules.__getitem__, self._roots)]:
-            return None
-        values = self.attributes(modules)
-        if values is None:
-            return None
-        dicts = self._dicts(modules, values)
-        if [*map(tuple, dicts)] != self._part_names:
-            return None
-        parts = [*itertools.chain.from_iterable(map(dict.values, dicts))]
-        children = map(modules.__getitem__, self._children)
-        if [*map(type, parts)] != self._types or not all(map(is_, itertools.compress(parts, self._is_child), children)):
-            return None
-        weights = [*itertools.compress(parts, self._is_weight)]
-        try:
-            return _Reading(modules, dicts, parts, weights, [*map(_version, weights)])
-        except RuntimeError:  # one was made in inference mode
-            return None
-
-    def attributes(self, modules: Sequence[nn.Module]) -> list[Any] | None:
-        """Return the values of all attributes of the steady modules; None if a simple one, or a name, is another."""
-        attributes = [*map(vars, itertools.compress(modules, self._is_steady))]
-        if [*map(tuple, attributes)] != self._names:
-            return None
-        values = [*itertools.chain.from_iterable(map(dict.values, attributes))]
-        return values if all(map(is_, itertools.compress(values, self._is_simple), self._simple)) else None
-
-    def steady(self, reading: _Reading) -> Iterator[tuple[nn.Module, _Plain, dict[str, Any]]]:
-        """Yield the steady modules of a reading with their attributes, and their modules and weights by name."""
-        names, parts = iter(self._part_names), iter(reading.parts)
-        for module, plain in zip(reading.modules, self.plains, strict=True):
-            if plain is not None:
-                own = itertools.chain.from_iterable(itertools.islice(names, len(_PARTS)))
-                yield module, plain, {name: next(parts) for name in own}
 
 
 class ModuleState:
@@ -377,7 +226,7 @@ class ModuleState:
         if self._layout is not None and self._reading is not None:
             known = zip(everything, self._layout.plains, strict=True)
             found |= {id(module): plain for module, plain in known if plain is not None}
-        _layouts[self._roots[0]] = _Layout(self._roots, everything, found)
+        _layouts[self._roots[0]] = Layout(self._roots, everything, found)
 
     def _look_closer(self) -> None:
         """Take what the layout has read for what is saved of each module: something differs now."""
@@ -431,7 +280,7 @@ class ModuleState:
             saved.buffers[name] = None if buffer is None else self._buffer(name, buffer, visit)
         for name, value in others:
             saved.attributes[name] = self._copied(name, value, visit)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if visit.is_normed:
             # Its forward has scaled these rows in the weight. Running it again would scale them once more, by a
             # rounding error; without `max_norm` it returns what the forward has returned.
             saved.attributes, saved.plain = {**saved.attributes, "max_norm": None}, None
@@ -462,7 +311,7 @@ class ModuleState:
             elif kind is torch.Generator:
                 self._note_generator(value)
         if len(saved.attributes) == len(own):
-            saved.plain = history.plain = _Plain(attributes, saved.attributes)
+            saved.plain = history.plain = PlainAttributes(attributes, saved.attributes)
         return others
 
     def _note_generator(self, generator: torch.Generator) -> None:
@@ -475,7 +324,7 @@ class ModuleState:
             cell = self._cells[id(parameter)] = _Cell(visit.owner, name, parameter, visit.history)
             visit.configure(visit.module.training)
             cell.is_weight = True
-            cell.is_normed = _is_normed(visit.module)
+            cell.is_normed = visit.is_normed
             self._copy(cell, visit)
         return cell
 
@@ -666,6 +515,8 @@ class _Visit:
         """Whether few calls have had this configuration."""
         self.written: set[str] = set()
         """What calls with this configuration have written to."""
+        self.is_normed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        """Whether the module scales the rows that it looks up in its weight."""
 
     def configure(self, *configurations: Any) -> None:
         """Take the first configuration that is known, or for which there is room."""
@@ -861,11 +712,6 @@ def _is_comparable(tensor: Tensor) -> bool:
 def _is_restorable(value: Any) -> bool:
     kind = type(value)
     return kind in _SIMPLE or kind in _CONTAINERS or kind is torch.Generator or isinstance(value, Tensor)
-
-
-def _is_normed(module: nn.Module) -> bool:
-    """Return whether a module scales the rows that it looks up in its weight."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def _is_custom(norm: nn.Module) -> bool:

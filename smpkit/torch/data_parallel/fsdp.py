@@ -30,8 +30,8 @@ from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOpti
 from smpkit.torch.data_parallel.registered import is_registered
 from smpkit.torch.data_parallel.replicas import check_same_model
 from smpkit.torch.data_parallel.shard_attributes import set_shard_attributes
-from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
+from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
 from smpkit.torch.placement.dtensor import distribute_like, is_dtensor
@@ -190,9 +190,8 @@ class ShardedDataParallel(DataParallel):
                 f"a step failed, and torch {torch.__version__} cannot go on with sharded data parallelism after that",
                 hint="install torch 2.13 or later, or resume from a checkpoint in a new process",
             )
-        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
-        with waiting("the agreement of ranks on a step that failed, which must fail on all of them", self.group):
-            dist.all_gather_object(by_rank, sorted(self._gathered_at_failure), group=self.group)
+        what = "the agreement of ranks on a step that failed, which must fail on all of them"
+        by_rank = gather_objects(sorted(self._gathered_at_failure), self.group, what)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), by_rank, strict=True):
             if theirs != by_rank[0]:
                 raise UsageError(

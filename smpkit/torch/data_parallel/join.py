@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from smpkit.errors import UnsupportedError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import object_from
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -100,7 +100,5 @@ class _JoinHook(JoinHook):
         if masters is not None:
             self._replica.broadcast_masters(masters.masters(), source)
             # Else the next step would average gradients of different scales.
-            scale = [masters.scaler.state_dict()]
-            with waiting("the loss scale of the replica that took every step", group):
-                dist.broadcast_object_list(scale, group=group, group_src=source)
-            masters.scaler.load_state_dict(scale[0])
+            what = "the loss scale of the replica that took every step"
+            masters.scaler.load_state_dict(object_from(source, masters.scaler.state_dict(), group, what))

@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,16 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.buckets import chunks_of
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.placement.placement import Placement
 
 __all__ = ["Messages", "broadcast_messages", "broadcast_tensors", "check_same_model", "messages_of"]
-
-_Value = TypeVar("_Value")
 
 Source = tuple[dist.ProcessGroup, int]
 """A group, and the index in it of the rank whose values all get."""
 Messages = Sequence[tuple[Source, list[torch.Tensor]]]
 
+_COMPARISON: Final = "the comparison of models"
 _MESSAGE_BYTES: Final = 25 * 1024 * 1024
 _MESSAGES_IN_FLIGHT: Final = 4  # bounds the memory that packing needs
 
@@ -48,10 +48,10 @@ def check_same_model(module: nn.Module, placement: Placement) -> None:
 
 def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     # Hashes first: the lines of a large model are long, and equal nearly always.
-    digests = _all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    digests = gather_objects(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group, _COMPARISON)
     if len(set(digests)) == 1:
         return
-    descriptions = _all_gather_object(list(lines), group)
+    descriptions = gather_objects(list(lines), group, _COMPARISON)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, each in enumerate(digests) if each != digests[0])
     raise UsageError(
@@ -59,13 +59,6 @@ def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
         f"{_first_difference(descriptions[0], descriptions[other])}",
         hint="build the same model on every rank",
     )
-
-
-def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with waiting("the comparison of models", group):
-        dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str) -> None:

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "dp_barrier",
+    "gather_objects",
     "mp_barrier",
+    "object_from",
     "recv_from",
     "send",
 ]
+
+_T = TypeVar("_T")
 
 
 class RankType(Enum):
@@ -119,6 +123,29 @@ def dp_barrier() -> None:
 def mp_barrier() -> None:
     """Return when every rank of this rank's `MP_GROUP` has come here."""
     barrier(CommGroup.MP_GROUP)
+
+
+# --- within a process group ------------------------------------------------------------------------------------------
+
+
+def gather_objects(value: _T, group: dist.ProcessGroup, what: str) -> list[_T]:
+    """Return what each rank of a group gives, in their order; all of them call this.
+
+    Args:
+        what: they wait in, for errors.
+    """
+    found: list[Any] = [None] * group.size()
+    with waiting(what, group):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def object_from(source: int, value: _T, group: dist.ProcessGroup, what: str) -> _T:
+    """Return what the rank at an index of a group gives; all of them call this, with `what` as in `gather_objects`."""
+    found = [value]
+    with waiting(what, group):
+        dist.broadcast_object_list(found, group=group, group_src=source)
+    return found[0]
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

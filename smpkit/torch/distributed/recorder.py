@@ -104,26 +104,12 @@ SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class RecordedTransport(Protocol):
-    """Sends and receives messages of a pipeline, and calls `recorder` for each."""
-
-    recorder: Callable[[str, int, int, int, int, int], object] | None
-
-
-class RecordedStage(Protocol):
-    @property
-    def transport(self) -> RecordedTransport: ...
-
-
 class RecordedExecutor(Protocol):
-    """Runs the actions of a pipeline and calls `recorder` for each: the executor, which lies above this module."""
+    """Runs the actions and messages of a pipeline, and calls a hook for each: the executor, which lies above."""
 
-    recorder: Callable[[str, int, int, int, int], object] | None
+    last_schedule: Schedule | None
 
-    @property
-    def stage(self) -> RecordedStage: ...
-    @property
-    def last_schedule(self) -> Schedule | None: ...
+    def record(self, on_action: Callable[..., object] | None, on_message: Callable[..., object] | None) -> None: ...
 
 
 def _on_device(held: Held) -> int:
@@ -294,8 +280,8 @@ class Recorder:
     def _listen(self) -> None:
         """Hear of actions and messages while a step is recorded, and only then: each costs a little."""
         if self._executor is not None:
-            self._executor.recorder = self.on_action if self._recording else None
-            self._executor.stage.transport.recorder = self.on_message if self._recording else None
+            hooks = (self.on_action, self.on_message) if self._recording else (None, None)
+            self._executor.record(*hooks)
 
     def begin_step(self, name: str) -> None:
         """Start a step; its events are kept until `end_step` or `abandon_step`, one of which must follow."""

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.tune.chain import Choice
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
-from smpkit.torch.core.runtime import state
-from smpkit.torch.core.step_participants import StepParticipant, StepParticipants
+from smpkit.torch.core.runtime import WrappedModel, state
+from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.memory.chooser import NUM_NUMBERS, Chooser, LayerNumbers, Phase, Site
@@ -44,16 +44,6 @@ _NOTHING: Final = -math.inf
 _UNKNOWN: Final = (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
-class Model(Protocol):
-    """What is needed of a DistributedModel."""
-
-    module: nn.Module
-    participants: StepParticipants
-
-    def local_parameters(self) -> Iterator[nn.Parameter]: ...
-    def local_buffers(self) -> Iterator[Tensor]: ...
-
-
 class AutomaticActivations(StepParticipant):
     """Chooses for the layers of `model`, where it has layers to choose for.
 
@@ -61,7 +51,7 @@ class AutomaticActivations(StepParticipant):
         engine: that offloads; None: nothing does.
     """
 
-    def __init__(self, model: Model, engine: ActivationEngine | None) -> None:
+    def __init__(self, model: WrappedModel, engine: ActivationEngine | None) -> None:
         self._model, self._engine = model, engine
         self._chooser: Chooser | None = None
         self._has_begun = self._trains = self._had_backward = False

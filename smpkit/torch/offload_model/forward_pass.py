@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
 from smpkit.torch.offload_model.values import JoinSpec, Structure, flatten, join, join_gradients, split
+from smpkit.torch.offload_model.weights import DeviceWeights
 
 __all__ = ["Run", "discarding", "without_weights"]
 
@@ -374,11 +375,7 @@ def _no_backward(_: None) -> Tensor:
     raise AssertionError("backward through the forward that is run again")
 
 
-class _BufferOwner(Protocol):
-    def buffer(self, index: int) -> Tensor: ...
-
-
-def without_weights(device_weights: _BufferOwner, index: int) -> saved_tensors_hooks:
+def without_weights(device_weights: DeviceWeights, index: int) -> saved_tensors_hooks:
     """Save the position of a weight instead of the weight: by the time of backward, another slice has used its memory.
 
     Everything else goes to the hooks that are active outside, for torch calls only the innermost ones.

@@ -117,8 +117,6 @@ class OffloadModel(nn.Module):
         sliced = slice_model(model, layers, num_slices, balance)
         self._model = sliced.module
         self.model_slices = sliced.slices
-        self._checkpoint_activation = checkpoint_activation
-        self._num_microbatches = num_microbatches
         self._settings: dict[str, Any] = {
             "unpack_tuple": sliced.unpack_tuple,
             "device": self.device,

@@ -7,7 +7,7 @@ stays the working copy, and has a master that nobody else knows (`has_own_master
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,10 +123,6 @@ class SliceState:
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is updated with this slice."""
         return id(parameter) in self._by_id
-
-    def owns_all(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return whether all these parameters are updated with this slice."""
-        return all(map(self.owns, parameters))
 
     def note_changes(self) -> None:
         """Update masters from parameters that others have written to, such as a loaded checkpoint."""

@@ -30,6 +30,7 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
 from smpkit.torch.placement.placement import placement_of
 from smpkit.torch.placement.shards import is_tp_shard
+from smpkit.torch.precision.loss_scale import group_of_all_gradients
 
 __all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "norms_of", "warn_of_torch_clipping"]
 
@@ -93,7 +94,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     pairs = list(gradients)
     locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if placement_of(parameter).is_counted_here]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
-    group = state.process_group(CommGroup.WORLD if _replicas_hold_shards() else CommGroup.MP_GROUP)
+    group = group_of_all_gradients()
     if dist.get_world_size(group) == 1:
         return norm
     # In float64 the powers neither overflow nor lose precision. All ranks must send one type, and a rank without
@@ -106,10 +107,6 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         dist.all_reduce(packed, op=dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM, group=group)
     total = packed[0] if is_max_norm else packed[0] ** (1.0 / norm_type)
     return total.masked_fill(packed[1] != 0, float("nan"))
-
-
-def _replicas_hold_shards() -> bool:
-    return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
 
 
 def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

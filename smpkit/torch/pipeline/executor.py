@@ -47,7 +47,12 @@ from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import backward_timetable
 from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.module_state import gather_conflicts, refuse_kept_graph, warn_of_conflicts
+from smpkit.torch.pipeline.module_state import (
+    ModuleStateTracker,
+    gather_conflicts,
+    refuse_kept_graph,
+    warn_of_conflicts,
+)
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -56,6 +61,7 @@ from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
+from smpkit.torch.pipeline.transport import MessageRecorder
 
 __all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor", "MicrobatchCoroutine"]
 
@@ -111,6 +117,10 @@ class Executor:
         self._kinds: dict[Hashable, _StepKind] = {}
         """What is known of kinds of step, the least recently used first."""
 
+    def record(self, on_action: ActionRecorder | None, on_message: MessageRecorder | None) -> None:
+        """Call these for each action and each message from now on; None costs nothing."""
+        self.recorder, self.stage.transport.recorder = on_action, on_message
+
     @property
     def schedules(self) -> dict[Hashable, Schedule]:
         """The latest schedule of each kind of step that is known and has one."""
@@ -161,7 +171,7 @@ class Executor:
         if not known.is_recorded:
             # Record the first microbatch of this kind: its forward runs straight through all ranks.
             microbatch = step.microbatches[0]
-            microbatch.state_tracker = self.stage.track_module_state()
+            microbatch.state_tracker = ModuleStateTracker(self.stage.modules, self.stage.container_modules)
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.run_forward(0)
             # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
@@ -20,9 +19,9 @@ from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import signature
-from smpkit.torch.distributed.deadline import report_failure, waiting
+from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
-from smpkit.torch.distributed.objects import CommGroup
+from smpkit.torch.distributed.objects import CommGroup, object_from
 from smpkit.torch.distributed.recorder import current_recorder
 from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
 from smpkit.torch.pipeline.channels import P2PChannels
@@ -213,13 +212,11 @@ class Pipeline:
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
         group = state.process_group(CommGroup.DP_GROUP)
-        told: list[Any] = [None]
+        told: Any = None
         if state.dp_rank == 0:
             assignment = self._decide(step)
-            told = [(assignment.to_json(), None if self.facts is None else self.facts.to_json())]
-        with waiting("the partition assignment", group):
-            dist.broadcast_object_list(told, group=group, group_src=0)
-        text, facts = told[0]
+            told = assignment.to_json(), None if self.facts is None else self.facts.to_json()
+        text, facts = object_from(0, told, group, "the partition assignment")
         self.facts = None if facts is None else ModelFacts.from_json(facts)
         return Assignment.from_json(text)
 
@@ -338,8 +335,4 @@ def _broadcast_from_first_pipeline(text: str) -> str:
 
     Each of them measures other times, and their tensor-parallel collectives meet only if all follow one schedule.
     """
-    group = state.process_group(CommGroup.TP_GROUP)
-    texts = [text]
-    with waiting("the schedule of the first pipeline", group):
-        dist.broadcast_object_list(texts, group=group, group_src=0)
-    return texts[0]
+    return object_from(0, text, state.process_group(CommGroup.TP_GROUP), "the schedule of the first pipeline")

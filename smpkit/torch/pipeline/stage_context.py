@@ -11,7 +11,6 @@ from torch import nn
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.microbatches import RootGradients
-from smpkit.torch.pipeline.module_state import ModuleStateTracker
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.step_hints import StepHints
@@ -102,17 +101,9 @@ class StageContext:
             for microbatch in microbatches:
                 microbatch.call_trace.append(self._trainable_entry)
 
-    def track_module_state(self) -> ModuleStateTracker:
-        """Return a tracker of module state for the microbatch that runs now."""
-        return ModuleStateTracker(self.modules, self.container_modules)
-
     def remote_modules_with_hooks(self) -> list[str]:
         """Return the names of other ranks' modules that have forward hooks, which run on those ranks."""
         return [name for name, module in self.remote_modules.items() if module._forward_hooks]
-
-    def owner_of(self, parameter: nn.Parameter) -> int | None:
-        """Return the rank where operations with this parameter run; None if every rank holds it."""
-        return self.parameter_owners.get(id(parameter))
 
     def holds(self, rank: int, parameter: torch.Tensor) -> bool:
         """Return whether a rank holds a parameter."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
     from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable
 
-__all__ = ["HostBuffers", "MessageKey", "Outbox", "Transport"]
+__all__ = ["HostBuffers", "MessageKey", "MessageRecorder", "Outbox", "Transport"]
 
 _log = logging.getLogger("smpkit")
 

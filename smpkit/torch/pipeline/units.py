@@ -306,6 +306,6 @@ def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: Sta
     for tensor in tensors_in((args, kwargs)):
         if type(tensor) is StageTensor:
             num_bytes[tensor.owner] = num_bytes.get(tensor.owner, 0) + tensor.spec.num_bytes
-        elif isinstance(tensor, nn.Parameter) and (owner := stage.owner_of(tensor)) is not None:
+        elif isinstance(tensor, nn.Parameter) and (owner := stage.parameter_owners.get(id(tensor))) is not None:
             return owner
     return max(num_bytes, key=lambda owner: (num_bytes[owner], owner))

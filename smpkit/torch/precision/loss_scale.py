@@ -25,7 +25,14 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_reduce_found_inf", "loss_scaler_of"]
+__all__ = [
+    "DynamicLossScaler",
+    "LossScaler",
+    "StaticLossScaler",
+    "all_reduce_found_inf",
+    "group_of_all_gradients",
+    "loss_scaler_of",
+]
 
 
 class LossScaler(Protocol):
@@ -165,16 +172,21 @@ def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, 
     return StaticLossScaler(scale)
 
 
+def group_of_all_gradients() -> dist.ProcessGroup:
+    """Return the group whose ranks have the gradients of the whole model between them."""
+    # Reduced gradients are equal on all replicas, so the ranks of one model are enough. With sharded states each
+    # replica has the gradients of a part only.
+    cfg = state.cfg
+    sharded = cfg.ddp and (cfg.shard_optimizer_state or cfg.sharded_data_parallel_degree > 1)
+    return state.process_group(CommGroup.WORLD if sharded else CommGroup.MP_GROUP)
+
+
 def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
     """Return the largest `found` (1 for a gradient that is not finite, else 0) of all ranks; all of them call this."""
     if not state.initialized:
         return found
-    # Reduced gradients are equal on all replicas, so the ranks of one model are enough. With sharded states each
-    # replica has the gradients of a part only.
-    sharded = state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
-    kind = CommGroup.WORLD if sharded else CommGroup.MP_GROUP
-    if len(state.group(kind)) > 1:
-        group = state.process_group(kind)
+    group = group_of_all_gradients()
+    if group.size() > 1:
         with waiting("the agreement whether all gradients are finite", group):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found

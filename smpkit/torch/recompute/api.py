@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.arguments import check_bool
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
@@ -50,7 +51,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
             partition puts on several ranks runs un-checkpointed, after a warning.
     """
     _check_module("checkpoint", module)
-    _check_bool("preserve_rng_state", preserve_rng_state)
+    check_bool("preserve_rng_state", preserve_rng_state)
     if isinstance(module, _CONTAINERS):
         raise UsageError(
             f"a {type(module).__name__} cannot be called, so it cannot be checkpointed",
@@ -87,8 +88,8 @@ def checkpoint_sequential(
             f"checkpoint_sequential takes a torch.nn.Sequential, not {_kind(sequential_module)}",
             hint="use smp.checkpoint for other modules",
         )
-    _check_bool("preserve_rng_state", preserve_rng_state)
-    _check_bool("pack_args_as_tuple", pack_args_as_tuple)
+    check_bool("preserve_rng_state", preserve_rng_state)
+    check_bool("pack_args_as_tuple", pack_args_as_tuple)
     size = _group_size(strategy)
     _check_chain(sequential_module)
     return ModuleCall.of(sequential_module).run(
@@ -119,8 +120,8 @@ def set_activation_checkpointing(
             first step if the module has not been placed yet).
     """
     _check_module("set_activation_checkpointing", module)
-    _check_bool("preserve_rng_state", preserve_rng_state)
-    _check_bool("pack_args_as_tuple", pack_args_as_tuple)
+    check_bool("preserve_rng_state", preserve_rng_state)
+    check_bool("pack_args_as_tuple", pack_args_as_tuple)
     automatic = strategy == "auto"
     size = 1 if automatic else _group_size(strategy, "`auto`, ")
     if not isinstance(module, nn.Sequential):
@@ -172,11 +173,6 @@ def _check_module(function: str, module: object) -> None:
             f"{function} takes a layer, not the whole smp.DistributedModel",
             hint="checkpoint the layers: recomputing everything at once would save nothing",
         )
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}, which is neither True nor False")
 
 
 def _group_size(strategy: object, others: str = "") -> int | None:

@@ -26,8 +26,9 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import map_tensors, spec_of
+from smpkit.torch.core.tensor_spec import spec_of, tensors_in
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import gather_objects, object_from
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.placement.unwritten import checksum_of_bits
@@ -53,11 +54,8 @@ def compare_models(root: nn.Module, names: Sequence[str], fresh: Sequence[bool] 
     group = state.process_group(CommGroup.TP_GROUP)
     parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
     own_description = [*parameters, *(f"distributed module {name}" for name in names)]
-    reports: list[Any] = [None] * state.tp_size
-    with waiting("the comparison of models between tensor-parallel ranks", group):
-        dist.all_gather_object(
-            reports, (own_description, _parameter_checksums(root), torch.initial_seed(), [*fresh]), group=group
-        )
+    own = own_description, _parameter_checksums(root), torch.initial_seed(), [*fresh]
+    reports = gather_objects(own, group, "the comparison of models between tensor-parallel ranks")
     first, first_rank = reports[0][0], dist.get_global_rank(group, 0)
     for rank, (their_description, *_) in zip(dist.get_process_group_ranks(group), reports, strict=True):
         if their_description != first:
@@ -114,12 +112,10 @@ def _parameter_checksums(root: nn.Module) -> list[int]:
 
 def common_seed() -> int:
     """Return the seed that the script set on tp_rank 0; all ranks of a tensor-parallel group call this."""
-    seeds = [torch.initial_seed()]
-    if state.tp_size > 1:
-        group = state.process_group(CommGroup.TP_GROUP)
-        with waiting("the seed of tp_rank 0", group):
-            dist.broadcast_object_list(seeds, group=group, group_src=0)
-    return seeds[0]
+    seed = torch.initial_seed()
+    if state.tp_size == 1:
+        return seed
+    return object_from(0, seed, state.process_group(CommGroup.TP_GROUP), "the seed of tp_rank 0")
 
 
 # --- a call -----------------------------------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ class CallConsistencyCheck:
         """
         if state.tp_size == 1:
             return number
-        tensors = _tensors_in(arguments)
+        tensors = [each for each in tensors_in(arguments) if not isinstance(each, nn.Parameter)]
         description = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
         values = 0
         # The other ranks of a pipeline get their batch from pp_rank 0.
@@ -201,27 +197,13 @@ def _rank_pair(other: int) -> str:
 
 def _raise_call_mismatch(description: str) -> None:
     group = state.process_group(CommGroup.TP_GROUP)
-    by_rank: list[Any] = [None] * state.tp_size
-    with waiting("what tensor-parallel ranks call", group):
-        dist.all_gather_object(by_rank, description, group=group)
+    by_rank = gather_objects(description, group, "what tensor-parallel ranks call")
     other = _first_mismatch(by_rank)
     raise UsageError(
         f"{_rank_pair(other)} are about to do different things: {by_rank[0]}, and {by_rank[other]}",
         hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same length:"
         " `drop_last=True`, padding to a fixed length",
     )
-
-
-def _tensors_in(arguments: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            tensors.append(tensor)
-        return tensor
-
-    map_tensors(note, arguments)
-    return tensors
 
 
 def _checksum_of_values(tensors: list[torch.Tensor]) -> int:

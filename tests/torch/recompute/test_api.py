@@ -167,7 +167,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda: smp.checkpoint(torch.tanh, X), r"takes a torch.nn.Module, not `tanh`"),  # type: ignore[arg-type]
     (lambda: smp.checkpoint(Block, X), r"takes a module, not the class Block"),  # type: ignore[arg-type]
     (lambda: smp.checkpoint(nn.ModuleList([Block()]), X), "a ModuleList cannot be called"),
-    (lambda: smp.checkpoint(Block(), X, preserve_rng_state=1), "preserve_rng_state is 1, which is neither"),  # type: ignore[arg-type]
+    (lambda: smp.checkpoint(Block(), X, preserve_rng_state=1), "preserve_rng_state is 1; it must be True or False"),  # type: ignore[arg-type]
     (lambda: smp.checkpoint_sequential(Block(), X), "takes a torch.nn.Sequential, not an object of type `Block`"),  # type: ignore[arg-type]
     (lambda: smp.checkpoint_sequential(nn.Sequential(), X, "all"), r"(?s)strategy is 'all'.*`each`.*`contiguous`"),
     (lambda: smp.checkpoint_sequential(nn.Sequential(), X, "group_0"), "strategy is 'group_0'"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -333,19 +333,6 @@ def _clear_last_error() -> None:
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
-class Generator(Protocol):
-    """What is used of a `torch.Generator`."""
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state, as bytes on the host."""
-
-    def set_state(self, new_state: torch.Tensor) -> object:
-        """Continue from a state."""
-
-    def manual_seed(self, seed: int) -> object:
-        """Begin anew."""
-
-
 def default_generator(device: torch.device) -> Generator:
     """Return the generator that operators of a device draw from; its state can be read without a wait.
 
@@ -381,6 +368,10 @@ class _ModuleGenerator:
     def manual_seed(self, seed: int) -> None:
         with torch.accelerator.device_index(self.device.index):  # it seeds the current device
             self.module.manual_seed(seed)
+
+
+Generator = torch.Generator | _ModuleGenerator
+"""Of one device."""
 
 
 @contextmanager

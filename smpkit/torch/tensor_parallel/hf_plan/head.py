@@ -7,6 +7,7 @@ rank's classes as they are; all logits are gathered only if the script reads the
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Mapping
@@ -124,7 +125,7 @@ def _use_vocabulary_parallel_loss(owner: nn.Module, vocabulary: int) -> None:
         return
     vars(owner)["_loss_function"] = causal_loss
     owner.register_forward_pre_hook(_begin_forward)
-    owner.register_forward_hook(_GatherLogitsHook(vocabulary), always_call=True)
+    owner.register_forward_hook(functools.partial(_gather_logits, vocabulary), always_call=True)
 
 
 def causal_loss(
@@ -161,26 +162,18 @@ def _begin_forward(owner: Any, _args: Any) -> None:
     _logits_state.split = owner.loss_function is causal_loss
 
 
-class _GatherLogitsHook:
-    """Gathers the logits that a model returns, at once or when they are read: a hook after its forward."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-
-    def __call__(self, _owner: nn.Module, _args: Any, output: Any) -> Any:
-        were_sharded, _logits_state.split = _logits_state.split, False
-        if not were_sharded or output is None:
-            return output
-        if isinstance(output, tuple):
-            place = int(output[0].dim() == 0)  # after the loss, if there is one
-            return (*output[:place], self._gather(output[place]), *output[place + 1 :])
-        if output.loss is not None:
-            return with_lazy_logits(output, self._gather)
-        output.logits = self._gather(output.logits)
+def _gather_logits(vocabulary: int, _owner: nn.Module, _args: Any, output: Any) -> Any:
+    """Gather the logits that a model returns, at once or when they are read: a hook after its forward."""
+    were_sharded, _logits_state.split = _logits_state.split, False
+    if not were_sharded or output is None:
         return output
-
-    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
-        return gather_logits(logits, self.vocabulary)
+    if isinstance(output, tuple):
+        place = int(output[0].dim() == 0)  # after the loss, if there is one
+        return (*output[:place], gather_logits(output[place], vocabulary), *output[place + 1 :])
+    if output.loss is not None:
+        return with_lazy_logits(output, functools.partial(gather_logits, num_classes=vocabulary))
+    output.logits = gather_logits(output.logits, vocabulary)
+    return output
 
 
 # --- the modules ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ would silently train on wrong gradients, so `GradientPathCheck` walks the graph 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -218,7 +219,7 @@ class _OneKvHead:
 def install_block_hooks(block: nn.Module, row: nn.Module, name: str, boundary: Layout) -> None:
     """Make a block take values of layout `boundary`; its row-divided layer returns them to it."""
     path_check = GradientPathCheck(name, type(block).__name__)
-    block.register_forward_pre_hook(_EnterBlockHook(name, boundary, path_check), with_kwargs=True)
+    block.register_forward_pre_hook(functools.partial(_enter_block, path_check, boundary), with_kwargs=True)
     block.register_forward_hook(path_check.check)
     vars(row)["tp_path_check"] = path_check
 
@@ -237,36 +238,34 @@ def _layout_of_tokens(x: torch.Tensor, boundary: Layout) -> Layout:
     return Layout.SHARD_BATCH if boundary is Layout.SHARD_SEQUENCE and x.dim() == 2 else boundary
 
 
-class _EnterBlockHook:
-    """Brings values into the layout inside a block: a hook before its forward."""
+def _enter_block(
+    path_check: GradientPathCheck,
+    boundary: Layout,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bring values into the layout inside a block: a hook before its forward."""
+    key = _find_hidden_states(args, kwargs)
+    if key is None:
+        raise UnsupportedError(
+            f"`{path_check.name}` ({type(module).__name__}) was called without a tensor, so nothing enters it",
+            hint="except it with smp.set_tensor_parallelism(module, enabled=False)",
+        )
 
-    def __init__(self, name: str, boundary: Layout, path_check: GradientPathCheck) -> None:
-        self.name, self.boundary, self.path_check = name, boundary, path_check
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = _find_hidden_states(args, kwargs)
-        if key is None:
-            raise UnsupportedError(
-                f"`{self.name}` ({type(module).__name__}) was called without a tensor, so nothing enters it",
-                hint="except it with smp.set_tensor_parallelism(module, enabled=False)",
-            )
-        self.path_check.begin()
-        entered_args = tuple(self._enter(value, index == key) for index, value in enumerate(args))
-        return entered_args, {name: self._enter(value, name == key) for name, value in kwargs.items()}
-
-    def _enter(self, value: Any, is_hidden: bool) -> Any:
+    def enter(value: Any, is_hidden: bool) -> Any:
         if isinstance(value, tuple):
-            return tuple(self._enter(each, False) for each in value)
+            return tuple(enter(each, False) for each in value)
         if not isinstance(value, torch.Tensor):
             return value
         if is_hidden:
-            return self.path_check.note_input(
-                enter_region(value, _layout_of_tokens(value, current_layout(self.boundary)))
-            )
+            return path_check.note_input(enter_region(value, _layout_of_tokens(value, current_layout(boundary))))
         # Masks and positions are those of all samples already; to the gradient of a trained one every rank contributes.
-        return self.path_check.note_input(collectives.copy_to_tp(value)) if value.requires_grad else value
+        return path_check.note_input(collectives.copy_to_tp(value)) if value.requires_grad else value
+
+    path_check.begin()
+    entered_args = tuple(enter(value, index == key) for index, value in enumerate(args))
+    return entered_args, {name: enter(value, name == key) for name, value in kwargs.items()}
 
 
 def _find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:

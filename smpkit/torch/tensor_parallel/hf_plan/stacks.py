@@ -12,6 +12,7 @@ Before and after the layers each rank has its own samples, so gradients are thos
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -22,7 +23,7 @@ from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.hf_plan.layers import current_layout
 from smpkit.torch.tensor_parallel.layouts import Layout
@@ -36,10 +37,10 @@ def install_stack_hooks(layers: nn.Module, boundary: Layout) -> None:
     """Change the layout before the first layer of a list, and back after the last one."""
     assert isinstance(layers, nn.ModuleList)
     if boundary is not Layout.REPLICATE:
-        layers[0].register_forward_pre_hook(_EnterStackHook(boundary), with_kwargs=True)
+        layers[0].register_forward_pre_hook(functools.partial(_enter_stack, boundary), with_kwargs=True)
         for layer in layers:
             layer.register_forward_pre_hook(_refuse_extra_trained_inputs, with_kwargs=True)
-        layers[-1].register_forward_hook(_LeaveStackHook(boundary))
+        layers[-1].register_forward_hook(functools.partial(_leave_stack, boundary))
 
 
 def _refuse_extra_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -54,49 +55,38 @@ def _refuse_extra_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs
         )
 
 
-class _EnterStackHook:
-    """Changes hidden states to the layout of the stack: a hook before the first layer."""
-
-    def __init__(self, boundary: Layout) -> None:
-        self.boundary = boundary
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args and isinstance(args[0], torch.Tensor):
-            return (self._change(args[0]), *args[1:]), kwargs
-        if isinstance(kwargs.get("hidden_states"), torch.Tensor):
-            return args, {**kwargs, "hidden_states": self._change(kwargs["hidden_states"])}
-        raise UnsupportedError(
-            f"the first layer of the model ({type(module).__name__}) was called without hidden states",
-            hint="train this model without tensor parallelism",
-        )
-
-    def _change(self, hidden: torch.Tensor) -> torch.Tensor:
-        boundary = current_layout(self.boundary)
-        if boundary is Layout.REPLICATE_GATHERED:
-            return _keep_own_gradient(hidden)
-        if boundary is Layout.SHARD_BATCH:
-            return hidden.narrow(0, *_own_samples(hidden.shape[0]))
-        return collectives.scatter_to_tp(hidden, 1) if boundary is Layout.SHARD_SEQUENCE else hidden
+def _enter_stack(
+    boundary: Layout, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change hidden states to the layout of the stack: a hook before the first layer."""
+    if args and isinstance(args[0], torch.Tensor):
+        return (_as_in_stack(args[0], boundary), *args[1:]), kwargs
+    if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        return args, {**kwargs, "hidden_states": _as_in_stack(kwargs["hidden_states"], boundary)}
+    raise UnsupportedError(
+        f"the first layer of the model ({type(module).__name__}) was called without hidden states",
+        hint="train this model without tensor parallelism",
+    )
 
 
-class _LeaveStackHook:
-    """Changes hidden states back to this rank's samples: a hook after the last layer."""
+def _as_in_stack(hidden: torch.Tensor, boundary: Layout) -> torch.Tensor:
+    boundary = current_layout(boundary)
+    if boundary is Layout.REPLICATE_GATHERED:
+        return _keep_own_gradient(hidden)
+    if boundary is Layout.SHARD_BATCH:
+        return hidden.narrow(0, *_own_samples(hidden.shape[0]))
+    return collectives.scatter_to_tp(hidden, 1) if boundary is Layout.SHARD_SEQUENCE else hidden
 
-    def __init__(self, boundary: Layout) -> None:
-        self.boundary = boundary
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._change(output[0]), *output[1:])
-        return self._change(output)
-
-    def _change(self, hidden: torch.Tensor) -> torch.Tensor:
-        boundary = current_layout(self.boundary)
-        if boundary is Layout.REPLICATE_GATHERED:
-            return collectives.scatter_to_tp(hidden, 0)
-        return collectives.gather_from_tp(hidden, 1) if boundary is Layout.SHARD_SEQUENCE else hidden
+def _leave_stack(boundary: Layout, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Change hidden states back to this rank's samples: a hook after the last layer."""
+    boundary = current_layout(boundary)
+    hidden = output[0] if isinstance(output, tuple) else output
+    if boundary is Layout.REPLICATE_GATHERED:
+        hidden = collectives.scatter_to_tp(hidden, 0)
+    elif boundary is Layout.SHARD_SEQUENCE:
+        hidden = collectives.gather_from_tp(hidden, 1)
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _own_samples(of_all: int) -> tuple[int, int]:
@@ -135,9 +125,9 @@ def install_base_hooks(base: nn.Module, name: str, boundaries: Collection[Layout
         boundaries: the layouts between its layers.
         several: whether it has several lists of layers, which read each other's results.
     """
-    base.register_forward_pre_hook(_RefuseOutputsHook(name, boundaries), with_kwargs=True)
+    base.register_forward_pre_hook(functools.partial(_refuse_outputs, name, boundaries), with_kwargs=True)
     if not state.cfg.prescaled_batch:
-        base.register_forward_pre_hook(_GatherInputsHook(name, several), with_kwargs=True)
+        base.register_forward_pre_hook(functools.partial(_gather_inputs, name, several), with_kwargs=True)
         base.register_forward_hook(_end_forward, always_call=True)
 
 
@@ -149,29 +139,26 @@ _OPTIONAL_OUTPUTS: Final = {
 """What a model can be asked for besides its result, and the layouts in which a rank has it for its own samples."""
 
 
-class _RefuseOutputsHook:
-    """Refuses optional outputs that this rank does not have for its own samples: a hook before a model's forward."""
-
-    def __init__(self, name: str, boundaries: Collection[Layout]) -> None:
-        self.name, self.boundaries = name, boundaries
-
-    def __call__(self, module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = {current_layout(boundary) for boundary in self.boundaries}
-        for what, valid in _OPTIONAL_OUTPUTS.items():
-            asked = kwargs.get(what)
-            if asked is None:
-                asked = getattr(module.config, what, False)
-            if not asked or now <= valid:
-                continue
-            called = f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but"
-            if not valid:
-                raise UnsupportedError(f"{called} each tensor-parallel rank has some of the heads", hint="leave it out")
-            held = ", ".join(sorted(boundary.value for boundary in now))
-            raise UnsupportedError(
-                f"{called} between its layers each tensor-parallel rank holds other values than those of its samples"
-                f" (boundary: {held})",
-                hint="set `prescaled_batch: true` and `optimize: speed`",
-            )
+def _refuse_outputs(
+    name: str, boundaries: Collection[Layout], module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse optional outputs that this rank does not have for its own samples: a hook before a model's forward."""
+    now = {current_layout(boundary) for boundary in boundaries}
+    for what, valid in _OPTIONAL_OUTPUTS.items():
+        asked = kwargs.get(what)
+        if asked is None:
+            asked = getattr(module.config, what, False)
+        if not asked or now <= valid:
+            continue
+        called = f"`{name}` ({type(module).__name__}) was asked for `{what}`, but"
+        if not valid:
+            raise UnsupportedError(f"{called} each tensor-parallel rank has some of the heads", hint="leave it out")
+        held = ", ".join(sorted(boundary.value for boundary in now))
+        raise UnsupportedError(
+            f"{called} between its layers each tensor-parallel rank holds other values than those of its samples"
+            f" (boundary: {held})",
+            hint="set `prescaled_batch: true` and `optimize: speed`",
+        )
 
 
 class _ForwardState(threading.local):
@@ -195,26 +182,21 @@ def _end_forward(_module: nn.Module, _args: Any, _output: Any) -> None:
     _forward_state.gathered = False
 
 
-class _GatherInputsHook:
-    """Gathers a model's inputs: a hook before its forward."""
-
-    def __init__(self, name: str, several: bool) -> None:
-        self.name, self.several = name, several
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.several:
-            raise UnsupportedError(
-                f"`{self.name}` ({type(module).__name__}) has several stacks of layers that read each other's results,"
-                " which cannot be divided over ranks that bring their own batches",
-                hint="set `prescaled_batch: true`, and give the ranks of a tensor-parallel group the same batch",
-            )
-        samples = _samples(args, kwargs)
-        _compare_inputs(self.name, args, kwargs)
-        _forward_state.gathered = True
-        gathered = [_gather_input(value, "", samples) for value in args]
-        return tuple(gathered), {key: _gather_input(value, key, samples) for key, value in kwargs.items()}
+def _gather_inputs(
+    name: str, several: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather a model's inputs: a hook before its forward."""
+    if several:
+        raise UnsupportedError(
+            f"`{name}` ({type(module).__name__}) has several stacks of layers that read each other's results,"
+            " which cannot be divided over ranks that bring their own batches",
+            hint="set `prescaled_batch: true`, and give the ranks of a tensor-parallel group the same batch",
+        )
+    samples = _samples(args, kwargs)
+    _compare_inputs(name, args, kwargs)
+    _forward_state.gathered = True
+    gathered = [_gather_input(value, "", samples) for value in args]
+    return tuple(gathered), {key: _gather_input(value, key, samples) for key, value in kwargs.items()}
 
 
 def _samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -256,9 +238,8 @@ def _compare_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not _compared_inputs:
         state.reset_hooks.append(_compared_inputs.clear)
     group = collectives.tp_group()
-    by_rank: list[Any] = [None] * state.tp_size
-    with waiting(f"comparison of the inputs of `{name}` between tensor-parallel ranks", group):
-        dist.all_gather_object(by_rank, own_inputs, group=group)
+    what = f"comparison of the inputs of `{name}` between tensor-parallel ranks"
+    by_rank = gather_objects(own_inputs, group, what)
     if any(each != own_inputs for each in by_rank):
         ranks = dist.get_process_group_ranks(group)
         listed = "; ".join(f"{_input_shapes(each)} on rank {rank}" for rank, each in zip(ranks, by_rank, strict=True))
