@@ -143,7 +143,9 @@ def asked_before() -> None:
     try:
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
-            whole = torch.arange(4, device="sim")
+            whole = torch.arange(1, 5, device="sim")
+            assert whole.sqrt().dtype is dtype
+            assert (whole / whole).dtype is dtype
             assert (whole / 2).dtype is dtype
             assert (whole * 2.5).dtype is dtype
             assert (whole * 2).dtype is torch.int64
