@@ -139,12 +139,25 @@ class Halves(nn.Module):
 
 
 @smp.step
-def both_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one microbatch; return the value that went from one rank to the other, and the loss."""
-    first, second = model(x)
-    loss = second.square().mean()
+def both_halves(model: Any, x: Tensor) -> Tensor:
+    """Run one microbatch."""
+    loss = model(x)[1].square().mean()
     model.backward(loss)
-    return first, loss
+    return loss
+
+
+@smp.step
+def evaluated_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value that went from one rank to the other, and what became of it."""
+    first, second = model(x)
+    return first, second
+
+
+@smp.step
+def second_half(model: Any, x: Tensor) -> Tensor:
+    """Return what the second rank makes, which then waits for nothing of the first."""
+    second: Tensor = model(x)[1]
+    return second
 
 
 @smp.step
@@ -156,7 +169,7 @@ def no_half(model: Any, x: Tensor) -> None:
 def trained_with_waits_of_others() -> list[Tensor]:
     """Return the weights after steps behind each of which ranks wait for each other without a pipeline's message.
 
-    Results are written to at once.
+    What an evaluation returns is written to at once.
     """
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
     with torch.device("cpu"):
@@ -173,12 +186,16 @@ def trained_with_waits_of_others() -> list[Tensor]:
                 no_half(model, x)
             smp.barrier()
         optimizer.zero_grad()
-        first, loss = both_halves(model, x)
+        found += both_halves(model, x).outputs
         smp.barrier()
+        optimizer.step()
+        with torch.no_grad():
+            first, second = evaluated_halves(model, x)
         for each in first.outputs:
             each.zero_()
-        optimizer.step()
-        found += loss.outputs
+        with torch.no_grad():
+            found += [*second.outputs, *second_half(model, x).outputs]
+        smp.barrier()
     found = [each.detach().cpu() for each in [*found, *(each for _, each in model.local_named_parameters())]]
     smp.shutdown()
     return found
