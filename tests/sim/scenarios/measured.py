@@ -96,7 +96,7 @@ def units_for_a_partition() -> None:
     with in_virtual_time():
         found = measure(
             model,
-            [UnitCost(name, 1.0, 0, 0) for name in names],
+            [UnitCost(name) for name in names],
             MeasureOptions(times=True),
             TrialStep(step, (torch.zeros(2, WIDTH),), {}),
             torch.device(DEVICE),
