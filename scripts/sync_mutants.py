@@ -167,7 +167,7 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
     for name in _various(reaching)[:most]:
         limit = max(_LEAST_SECONDS, _ENDLESS * orders * reach[name].seconds)
-        with HangWatch(most_processor_seconds=limit) as watched:
+        with HangWatch(SCENARIOS[name].ranks, most_processor_seconds=limit) as watched:
             finding = _run(edge, name, orders, watched)
         if finding is not None:
             return {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}

@@ -137,7 +137,8 @@ class _Finder(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call):
             name, receiver = _callee(call)
-            keeps = name == "append" and (receiver == "after" or receiver.rpartition(".")[2] in _KEEPERS)
+            is_kept = receiver.rpartition(".")[2] in _KEEPERS or (self._is_offload and receiver == "after")
+            keeps = name == "append" and is_kept
             joins = name == "join" and "checkpoints/" in self._path
             if keeps or joins or (name in ("wait", "result") and not receiver.endswith("link")):
                 self._add(call, "None")

@@ -56,6 +56,7 @@ class HangWatch:
     """Watches ranks from the beginning to the end of a `with` block, and kills them if they hang.
 
     Args:
+        ranks: how many there are; before each of them has called `join`, the others may wait for it.
         idle_seconds: for how long all of them sleep before they are said to hang.
         most_processor_seconds: what all of them may compute together.
 
@@ -64,8 +65,9 @@ class HangWatch:
         found: how they hang, and in which functions of smpkit's they are; empty if they do not.
     """
 
-    def __init__(self, idle_seconds: float = 15.0, most_processor_seconds: float = 600.0) -> None:
+    def __init__(self, ranks: int, idle_seconds: float = 15.0, most_processor_seconds: float = 600.0) -> None:
         self.found = ""
+        self._num_ranks = ranks
         self._idle_seconds, self._most = idle_seconds, most_processor_seconds
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -85,7 +87,7 @@ class HangWatch:
         samples: deque[_Sample] = deque()
         while not self._is_over.wait(_PERIOD):
             ranks = _living(self.folder)
-            if not ranks:
+            if not ranks or len(_joined(self.folder)) < self._num_ranks:
                 samples.clear()
                 continue
             sample = _Sample(time.monotonic(), sum(map(_seconds_used, ranks)), any(map(_is_busy, ranks)))
@@ -110,10 +112,14 @@ def _are_asleep(samples: deque[_Sample]) -> bool:
     return num_busy <= _ASLEEP * len(samples) and last.used - first.used <= _ASLEEP * (last.time - first.time)
 
 
+def _joined(folder: str) -> dict[int, Path]:
+    """Return each rank's process, with the file for its stacks, in the order of the ranks."""
+    return {int(path.stem.partition("-")[2]): path for path in sorted(Path(folder).glob("*.stacks"))}
+
+
 def _living(folder: str) -> dict[int, Path]:
-    """Return each rank's process that lives, with the file for its stacks, in the order of the ranks."""
-    files = {int(path.stem.partition("-")[2]): path for path in sorted(Path(folder).glob("*.stacks"))}
-    return {process: path for process, path in files.items() if _stat(process)[:1] not in ([], ["Z"], ["X"])}
+    """Return those of them that live."""
+    return {process: path for process, path in _joined(folder).items() if _stat(process)[:1] not in ([], ["Z"], ["X"])}
 
 
 def _stat(process: int, thread: str = "") -> list[str]:

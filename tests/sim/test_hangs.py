@@ -19,7 +19,7 @@ def wait_for_each_other(folder: str) -> None:
 
 
 def test_ranks_that_wait_for_each_other_hang() -> None:
-    with HangWatch(idle_seconds=1) as watched, pytest.raises(RankFailed, match="died without a traceback"):
+    with HangWatch(2, idle_seconds=1) as watched, pytest.raises(RankFailed, match="died without a traceback"):
         run_ranks(wait_for_each_other, 2, watched.folder)
     how, first, second = watched.found.split("; ")
     assert how == "all sleep"
@@ -34,7 +34,7 @@ def ask_without_end(folder: str) -> None:
 
 
 def test_a_rank_that_asks_without_end_hangs() -> None:
-    watch = HangWatch(most_processor_seconds=0.5)
+    watch = HangWatch(1, most_processor_seconds=0.5)
     with watch as watched, pytest.raises(RankFailed, match="died without a traceback"):
         run_ranks(ask_without_end, 1, watched.folder)
     assert watched.found.startswith("they have computed for ")
@@ -55,6 +55,19 @@ def be_starved(folder: str, seconds: float) -> None:
 
 
 def test_a_rank_that_gets_no_processor_does_not() -> None:
-    with HangWatch(idle_seconds=0.6) as watched:
+    with HangWatch(1, idle_seconds=0.6) as watched:
         run_ranks(be_starved, 2, watched.folder, 2.0)
+    assert not watched.found
+
+
+def come_late(folder: str, seconds: float) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(seconds)
+    join(folder)
+    smp.init({})
+
+
+def test_ranks_that_wait_for_one_that_has_not_come_yet_do_not() -> None:
+    with HangWatch(2, idle_seconds=0.6) as watched:
+        run_ranks(come_late, 2, watched.folder, 2.0)
     assert not watched.found

@@ -374,7 +374,7 @@ class _StepRunner:
         for message in messages:
             microbatch = self.microbatches[message.microbatch]
             if not microbatch.diverged and (message.backward or message.microbatch not in self.outputs):
-                self._transport.post_message(message)
+                self._transport.post(message)
 
     def _resume_forward(self, index: int, segment: int) -> None:
         """Run a segment of a microbatch's forward, which has a thread of its own."""

@@ -175,7 +175,10 @@ def _measure_link(stage: StageContext, num_bytes: int) -> tuple[float, float]:
     """
     # Messages go through the transport as values do, but are not recorded: they are not part of the step.
     found = (0.0, 0.0)
-    recorder, stage.transport.recorder = stage.transport.recorder, None
+    transport = stage.transport
+    recorder, transport.recorder = transport.recorder, None
+    transport.follow(None)
+    transport.awaits_data = True
     for parity in (0, 1):
         pings = stage.rank % 2 == parity
         peer = stage.rank + 1 if pings else stage.rank - 1
@@ -185,7 +188,8 @@ def _measure_link(stage: StageContext, num_bytes: int) -> tuple[float, float]:
         full_seconds = _ping(stage, peer, max(num_bytes, 1), first=pings)
         if pings:
             found = empty_seconds, max(0.0, full_seconds - empty_seconds) / max(num_bytes, 1)
-    stage.transport.recorder = recorder
+    transport.end_messages()
+    transport.recorder = recorder
     return found
 
 
@@ -198,14 +202,11 @@ def _ping(stage: StageContext, peer: int, num_bytes: int, *, first: bool) -> flo
     back = P2PTransfer(_PING, peer, stage.rank, 0, 0, spec)
     seconds = []
     for _ in range(_NUM_PINGS):
-        stage.synchronize()
         start = time.perf_counter()
         if first:
             transport.send(message, 0, to)
         transport.receive(0, back)
         if not first:
             transport.send(message, 0, to)
-        stage.synchronize()
-        transport.flush()
         seconds.append((time.perf_counter() - start) / 2)
     return statistics.median(seconds)

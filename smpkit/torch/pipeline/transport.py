@@ -230,12 +230,8 @@ class Transport:
                 gradient = permute_to_memory(gradient, transfer.spec.order)
         self._send_message(gradient, self._message(microbatch, transfer, True))
 
-    def post(self, microbatch: int, transfer: P2PTransfer, *, backward: bool) -> None:
+    def post(self, message: Message) -> None:
         """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
-        self.post_message(self._message(microbatch, transfer, backward))
-
-    def post_message(self, message: Message) -> None:
-        """Start a receive, as `post` does."""
         tag = self._first_tag + message.tag & _TAGS
         if tag in self._posted:
             return
@@ -523,18 +519,22 @@ class Transport:
         for peer in self._others:
             self._release_sent(peer)
 
-    def end_step(self) -> None:
-        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+    def end_messages(self) -> None:
+        """Wait until everything that was sent has arrived; what follows goes through the hosts."""
         # Messages that nobody has taken must be received all the same: their senders wait for it.
         while self._uses_channels and self._expected:
             self._begin_next_receive()
         self.flush()
+        self._discard_untaken()
+        self._uses_channels = False
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        self.end_messages()
         self._buffers.trim()
         if self._channels is not None and (count := self._channels.pool.num_unplanned):
             self._channels.pool.num_unplanned = 0
             _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
-        self._discard_untaken()
-        self._uses_channels = False
 
     def abandon(self, num_microbatches: int, *, on_all_ranks: bool = True) -> None:
         """Forget an interrupted step, so that none of its messages is taken for one of the next step.

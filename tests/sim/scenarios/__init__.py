@@ -4,7 +4,7 @@
 with one synchronisation of the product left out: then one of them must have a race, a wrong value or an error.
 """
 
-from tests.sim.scenarios import activations, automatic, offload_model, ranks, steps  # noqa: F401 - each adds its own
+from tests.sim.scenarios import activations, automatic, measured, offload_model, ranks, steps  # noqa: F401 - each adds its own
 from tests.sim.scenarios.common import SCENARIOS, Scenario, run_scenario
 
 __all__ = ["SCENARIOS", "Scenario", "run_scenario"]

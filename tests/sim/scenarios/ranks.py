@@ -19,6 +19,7 @@ from smpkit.torch.offload import accelerator
 from tests.sim.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order
 from tests.sim.scenarios.steps import smp_fails, smp_step
 from tests.torch import small_steps
+from tests.torch.pipeline import test_channel_order
 
 
 def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
@@ -125,6 +126,87 @@ def trained_after_an_exception() -> list[Tensor]:
     return found
 
 
+class Halves(nn.Module):
+    """Two layers, which lie on a rank each; returns what both have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        return first, self.second(first)
+
+
+@smp.step
+def both_halves(model: Any, x: Tensor) -> Tensor:
+    """Run one microbatch."""
+    loss = model(x)[1].square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluated_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value that went from one rank to the other, and what became of it."""
+    first, second = model(x)
+    return first, second
+
+
+@smp.step
+def second_half(model: Any, x: Tensor) -> Tensor:
+    """Return what the second rank makes, which then waits for nothing of the first."""
+    second: Tensor = model(x)[1]
+    return second
+
+
+@smp.step
+def no_half(model: Any, x: Tensor) -> None:
+    """Raise before a rank asks the other for anything but its batch."""
+    raise ZeroDivisionError
+
+
+def trained_with_waits_of_others() -> list[Tensor]:
+    """Return the weights after steps behind each of which ranks wait for each other without a pipeline's message.
+
+    What an evaluation returns is written to at once.
+    """
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = Halves()
+    smp.set_partition(module.second, 1)
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for number in range(4):
+        x = small_steps.batch(number).to(DEVICE) * 1.5
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                no_half(model, x)
+            smp.barrier()
+        optimizer.zero_grad()
+        found += both_halves(model, x).outputs
+        smp.barrier()
+        optimizer.step()
+        with torch.no_grad():
+            first, second = evaluated_halves(model, x)
+        for each in first.outputs:
+            each.zero_()
+        with torch.no_grad():
+            found += [*second.outputs, *second_half(model, x).outputs]
+        smp.barrier()
+    found = [each.detach().cpu() for each in [*found, *(each for _, each in model.local_named_parameters())]]
+    smp.shutdown()
+    return found
+
+
+def over_a_model_of_nccl() -> None:
+    """Send messages over connections of which any may start first, which the simulated device does not do."""
+    for seed in range(3):
+        test_channel_order.play(seed)
+
+
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
     if run not in _in_order:
@@ -156,10 +238,13 @@ for _kind in ("pipeline", "interleaved"):
     add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
 _run = partial(same_as_in_order, trained_after_an_exception)
 add("ranks, pipeline, an exception", _run, ranks=2, is_quick=True)
+_run = partial(same_as_in_order, trained_with_waits_of_others)
+add("ranks, pipeline, waits of others", _run, ranks=2)
 for _horizon in (2, "auto"):
     _trains = partial(trained_offloaded, _horizon)
     _run = partial(same_as_in_order, _trains)
     add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
 add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
+add("ranks, pipeline, over a model of NCCL", over_a_model_of_nccl)
 _run = partial(same_as_in_order, trained_on_uneven_inputs)
 add("ranks, data, uneven inputs", _run, ranks=2)

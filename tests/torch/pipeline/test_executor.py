@@ -332,13 +332,13 @@ def posted_ahead() -> list[str]:
     for _ in range(5):
         train_step(model, inputs)
     transport, events = executor().stage.transport, list[str]()
-    post = transport.post_message
+    post = transport.post
 
     def noted(message: Message) -> None:
         events.append(f"post {'B' if message.backward else 'F'}{message.microbatch}")
         post(message)
 
-    transport.post_message = noted  # type: ignore[method-assign]
+    transport.post = noted  # type: ignore[method-assign]
     executor().recorder = lambda kind, segment, microbatch, start_ns, end_ns: events.append(f"{kind}{microbatch}")
     train_step(model, inputs)
     smp.shutdown()

@@ -174,7 +174,7 @@ def end_with_a_new_schedule() -> str:
     replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
     model = start(2, 8, active_microbatches=8)
     train_step(model, torch.randn(16, WIDTH))
-    transport = executor().stage.transport
+    transport: Any = executor().stage.transport
     receive = transport.receive_object
 
     def late(source: int, what: str, *rest: Any) -> Any:

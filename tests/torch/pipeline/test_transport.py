@@ -100,9 +100,9 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
         back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
         got = [gradient.tolist() for gradient in back if gradient is not None]
     else:
-        transport.post(0, move_of(5), backward=False)
-        transport.post(1, move_of(5), backward=False)
-        transport.post(1, move_of(5), backward=False)  # posted already
+        transport.post(Message(1, 0, move_of(5), False))
+        transport.post(Message(1, 1, move_of(5), False))
+        transport.post(Message(1, 1, move_of(5), False))  # posted already
         got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
         for microbatch in (0, 1):
             transport.send_gradient(value() * 10 + microbatch, microbatch, move_of(5))
@@ -218,7 +218,7 @@ def abandons(times: int) -> list[list[list[float]]]:
         if smp.pp_rank() == 0:
             transport.send(value() + turn, 0, move_of(0))
         else:
-            transport.post(0, move_of(1), backward=False)
+            transport.post(Message(1, 0, move_of(1), False))
         transport.abandon(1)
     if smp.pp_rank() == 0:
         transport.send(value() * 7, 0, move_of(0))
@@ -248,7 +248,7 @@ def gives_up_sooner() -> list[list[float]]:
         transport.send(value(), 0, move_of(0))
         transport.flush()
     else:
-        transport.post(0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
+        transport.post(Message(1, 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), False))
         transport.abandon(1)
         smp.barrier()
         found = transport.receive(0, move_of(0)).tolist()
