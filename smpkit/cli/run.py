@@ -68,7 +68,7 @@ class _DockerOptions:
     "--interrupt-after",
     type=SECONDS,
     metavar="SECONDS",
-    help="With --docker: rehearse a spot interruption so long after the first output, then go on from the checkpoints.",
+    help="With --docker: rehearse a spot interruption so long after the script's first output, then go on.",
 )
 @click.option("--gpus", is_flag=True, help="With --docker: give the containers this machine's GPUs.")
 @recipe_options

@@ -37,11 +37,6 @@ from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
 __all__ = ["DistributedOptimizer"]
 
 
-def _set_inside(name: str) -> Callable[[Any, Any], None]:
-    """Return the setter of a property that is an attribute of the optimizer inside."""
-    return lambda self, value: setattr(self.optimizer, name, value)
-
-
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrap an optimizer for training under an SMP v1 configuration (the class of the same name in SMP v1).
 
@@ -119,9 +114,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    param_groups: Any = property(lambda self: self.optimizer.param_groups, _set_inside("param_groups"))
-    state: Any = property(lambda self: self.optimizer.state, _set_inside("state"))
-    defaults: Any = property(lambda self: getattr(self.optimizer, "defaults", {}), _set_inside("defaults"))
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = getattr(self.optimizer, "defaults", {})
+        return defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

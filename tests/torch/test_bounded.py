@@ -111,13 +111,16 @@ def train_offload_model(count: int) -> dict[str, tuple[int, int]]:
     return train_many(begin_offload_model().step, count)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.full)])
+COUNTS = [20, pytest.param(1000, marks=(pytest.mark.full, pytest.mark.timeout(700)))]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", ["interleaved", "tensor", "data, sharded state", "activations offloaded"])
 def test_nothing_grows_with_the_number_of_shapes(name: str, count: int) -> None:
     assert run_ranks(train_kind, KINDS[name].ranks, name, count, timeout=600) == [{}] * KINDS[name].ranks
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", COUNTS)
 def test_nothing_of_an_offload_model_grows_with_the_number_of_shapes(count: int) -> None:
     assert run_ranks(train_offload_model, 1, count, timeout=600) == [{}]
 

@@ -76,8 +76,8 @@ def run_in_docker(
     Args:
         folder: that of the run, which exists; for results where the job file names no place.
         show: is given the output, line by line, from several threads but one at a time.
-        interrupt_after: seconds after the first line of output, when the script is at work, until the containers are
-            stopped as if spot instances were taken away; new ones then go on with nothing but the checkpoints.
+        interrupt_after: seconds after the first line of the script until the containers are stopped as if spot
+            instances were taken away; new ones then go on with nothing but the checkpoints.
 
     Raises:
         LaunchError: there is no Docker, or the containers could not be started.
@@ -156,7 +156,9 @@ class _Attempt:
     def _read(self, host: str, stream: str, pipe: IO[bytes]) -> None:
         for line in pipe:
             with self._lock:
-                self._spoke_at = self._spoke_at or time.monotonic()
+                # What starts the ranks speaks, too, on stderr: on a busy machine long before the script is at work.
+                if stream == "out" or line.startswith(b"[rank ") or self._run.plan.job.is_shell_script:
+                    self._spoke_at = self._spoke_at or time.monotonic()
                 self._show(host, stream, line.decode("utf-8", errors="replace").rstrip("\r\n"))
         pipe.close()
 

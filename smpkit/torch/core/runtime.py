@@ -97,17 +97,11 @@ class WrappedOptimizer(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
-def _attribute(read: Callable[[State], Any]) -> Any:
-    """Return a property of a State.
-
-    It looks at `runtime` itself, and lets `_ready` raise if there is none: one frame less, for what is asked for often.
-    A function, not an `attrgetter`, which torch.compile cannot trace.
-    """
-    return property(read)
-
-
 class State:
-    """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`."""
+    """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`.
+
+    What is asked for often looks at `runtime` itself, and lets `_ready` raise only if there is none: one frame less.
+    """
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -150,32 +144,70 @@ class State:
             )
         return self.runtime
 
-    cfg: ModelParallelConfig = _attribute(lambda self: (self.runtime or self._ready).cfg)
-    """The evaluated configuration, with defaults filled in."""
-    mesh: Mesh = _attribute(lambda self: (self.runtime or self._ready).mesh)
-    """The grid of all ranks."""
-    launch: Launch = _attribute(lambda self: (self.runtime or self._ready).launch)
-    """What the launcher told this process."""
-    rank: int = _attribute(lambda self: (self.runtime or self._ready).launch.rank)
-    """Global rank."""
-    size: int = _attribute(lambda self: (self.runtime or self._ready).launch.world_size)
-    """How many ranks the job has."""
-    local_rank: int = _attribute(lambda self: (self.runtime or self._ready).launch.local_rank)
-    """Rank among those of this host."""
-    local_size: int = _attribute(lambda self: (self.runtime or self._ready).launch.local_size)
-    """How many ranks this host has."""
-    object_group: dist.ProcessGroup = _attribute(lambda self: (self.runtime or self._ready).objects)
-    """All ranks, for CPU tensors."""
-    mp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.mp_size)
-    """How many ranks together hold one model."""
-    dp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.dp_size)
-    """How many ranks hold (parts of) the same pipeline partition."""
-    pp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.pp_size)
-    """How many pipeline partitions there are."""
-    tp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.tp_size)
-    """How many ranks share distributed modules."""
-    rdp_size: int = _attribute(lambda self: (self.runtime or self._ready).mesh.rdp_size)
-    """How many exact replicas there are."""
+    @property
+    def cfg(self) -> ModelParallelConfig:
+        """The evaluated configuration, with defaults filled in."""
+        return (self.runtime or self._ready).cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of all ranks."""
+        return (self.runtime or self._ready).mesh
+
+    @property
+    def launch(self) -> Launch:
+        """What the launcher told this process."""
+        return (self.runtime or self._ready).launch
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return (self.runtime or self._ready).launch.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the job has."""
+        return (self.runtime or self._ready).launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among those of this host."""
+        return (self.runtime or self._ready).launch.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this host has."""
+        return (self.runtime or self._ready).launch.local_size
+
+    @property
+    def object_group(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return (self.runtime or self._ready).objects
+
+    @property
+    def mp_size(self) -> int:
+        """How many ranks together hold one model."""
+        return (self.runtime or self._ready).mesh.mp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks hold (parts of) the same pipeline partition."""
+        return (self.runtime or self._ready).mesh.dp_size
+
+    @property
+    def pp_size(self) -> int:
+        """How many pipeline partitions there are."""
+        return (self.runtime or self._ready).mesh.pp_size
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share distributed modules."""
+        return (self.runtime or self._ready).mesh.tp_size
+
+    @property
+    def rdp_size(self) -> int:
+        """How many exact replicas there are."""
+        return (self.runtime or self._ready).mesh.rdp_size
 
     @property
     def timeout(self) -> timedelta:
