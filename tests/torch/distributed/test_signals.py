@@ -35,10 +35,11 @@ def _handlers() -> Iterator[None]:
 def started(script: str, tmp_path: Path, *, fresh: bool = False) -> Iterator[Script | subprocess.Popen[str]]:
     """Run a script that waits to be stopped, and send it SIGTERM once it says `ready`; with `fresh` as users do."""
     path = tmp_path / "script.py"
-    # Not printed: the signal could come while that lasts, in which a callback must not print.
+    # Not printed: the signal could come while that lasts, in which a callback must not print. And many short sleeps:
+    # Python notes a signal that comes just before a sleep only after it.
     head, tail = (
         "import os, time\nfrom smpkit.torch.distributed.signals import on_stop",
-        "os.write(1, b'ready\\n')\ntime.sleep(600)",
+        "os.write(1, b'ready\\n')\nfor _ in range(6000): time.sleep(0.1)",
     )
     path.write_text(f"{head}\n{script}\n{tail}\n")
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
