@@ -33,7 +33,7 @@ def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
     }
     assert 0 < found.action_seconds < 1
     assert 0 < found.operation_seconds < 0.01
-    assert 0 <= found.split_seconds < 0.1  # a difference of two times, which noise may hide
+    assert 0 < found.split_seconds < 0.1
     assert found.elementwise_bytes_per_second > 1e6
     # 16 MiB take longer than 4 KiB, and a copy of all of it within memory is faster than a message.
     assert found.messages[-1].seconds > found.messages[0].seconds

@@ -148,6 +148,9 @@ def asked_before() -> None:
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             assert whole.angle().dtype is dtype
+            assert (whole / 2).dtype is dtype
+            assert (whole * 2.5).dtype is dtype
+            assert (whole * 2).dtype is torch.int64
     finally:
         torch.set_default_dtype(default)
     assert whole[:1].angle().shape == (1, 2)
@@ -159,10 +162,13 @@ def asked_before() -> None:
         for size in (2, 3):
             assert functional.adaptive_avg_pool2d(a.view(1, 2, 3), size).shape == (1, size, size)
         for dim, size in ((0, 3), (1, 2)):
+            assert a.sum(dim).shape == (size,)
             out = torch.empty(0, device="sim")
             torch.sum(a, dim, out=out)
             assert out.shape == (size,)
             assert out.cpu().equal(a.cpu().sum(dim))
+        assert (a @ a.T).shape == (2, 2)
+        assert (a.T @ a).shape == (3, 3)
         assert a[a > 2].shape == (3,)
         with pytest.raises(RuntimeError, match=r"tensor size|size mismatch|cannot be multiplied"):
             a @ a

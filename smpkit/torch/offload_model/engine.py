@@ -123,7 +123,7 @@ class SliceEngine:
         self.slices = [Slice(shard, each, device) for shard, each in zip(shards, weights, strict=True)]
         self.parameters = list(dict.fromkeys(p for each in weights for p in each.layout.parameters))
         self.device_weights = DeviceWeights(weights, device, transfers, prefetch=prefetch, in_place=in_place)
-        self.gradients: InPlaceGradients
+        self.gradients: BufferedGradients | InPlaceGradients
         if in_place:
             self.gradients = InPlaceGradients(weights)
         else:

@@ -12,7 +12,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -43,66 +43,8 @@ class GradientCopy:
     """Norm of all of them, computed on the device, where that is fastest; None unless requested."""
 
 
-class InPlaceGradients:
-    """Collects the gradients of slices where the device is the host: there is nothing to copy.
-
-    Args:
-        slices: the weights of all slices.
-    """
-
-    def __init__(self, slices: Sequence[SliceWeights]) -> None:
-        self.wants_norm = False
-        """Whether an optimizer clips by the norm."""
-        self.keeps_sparse = False
-        """Whether sparse gradients stay sparse; may change between backwards."""
-        self._slices = slices
-
-    def reserve(self) -> None:
-        """Do nothing: autograd allocates gradients."""
-
-    def prepare(self) -> None:
-        """Do nothing."""
-
-    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
-        """Clear the device parameters' gradients: a backward that failed may have left some."""
-        del index
-        for device_parameter in device_parameters:
-            device_parameter.grad = None
-
-    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
-        """Take the slice's gradients."""
-        flat, sparse = {}, {}
-        for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
-            gradient, device_parameter.grad = device_parameter.grad, None
-            if gradient is not None and gradient.is_sparse and self.keeps_sparse:
-                sparse[parameter] = gradient
-            elif gradient is not None:
-                flat[parameter] = gradient.to_dense().reshape(-1)
-        return GradientCopy(index, flat, DONE, sparse, _norm(list(flat.values())) if self.wants_norm else None)
-
-    def wait_by_parameter(
-        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return gradients that have arrived by parameter, summed over the slices that use it."""
-        found: dict[int, Tensor] = {}
-        for gradient_copy in gradient_copies:
-            for parameter, computed in itertools.chain(gradient_copy.flat.items(), gradient_copy.sparse.items()):
-                is_flat = computed.dim() == 1  # and padded
-                gradient = computed[: parameter.numel()].view(parameter.shape) if is_flat else computed
-                gradient = gradient.to(parameter.dtype)
-                key = id(parameter)
-                known = found.get(key)
-                found[key] = gradient if known is None else _sum(known, gradient)
-        return [found.get(id(parameter)) for parameter in parameters]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers on the device."""
-        return 0
-
-
-class BufferedGradients(InPlaceGradients):
-    """Collects the gradients of slices in buffers on the device, and copies them to the host.
+class BufferedGradients:
+    """Collects the gradients of slices.
 
     Args:
         slices: the weights of all slices.
@@ -114,7 +56,11 @@ class BufferedGradients(InPlaceGradients):
     def __init__(
         self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostBuffers
     ) -> None:
-        super().__init__(slices)
+        self.wants_norm = False
+        """Whether an optimizer clips by the norm."""
+        self.keeps_sparse = False
+        """Whether sparse gradients stay sparse; may change between backwards."""
+        self._slices = slices
         self._device = device
         self._transfers = transfers
         self._memory = memory
@@ -220,7 +166,7 @@ class BufferedGradients(InPlaceGradients):
         """Wait for gradients, and return them by parameter, summed over the slices that use it."""
         for gradient_copy in gradient_copies:
             self._transfers.link.synchronize(gradient_copy.event, f"the gradients of slice {gradient_copy.index}")
-        return super().wait_by_parameter(gradient_copies, parameters)
+        return _by_parameter(gradient_copies, parameters)
 
     def _host_buffer(self, num_bytes: int) -> Tensor:
         """Return host memory that no other tensor shares any more, such as a parameter's `.grad`."""
@@ -236,7 +182,67 @@ class BufferedGradients(InPlaceGradients):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the buffers on the device."""
         return sum(buffer.nbytes for buffer in self._buffers)
+
+
+class InPlaceGradients:
+    """Collects the gradients of slices where the device is the host: there is nothing to copy.
+
+    Args:
+        slices: the weights of all slices.
+    """
+
+    num_bytes: Final = 0
+
+    def __init__(self, slices: Sequence[SliceWeights]) -> None:
+        self.wants_norm = False
+        """Whether an optimizer clips by the norm."""
+        self.keeps_sparse = False
+        """Whether sparse gradients stay sparse; may change between backwards."""
+        self._slices = slices
+
+    def reserve(self) -> None:
+        """Do nothing: autograd allocates gradients."""
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
+        """Clear the device parameters' gradients: a backward that failed may have left some."""
+        del index
+        for device_parameter in device_parameters:
+            device_parameter.grad = None
+
+    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
+        """Take the slice's gradients."""
+        flat, sparse = {}, {}
+        for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
+            gradient, device_parameter.grad = device_parameter.grad, None
+            if gradient is not None and gradient.is_sparse and self.keeps_sparse:
+                sparse[parameter] = gradient
+            elif gradient is not None:
+                flat[parameter] = gradient.to_dense().reshape(-1)
+        return GradientCopy(index, flat, DONE, sparse, _norm(list(flat.values())) if self.wants_norm else None)
+
+    def wait_by_parameter(
+        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return gradients by parameter, summed over the slices that use it."""
+        return _by_parameter(gradient_copies, parameters)
+
+
+def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    found: dict[int, Tensor] = {}
+    for gradient_copy in gradient_copies:
+        for parameter, computed in itertools.chain(gradient_copy.flat.items(), gradient_copy.sparse.items()):
+            is_flat = computed.dim() == 1  # and padded
+            gradient = computed[: parameter.numel()].view(parameter.shape) if is_flat else computed
+            gradient = gradient.to(parameter.dtype)
+            key = id(parameter)
+            known = found.get(key)
+            found[key] = gradient if known is None else _sum(known, gradient)
+    return [found.get(id(parameter)) for parameter in parameters]
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
