@@ -23,9 +23,9 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from tests.goldens import adapter
 from tests.goldens.items import DETAIL, Items
+from tests.models import CASES, Case
 from tests.ranks import run_ranks
 from tests.transparency import checkpointed_models, models
-from tests.transparency.pipeline_models import CASES, Case
 
 __all__ = ["collect", "machine", "settings"]
 

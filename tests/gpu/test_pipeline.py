@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from smpkit.torch.offload.accelerator import AcceleratorLink
 from tests.gpu.device import gpu, sleep
 from tests.gpu.ranks import run_on_gpu
+from tests.models import CASES, Case
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 from tests.transparency.checkpointed_models import Variant, differences
 from tests.transparency.checkpointed_models import train as train_checkpointed
-from tests.transparency.pipeline_models import CASES, Case
 from tests.transparency.test_pipeline_schedules import SHAPES
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tests.models import Case
 from tests.sim.on_sim import naming
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
-from tests.transparency.pipeline_models import Case
 
 __all__ = ["on_device", "train_all"]
 

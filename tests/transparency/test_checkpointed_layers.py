@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_seq
 
 import smpkit.torch as smp
 from smpkit.torch import checkpoint, checkpoint_sequential
+from tests import models as hugging_face
+from tests.models import WIDTH, Case, block, mse_step, tokens, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
-from tests.transparency import huggingface_models as hugging_face
-from tests.transparency.pipeline_models import WIDTH, Case, block, mse_step, tokens, vectors
 
 Call = Callable[..., Any]
 SETUP = Setup(microbatches=4, batches=(8, 8))

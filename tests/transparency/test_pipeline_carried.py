@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, UsageError
 from smpkit.torch.distributed import deadline
+from tests.models import WIDTH, Case, block, doubled, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, place, run_all
-from tests.transparency.pipeline_models import WIDTH, Case, block, doubled, mse_step, vectors
 
 # Each of the two ranks is visited three times, by two microbatches that would be there at the same time.
 SETUPS = [Setup(4, "interleaved", -1, (8, 8, 8)), Setup(4, "simple", -1, (8, 8)), Setup(4, "zero_bubble", -1, (8, 8))]

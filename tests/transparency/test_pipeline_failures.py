@@ -21,8 +21,8 @@ import smpkit.torch as smp
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch.distributed import deadline
 from tests.deadlines import facts, wait_shortly
+from tests.models import WIDTH, block
 from tests.ranks import run_ranks
-from tests.transparency.pipeline_models import WIDTH, block
 
 MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""

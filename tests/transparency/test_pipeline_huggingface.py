@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models import LENGTH, TOKENS, Case, image_step, tokens
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.huggingface_models import image_step
-from tests.transparency.pipeline_models import LENGTH, TOKENS, Case, tokens
 
 SETUPS = [Setup(4, "interleaved", -1, (8, 8)), Setup(1, "simple", None, (8, 4))]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -19,8 +19,8 @@ import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch.pipeline import batch_broadcast
+from tests.models import WIDTH, block
 from tests.ranks import run_ranks
-from tests.transparency.pipeline_models import WIDTH, block
 
 STEPS = 3
 

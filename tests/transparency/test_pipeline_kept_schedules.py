@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
+from tests.models import TOKENS, WIDTH, Case, block, tokens
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, compare
-from tests.transparency.pipeline_models import TOKENS, WIDTH, Case, block, tokens
 
 SETUP = Setup(4, seed=-1, batches=(8, 8, 8, 8, 8))
 

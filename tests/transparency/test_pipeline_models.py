@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.models import CASES, HUGGING_FACE, Case
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, build, run_all
-from tests.transparency.huggingface_models import CASES as HUGGING_FACE
-from tests.transparency.pipeline_models import CASES, Case
 
 MODELS = {**CASES, **HUGGING_FACE}
 DEGREES, MICROBATCHES, PIPELINES, REPLICAS = (1, 2, 4), (1, 4, 8), ("interleaved", "simple"), (1, 2)

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.step import collate
+from tests.models import Case, Loop, Normed, gpt2, mse_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import (
     Plain,
@@ -32,8 +33,6 @@ from tests.torch.pipeline.training import (
     trace_of,
     world,
 )
-from tests.transparency.huggingface_models import gpt2
-from tests.transparency.pipeline_models import Case, Loop, Normed, mse_step, tokens, vectors
 
 MICROBATCHES = 2
 

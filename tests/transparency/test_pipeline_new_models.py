@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.models import Case, image_step
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.huggingface_models import image_step
-from tests.transparency.pipeline_models import Case
 from tests.transparency.test_pipeline_huggingface import (
     BERT,
     GROUPED,

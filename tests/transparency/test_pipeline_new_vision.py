@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models import LENGTH, TOKENS, Case, image_step
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.huggingface_models import image_step
-from tests.transparency.pipeline_models import LENGTH, TOKENS, Case
 from tests.transparency.test_pipeline_huggingface import BERT, NO_DROPOUT, PATCHES, PICTURES, family, pictures
 
 SETUPS = [Setup(2, "interleaved", -1, (8, 8)), Setup(2, "simple", None, (8, 8))]

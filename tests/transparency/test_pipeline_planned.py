@@ -25,10 +25,10 @@ from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
 from smpkit.torch.placement.trace import measure_units, units_of
+from tests.models import Case
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, batch, build, part, place, world
 from tests.transparency import test_pipeline_huggingface, test_pipeline_new_models
-from tests.transparency.pipeline_models import Case
 from tests.transparency.test_pipeline_models import MODELS
 
 MICROBATCHES = 2

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
+from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, Trace, batch, build, train, world
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
 
 
 class Recomputed(nn.Module):

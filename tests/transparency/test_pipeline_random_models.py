@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models import WIDTH, Case, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
-from tests.transparency.pipeline_models import WIDTH, Case, vectors
 
 # No shrinking: each attempt starts ranks, and a failure that hangs would take its deadline again and again.
 FEW = settings(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models import TOKENS, WIDTH, Case, block, mse_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import TOKENS, WIDTH, Case, block, mse_step, tokens, vectors
 
 
 class Experts(nn.Module):

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
-from tests.transparency.huggingface_models import CASES as HUGGING_FACE
-from tests.transparency.pipeline_models import (
+from tests.models import (
     CASES,
+    HUGGING_FACE,
     TOKENS,
     WIDTH,
     Case,
@@ -26,6 +24,8 @@ from tests.transparency.pipeline_models import (
     tokens,
     vectors,
 )
+from tests.ranks import run_ranks
+from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
 
 
 def setups(pipeline: str, virtual: tuple[int, ...], microbatches: tuple[int, ...]) -> tuple[Setup, ...]:

@@ -19,9 +19,9 @@ import smpkit.torch as smp
 from smpkit.errors import RemoteError, SmpkitError, UsageError
 from smpkit.torch.distributed import deadline
 from smpkit.torch.step import StepOutput, collate
+from tests.models import WIDTH, SharesInside
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Plain, part, place
-from tests.transparency.pipeline_models import WIDTH, SharesInside
 
 MICROBATCHES = 2
 

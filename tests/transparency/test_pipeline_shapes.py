@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 
+from tests.models import LENGTH, WIDTH, Case, block
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import LENGTH, WIDTH, Case, block
 
 SETUPS = [Setup(3, "interleaved", None, (9, 9)), Setup(2, "simple", 11, (8, 4))]
 

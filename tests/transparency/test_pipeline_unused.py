@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
+from tests.models import WIDTH, Case, block, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Plain, Setup, batch, build, part, place, run_all, world
-from tests.transparency.pipeline_models import WIDTH, Case, block, vectors
 
 SETUPS = [
     *[Setup(2, pipeline, -1, (4, 4)) for pipeline in ("simple", "interleaved", "zero_bubble")],

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
 
 SETUPS = [
     Setup(3, "interleaved", None, (9, 9)),

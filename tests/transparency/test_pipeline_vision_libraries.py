@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models import Case
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import Case
 from tests.vision_libraries import MISSING, import_torchvision
 
 SETUPS = [Setup(2, "interleaved", -1, (8, 8)), Setup(2, "simple", None, (8, 8))]

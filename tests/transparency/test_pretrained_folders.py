@@ -13,8 +13,8 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
+from tests.models import gpt2, llama
 from tests.ranks import run_ranks
-from tests.transparency.huggingface_models import gpt2, llama
 
 
 @pytest.fixture(autouse=True)

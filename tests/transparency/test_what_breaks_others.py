@@ -17,11 +17,9 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.huggingface_models import CASES as HUGGING_FACE
-from tests.transparency.pipeline_models import (
+from tests.models import (
     CASES,
+    HUGGING_FACE,
     LENGTH,
     TOKENS,
     WIDTH,
@@ -31,6 +29,8 @@ from tests.transparency.pipeline_models import (
     token_step,
     vectors,
 )
+from tests.ranks import run_ranks
+from tests.torch.pipeline.training import Setup, run_all
 
 MODELS = "tests/transparency/test_pipeline_models.py::test_a_model_trains_as_in_one_process"
 MODES = "tests/transparency/test_pipeline_modes.py::test_modes_in_turn_give_what_plain_pytorch_gives"

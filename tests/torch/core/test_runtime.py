@@ -16,9 +16,9 @@ import smpkit.torch as smp
 from smpkit.errors import ConfigError, DeadlineError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import extra_group, shutdown
+from tests.models import CASES
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import CASES
 
 QUERIES = ["rank", "size", "local_rank", "local_size"] + [
     f"{kind}_{what}" for kind in ("mp", "dp", "tp", "pp", "rdp") for what in ("rank", "size")

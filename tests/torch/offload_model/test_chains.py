@@ -17,7 +17,7 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload_model.counted_link import Traffic
-from tests.transparency.huggingface_models import gpt2, llama
+from tests.models import gpt2, llama
 
 CPU = torch.device("cpu")
 everywhere = pytest.mark.usefixtures("place")

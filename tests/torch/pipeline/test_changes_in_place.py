@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
 
 EVENLY = Setup(2, "interleaved", -1, (4, 4))
 """The first half of a model's units on the first rank, the other on the second."""

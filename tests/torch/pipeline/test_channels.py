@@ -26,11 +26,10 @@ from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
 from smpkit.torch.pipeline.transport import Transport
+from tests.models import CASES, HUGGING_FACE
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.test_rerecorded import train_diverging
 from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps, world
-from tests.transparency.huggingface_models import CASES as HUGGING_FACE
-from tests.transparency.pipeline_models import CASES
 
 VALUES = {
     0: torch.arange(6.0).view(2, 3),

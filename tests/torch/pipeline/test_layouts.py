@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
 
 SETUPS = [Setup(2, "interleaved", -1, (4, 4)), Setup(2, "zero_bubble", 5, (4, 4))]
 

@@ -16,10 +16,10 @@ from smpkit.errors import SmpkitError
 from smpkit.torch.distributed import deadline
 from smpkit.torch.pipeline import replan
 from smpkit.torch.pipeline.divergence import _compare, trace_mismatch
+from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_executor import executor
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
 
 MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""

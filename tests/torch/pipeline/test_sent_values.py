@@ -14,10 +14,10 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline.message_order import P2PTransfer
+from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.test_transport import open_transport
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
 
 NUM_MICROBATCHES = 6
 

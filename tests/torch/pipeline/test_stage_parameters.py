@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.distributed import deadline
+from tests.models import WIDTH
 from tests.ranks import run_ranks
-from tests.transparency.pipeline_models import WIDTH
 
 
 class Reads(nn.Module):

@@ -20,8 +20,8 @@ from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
+from tests.models import Case
 from tests.transparency.models import at_least
-from tests.transparency.pipeline_models import Case
 
 TOLERANCE = 1e-12  # float64; what differs is the order in which microbatches, users and ranks are added up
 
