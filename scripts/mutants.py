@@ -160,7 +160,7 @@ def make_map(only: Sequence[str], selection: Sequence[str]) -> int:
         (_site_packages(tree) / "mutants_folder.py").write_text(f"HITS = {hits!r}\n")
         workers = os.environ.get("SMPKIT_TEST_WORKERS", "2")
         command = ["-m", "pytest", "-q", "-p", "mutants_probe", "-n", workers, "--dist", "worksteal"]
-        command += ["-m", "not full and not docker", "-o", f"cache_dir={hits}/cache", "--basetemp", f"{hits}/tests"]
+        command += ["-m", "not slow and not docker", "-o", f"cache_dir={hits}/cache", "--basetemp", f"{hits}/tests"]
         command += selection
         subprocess.run([_python(tree), *command], cwd=tree, env=_environment(tree), check=False)
         found_now = _recorded(Path(hits), listed)

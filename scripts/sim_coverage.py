@@ -231,7 +231,7 @@ def main() -> int:
 def _run(tests: Sequence[str], folder: str, hits: Path) -> int:
     Path(folder, "sitecustomize.py").write_text("from scripts.sim_coverage import install\n\ninstall()\n")
     path = os.pathsep.join([folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not full and not docker", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow and not docker", *tests]
     environment = {**os.environ, "PYTHONPATH": path, _HITS: str(hits)}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

@@ -168,7 +168,7 @@ def test_no_git_means_no_commit(source: Path, monkeypatch: pytest.MonkeyPatch) -
 # --- builds -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_builds_are_equal_byte_for_byte(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "another folder"
     shutil.copytree(source, other)
@@ -185,7 +185,7 @@ def test_two_builds_are_equal_byte_for_byte(source: Path, tmp_path: Path) -> Non
     assert sums[0] == sums[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_wheel_and_sdist_install_into_an_empty_environment(source: Path, tmp_path: Path) -> None:
     """The sdist is built with what pip downloads for it, as a user's is, and still knows its commit."""
@@ -211,7 +211,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(source: Path, tmp_pat
     assert {FILE, "README.md", "hatch_build.py", "scripts/links.py", "examples/finetune/train.py"} <= names
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_editable_install_knows_todays_commit(source: Path, tmp_path: Path) -> None:
     """Without an index: dependencies are those of this environment."""
     run(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "env")

@@ -222,7 +222,7 @@ def on_node(index: int, container: dict[str, Any], base: str) -> None:
     os._exit(main(container["command"], {**os.environ, **written, **told}))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("aws")
 def test_nodes_train_and_a_report_shows_what_they_measured(tmp_path: Path) -> None:
     """moto starts no nodes. Two processes with a copy of its account are theirs: the launcher's whole way from S3."""

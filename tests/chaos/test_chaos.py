@@ -55,7 +55,7 @@ def label(seed: int) -> str:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.full) for seed in range(FIRST, LAST + 1)],
+    [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(FIRST, LAST + 1)],
     ids=label,
 )
 def test_a_job_survives(seed: int, tmp_path: Path, reference: Callable[[str], Path]) -> None:

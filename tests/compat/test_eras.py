@@ -176,13 +176,13 @@ def test_a_family_gives_what_plain_pytorch_gives(saved: Case, resumed: Case, tmp
     compare(tmp_path, saved, resumed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), MORE, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_more_families_give_what_plain_pytorch_gives(saved: Case, resumed: Case, tmp_path: Path) -> None:
     compare(tmp_path, saved, resumed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
 @pytest.mark.parametrize(("saved", "resumed"), [*FEW, *MORE[:6]], ids=lambda case: f"{case[0]}-{case[1]}")
 def test_families_in_half_precision(saved: Case, resumed: Case, half: str, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_families_in_half_precision(saved: Case, resumed: Case, half: str, tmp_p
     assert rest["losses"] == pytest.approx(whole["losses"][SAVED:], rel=0 if same else 0.03)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_family_through_compat(tmp_path: Path) -> None:
     model_type, ranks, settings = FEW[3][0]
     plain = train_plainly(tmp_path / "start", model_type, torch.float64)

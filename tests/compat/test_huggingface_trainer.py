@@ -65,7 +65,7 @@ def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
     _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pipeline_of_divided_modules_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     alone = _train(tmp_path)
     divided = {**PIPELINE, "tensor_parallel_degree": 2, "prescaled_batch": True}
@@ -73,7 +73,7 @@ def test_a_pipeline_of_divided_modules_trains_and_saves_as_one_process(tmp_path:
     _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     whole = _train(tmp_path, "--accumulate", "2", ranks=2, parameters=PIPELINE)
     resume = ("--resume", str(tmp_path / "out-2" / "checkpoint-3"))

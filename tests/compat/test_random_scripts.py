@@ -70,7 +70,7 @@ def test_a_random_script(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(seed, tmp_path, monkeypatch)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", MANY)
 def test_many_random_scripts(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(seed, tmp_path, monkeypatch, most_ranks=8 if seed % 5 == 0 else 4)

@@ -84,7 +84,7 @@ def test_gpt2(tmp_path: Path) -> None:
         torch.testing.assert_close(saved[name], weight, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gpt2_placed_by_hand_goes_on_from_a_partial_checkpoint(tmp_path: Path) -> None:
     more = {"manual_partition": 1, "shard_optimizer_state": 1, "offload_activations": 1, "save_at": 2}
     folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"))

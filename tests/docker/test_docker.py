@@ -116,10 +116,10 @@ MPI = [
 @pytest.mark.parametrize(
     ("hosts", "launcher"),
     [
-        pytest.param(1, TORCHRUN, id="1-torchrun", marks=pytest.mark.full),
+        pytest.param(1, TORCHRUN, id="1-torchrun", marks=pytest.mark.slow),
         pytest.param(2, MPI, id="2-mpirun"),
-        pytest.param(1, MPI, id="1-mpirun", marks=pytest.mark.full),
-        pytest.param(2, TORCHRUN, id="2-torchrun", marks=pytest.mark.full),
+        pytest.param(1, MPI, id="1-mpirun", marks=pytest.mark.slow),
+        pytest.param(2, TORCHRUN, id="2-torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_the_example_learns(image: str, tmp_path: Path, hosts: int, launcher: list[str]) -> None:
@@ -131,12 +131,12 @@ def test_the_example_learns(image: str, tmp_path: Path, hosts: int, launcher: li
     assert float(after) < float(before) - 0.5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_is_stopped_goes_on_as_everywhere(image: str, tmp_path: Path) -> None:
     a_job_that_is_stopped_goes_on(OnThisMachine(tmp_path, ("--docker",), {"image": image}))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_as_everywhere(image: str, tmp_path: Path) -> None:
     a_rank_that_fails_ends_all(OnThisMachine(tmp_path, ("--docker",), {"image": image}), "algo-2")
 
@@ -156,7 +156,7 @@ def test_a_host_that_is_killed_ends_the_other(image: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 130), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+    ("number", "code"), [(signal.SIGTERM, 130), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_stop_lets_the_script_save(image: str, tmp_path: Path, number: int, code: int) -> None:
     """Surprise 15: a launcher that is told to stop kills the ranks soon; here the ranks are told themselves."""

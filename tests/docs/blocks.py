@@ -2,7 +2,7 @@
 
 A block runs unless the line before it says otherwise; readers of the page do not see these comments::
 
-    <!-- run: full -->                  only in `scripts/test --full`: it takes seconds
+    <!-- run: slow -->                  only in `pytest -m slow`: it takes seconds
     <!-- run: exits 1 -->               a command that fails, with this code
     <!-- run: ranks 2 -->               the page's Python, on as many ranks
     <!-- run: alone -->                 Python that does not go on from the blocks before it
@@ -37,7 +37,7 @@ PAGES: Final = (
     *sorted(ROOT.glob("benchmarks/**/README.md")),
 )
 """All pages of the site."""
-_OPTIONS: Final = re.compile(r"full|alone|any output|exits \d+|ranks \d+|given \w+")
+_OPTIONS: Final = re.compile(r"slow|alone|any output|exits \d+|ranks \d+|given \w+")
 
 
 @dataclass(frozen=True)

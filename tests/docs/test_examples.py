@@ -50,23 +50,23 @@ def test_its_readme_has_a_picture_and_its_output(folder: Path) -> None:
 
 @each_folder
 def test_a_test_runs_it(folder: Path) -> None:
-    """In the default suite; a notebook, whose kernel and ranks take half a minute, with `--full`."""
+    """In the default suite; a notebook, whose kernel and ranks take half a minute, with `-m slow`."""
     tests = {ROOT / block.run_by for block in blocks_of(folder / "README.md") if block.run_by}
     names = [
         name
         for test in tests
         if {"end_to_end", "slurm"} & {*test.parts}
-        for name in _tests_in(test, full=any(folder.glob("*.ipynb")))
+        for name in _tests_in(test, slow=any(folder.glob("*.ipynb")))
     ]
     assert [name for name in names if name != "test_no_output_is_committed"] != []
 
 
-def _tests_in(test: Path, *, full: bool) -> list[str]:
-    """Return the functions of a file that are tests; those that are marked as `full` where `full` is."""
+def _tests_in(test: Path, *, slow: bool) -> list[str]:
+    """Return the functions of a file that are tests; those that are marked as `slow` where `slow` is."""
     functions = [node for node in ast.parse(test.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
     return [
         function.name
         for function in functions
         if function.name.startswith("test_")
-        and (full or not any(ast.unparse(each) == "pytest.mark.full" for each in function.decorator_list))
+        and (slow or not any(ast.unparse(each) == "pytest.mark.slow" for each in function.decorator_list))
     ]

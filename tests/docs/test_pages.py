@@ -41,13 +41,13 @@ def test_each_block_says_what_it_is(page: Path) -> None:
 
 @pytest.mark.parametrize("page", _WITH_CODE, ids=_name)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    _run([block for block in blocks_of(page) if "full" not in block.options], tmp_path)
+    _run([block for block in blocks_of(page) if "slow" not in block.options], tmp_path)
 
 
-_SLOW: Final = [page for page in _WITH_CODE if any("full" in block.options for block in blocks_of(page))]
+_SLOW: Final = [page for page in _WITH_CODE if any("slow" in block.options for block in blocks_of(page))]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _SLOW, ids=_name)
 def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ _PLANNED = re.findall(r"^planned ([\w-]+) (.*)$", _SCRIPT, re.MULTILINE)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        pytest.param(name, arguments, id=name, marks=[pytest.mark.full] * ("--model " in arguments))
+        pytest.param(name, arguments, id=name, marks=[pytest.mark.slow] * ("--model " in arguments))
         for name, arguments in _PLANNED
     ],
 )
@@ -45,7 +45,7 @@ def test_each_picture_is_on_a_page_with_words_for_who_cannot_see_it() -> None:
 
 
 _SHOWN = [
-    pytest.param(command, answer, id=page.parent.name, marks=[pytest.mark.full] * ("--model " in command))
+    pytest.param(command, answer, id=page.parent.name, marks=[pytest.mark.slow] * ("--model " in command))
     for page in sorted(ROOT.glob("examples/*/README.md"))
     for command, answer in re.findall(
         r"^\$ smpkit plan ((?:[^\n]*\\\n)*[^\n]*)\n((?:[^$`][^\n]*\n|\n)+)",

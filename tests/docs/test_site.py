@@ -61,7 +61,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 @needs_zensical
-@pytest.mark.full
+@pytest.mark.slow
 def test_where_addresses_are_known_pages_can_be_edited_and_versions_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_without_addresses_no_page_has_such_a_link(tmp_path: Path, monkeypatch: 
 
 
 @needs_zensical
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -14,7 +14,7 @@ from scripts import site
 from tests.docs.test_site import needs_zensical
 from tests.observe.report.browser import Browser
 
-pytestmark = [pytest.mark.full, needs_zensical]
+pytestmark = [pytest.mark.slow, needs_zensical]
 
 PAGES = (
     "index.html",

@@ -58,10 +58,10 @@ JOB = """
     [
         ("raise", ["(rank 1 on algo-1, exit 1)", "ValueError: hidden size 2050", "rank 0 stopped"]),
         # tests/chaos kills a rank in the default run, too.
-        pytest.param("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"], marks=pytest.mark.full),
+        pytest.param("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"], marks=pytest.mark.slow),
         ("hang", ["the reduction of gradients (bucket 0) for rank 1", "rank 1 was still running, here:"]),
         # tests/torch/distributed/test_deadline.py and, for mpirun, test_launcher.py have it in the default run.
-        pytest.param("leave", ["rank 1"], marks=pytest.mark.full),
+        pytest.param("leave", ["rank 1"], marks=pytest.mark.slow),
     ],
 )
 def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path, how: str, expected: list[str]) -> None:

@@ -49,7 +49,7 @@ def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str,
     assert float(loss[1]) == pytest.approx(after, abs=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_as_it_is_run(small: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     sizes = {name: small[name] for name in ("text", "batch", "context", "save-every")}

@@ -68,7 +68,7 @@ def test_it_learns_saves_and_resumes_over_a_pipeline(job: Path, tmp_path: Path) 
     assert "the model writes:\n  |     def " in output
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(job: Path) -> None:
     """One life: two replicas learn and are asked to stop, go on, and then a pipeline with two replicas does."""
     checkpoints = job.parent / "runs" / "checkpoints"
@@ -108,7 +108,7 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
     assert f" {steps + 22}/{steps + 22} [" in output + errors, "the bar's last line"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
     losses = []
     for recompute in ("none", "each"):

@@ -48,7 +48,7 @@ def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     return make
 
 
-@pytest.fixture(params=["mpirun", pytest.param("torchrun", marks=pytest.mark.full)])
+@pytest.fixture(params=["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def make_any_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     """Make a job for one of the launchers, for what is the same code for both; test_failing_ranks.py takes torchrun."""
     return lambda source, **settings: Job(tmp_path / "base", request.param, source, **settings)
@@ -277,7 +277,7 @@ FAILURES = {
     [
         *(("mpirun", kind) for kind in FAILURES),
         ("torchrun", "raises"),
-        pytest.param("torchrun", "killed", marks=pytest.mark.full),
+        pytest.param("torchrun", "killed", marks=pytest.mark.slow),
     ],
 )
 def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) -> None:

@@ -29,7 +29,7 @@ def test_recomputed_and_kept_layers_have_the_same_losses() -> None:
     assert host >= 2  # eight inputs of layers, 512 × 256 × 2 bytes each, and that of the head
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_32768_tokens_fit_24_gib_only_with_both() -> None:
     fits = {}
     for model, offloaded in (("large_kept", "false"), ("large", "false"), ("large", "true")):
@@ -41,7 +41,7 @@ def test_32768_tokens_fit_24_gib_only_with_both() -> None:
     assert fits["large", "true"] < 23
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_plan_says_what_a_cpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")

@@ -28,7 +28,7 @@ def test_adapters_learn_over_a_pipeline_and_peft_reads_them(tmp_path: Path) -> N
     assert float(re.findall(r"([\d.]+)%", read)[0]) == pytest.approx(float(told[2]), abs=0.2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_as_it_is_run(tmp_path: Path) -> None:
     run_file(EXAMPLE / "make_base.py", str(tmp_path / "base"), "2")
     places = ("--set", f"inputs.base={tmp_path / 'base'}", "--set", f"output={tmp_path / 'output'}")

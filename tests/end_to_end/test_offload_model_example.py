@@ -36,7 +36,7 @@ def test_the_example_learns_within_its_budget() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_hosts_peak_is_what_the_plan_says() -> None:
     """Another copy of the weights (37 MiB) would show, and so would states that were not counted."""
     sizes = ("--steps", "2", "--width", "256", "--layers", "12", "--device-budget-mib", "24")
@@ -51,7 +51,7 @@ def test_the_hosts_peak_is_what_the_plan_says() -> None:
     assert 0.85 * planned < measured < 1.1 * planned
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_as_it_is_run() -> None:
     said = launched(EXAMPLE / "job.yaml", {})
     assert "10 slices" in said

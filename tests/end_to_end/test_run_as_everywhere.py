@@ -11,7 +11,7 @@ import pytest
 
 from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 def test_a_job_that_is_stopped_goes_on(tmp_path: Path) -> None:

@@ -36,14 +36,14 @@ def test_a_pipeline_has_the_losses_of_the_fitted_model_of_one_process(tmp_path: 
     assert (tmp_path / "pipeline" / "model.safetensors").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_learns(tmp_path: Path) -> None:
     output = launched(EXAMPLE / "job.yaml", {"steps": 90}, "--set", f"output={tmp_path}")
     assert losses(output)[-1] < losses(output)[0] - 0.3
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_torchrun_starts_it_as_well(tmp_path: Path) -> None:
     parameters = '{"partitions": 2, "microbatches": 2, "ddp": true}'
     small = [f"--{name}={value}" for name, value in SMALL.items()]

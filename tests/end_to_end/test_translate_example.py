@@ -53,7 +53,7 @@ def test_it_learns_what_plain_pytorch_learns(pairs: Path, tmp_path: Path, monkey
     assert re.fullmatch(r"3 May 1998 -> .*\n14.07.1989 -> .*\n", line)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_as_it_is_run(pairs: Path, tmp_path: Path) -> None:
     places = ("--set", f"inputs.pairs={pairs}", "--set", f"output={tmp_path / 'output'}")
     assert "unseen lines right" in launched(EXAMPLE / "job.yaml", {"steps": 3}, *places)

@@ -69,7 +69,7 @@ def trained(
     return means, model.state_dict()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_job_with_groupnorm(tmp_path: Path) -> None:
     output = launched(JOB, {"norm": "group", "epochs": 2}, "--set", f"output={tmp_path}")
     epochs = told(output)

@@ -22,7 +22,7 @@ from tests.container.test_peers import free_ports
 ROOT = Path(__file__).parents[2]
 COMPONENT = ROOT / "estimator" / "smpkit_estimator" / "torchx.py"
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.kubernetes.conftest import PIPELINE, User
 __all__ = ["PIPELINE"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_goes_on_in_another_cluster(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in one, resumed from the same folder in another one, with JobSets, by a job file for there."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})

@@ -196,7 +196,7 @@ def test_hyperparameters_arrive_as_they_are(user: User) -> None:
         assert sorted(archive.getnames()) == ["job.yaml", "run.sh", "train.py"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_evicted_pod_goes_on_where_it_was(user: User) -> None:
     """SIGTERM to one host: all save, and all are started again, on a new node."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})
@@ -227,7 +227,7 @@ def silent(port: int) -> Iterator[None]:
             subprocess.run(["iptables", "-D", *rule], check=True, capture_output=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_lost_pod_lets_the_others_start_again(user: User) -> None:
     """No word at all: the launcher that is left ends with 75, which the failure policy takes as worth a try."""
     user.write(WAITS)
@@ -268,7 +268,7 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
     assert states == {"old": "Stopped", "new": "Completed"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_time_limit_gives_ranks_time_to_save(user: User) -> None:
     user.write(WAITS, hosts=None, compute={"instance_count": 1, "max_run_seconds": 40})
     user.run("submit", "job.yaml", "--name", "limited")
@@ -292,7 +292,7 @@ def test_a_job_waits_in_kueues_queue(user: User, tmp_path: Path, monkeypatch: py
         assert not cluster.pods("waits")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_log_is_followed_whole(user: User) -> None:
     """Every line once, though parts are read again: each poll asks for a minute more than is new."""
     user.write(
@@ -357,7 +357,7 @@ def test_sources_that_are_too_large_are_named_with_what_to_do(user: User) -> Non
     assert "ConfigMap" in manifests(user, "--set", f"backend.kubernetes.code={user.shared}")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sources_may_lie_in_a_volume(user: User) -> None:
     (user.shared / "src").mkdir()
     (user.shared / "src" / "train.py").write_text("print('from the volume')")

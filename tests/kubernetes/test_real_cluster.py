@@ -56,14 +56,14 @@ def user(tmp_path: Path) -> Iterator[User]:
             subprocess.run(["kubectl", "delete", kind, name, "--ignore-not-found", *place], check=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pipeline_over_two_pods(user: User) -> None:
     name = user.submit(SCRIPT.read_text(), distribution=PIPELINE, hyperparameters={"steps": 3})
     user.run("wait", name)
     assert "step 3 on pod-1" in user.run("logs", name, "--rank", "1")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_first_failing_rank_is_named(user: User) -> None:
     name = user.submit(FAILS)
     user.run("wait", name, code=1)
@@ -72,7 +72,7 @@ def test_the_first_failing_rank_is_named(user: User) -> None:
     assert {line.split()[0] for line in user.run("logs", name).splitlines()} == {"pod-0", "pod-1"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_stop_ends_the_job(user: User) -> None:
     name = user.submit("import time; time.sleep(600)")
     user.run("stop", name, "--wait")

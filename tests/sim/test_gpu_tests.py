@@ -50,7 +50,7 @@ def test_some_of_each_kind() -> None:
     assert int(found[1]) >= len(QUICK)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("file", "order"), CASES)
 def test_all_that_need_no_real_gpu(file: str, order: str) -> None:

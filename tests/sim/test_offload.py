@@ -48,7 +48,7 @@ def test_nothing_races_and_no_bit_is_another_in_any_order(
     run_on_sim(run_all, names, orders(names), size=ranks, order=None, timeout=170)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_whole_grid(name: str) -> None:
     run_on_sim(run_all, [name], every([name]), size=SCENARIOS[name].ranks, order=None, timeout=170)

@@ -86,7 +86,7 @@ def compare() -> None:
             assert torch.cat(outs).tolist() == [10.0 * other + rank for other in range(size) for _ in range(2)]
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_collectives_give_what_gloo_gives(size: int) -> None:
     run_on_sim(compare, size=size, order=None)
 

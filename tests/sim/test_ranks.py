@@ -49,20 +49,20 @@ def ordered(order: str) -> pytest.MarkDecorator:
 
 @ordered("lazy:0")
 @pytest.mark.usefixtures("ranks_on_sim")
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "degree"), [(2, 2), (4, 4), (4, 2)])
 def test_pipelines_over_two_and_four_devices_train(size: int, degree: int) -> None:
     test_pipeline.test_training_equals_plain_pytorch(size, degree)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @ordered("lazy:0")
 @pytest.mark.usefixtures("ranks_on_sim")
 def test_sharded_states_over_a_pipeline_with_a_tied_weight_train() -> None:
     test_sharded_state.test_over_a_pipeline_with_a_tied_weight()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @ordered("lazy:0")
 @pytest.mark.usefixtures("ranks_on_sim")
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
@@ -120,18 +120,18 @@ FULL = {
         f"{_TRANSPARENCY}/test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch",
     ],
 }
-"""With `full`. What is left out makes tensors on the CPU inside a model, which plain PyTorch refuses, too."""
+"""With `slow`. What is left out makes tensors on the CPU inside a model, which plain PyTorch refuses, too."""
 ONLY_ON_THE_CPU = "not models_of_every_shape and not autocast"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("order", FULL)
 def test_whole_files_train_without_races(order: str) -> None:
     needs_sim()
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
     done = subprocess.run(
-        [*command, *FULL[order], "-m", "not full", "-k", ONLY_ON_THE_CPU],
+        [*command, *FULL[order], "-m", "not slow", "-k", ONLY_ON_THE_CPU],
         cwd=_ROOT,
         env={**os.environ, RANKS_ON_SIM: order},
         capture_output=True,
@@ -202,7 +202,7 @@ def train_in_orders(sizes: Sizes, orders: Sequence[Order]) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("sizes", "orders"),
-    [(SMALL, ORDERS[::3]), pytest.param(LARGE, ORDERS, marks=pytest.mark.full)],
+    [(SMALL, ORDERS[::3]), pytest.param(LARGE, ORDERS, marks=pytest.mark.slow)],
     ids=["small", "large"],
 )
 def test_eight_ranks_of_all_kinds_offload_without_races(sizes: Sizes, orders: Sequence[Order]) -> None:

@@ -15,7 +15,7 @@ from tests.sim.on_sim import needs_sim
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", ["2.11.*", "2.12.*", ">=2.13"])
 def test_it_works_with(version: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def job_there(user: User, name: str, **changes: Any) -> None:
     (user.folder / name).write_text(yaml.safe_dump({key: each for key, each in job.items() if each is not None}))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_goes_on_on_kubernetes_and_comes_back(user: User, tmp_path: Path) -> None:
     """The pods see the folder that the nodes see, so nothing is copied; the job file for there names no checkpoints."""
     shared = user.folder / "shared"
@@ -65,7 +65,7 @@ def test_a_job_goes_on_on_kubernetes_and_comes_back(user: User, tmp_path: Path) 
     assert losses(user, "new") == uninterrupted()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_goes_on_on_sagemaker_and_comes_back(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are copied into S3, a platform played by hand runs the request, and they are copied back."""
     fake = FakeSageMaker()

@@ -28,7 +28,7 @@ def test_the_script_saves_and_goes_on(tmp_path: Path) -> None:
     assert "from step 3\ndone at step 4 of 4" in on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 4})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_cluster_runs_it_and_it_goes_on_after_a_stop(user: User) -> None:
     for name in ("job.yaml", "train.py"):
         shutil.copy(EXAMPLE / name, user.folder)

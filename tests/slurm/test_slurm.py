@@ -79,7 +79,7 @@ def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
     assert not user.processes("fails")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
     """SIGTERM, saved, queued again by Slurm, and the same losses as without: a job of higher priority came between."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
@@ -95,7 +95,7 @@ def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
     assert losses(user, "low") == uninterrupted()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
     a_job_that_is_stopped_goes_on(OnCluster(user, lambda name: losses(user, name)))
     refused = user.run("resume", "old", "--instance-type", "ml.x", code=2)
@@ -105,7 +105,7 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
 # ---- what is lost ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_rank_is_named(user: User) -> None:
     user.write(WAITS)
     user.run("submit", "job.yaml", "--name", "killed")
@@ -125,7 +125,7 @@ def environ_of(pid: int) -> list[bytes]:
         return []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> None:
     user.write(WAITS)
@@ -151,7 +151,7 @@ def launchers(user: User, name: str) -> list[int]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_lost_node_queues_the_job_again_and_it_goes_on(user: User) -> None:
     user.write(distribution=PIPELINE, hyperparameters={"steps": 200, "seconds": 0.3})
     user.run("submit", "job.yaml", "--name", "lost")
@@ -168,7 +168,7 @@ def test_a_lost_node_queues_the_job_again_and_it_goes_on(user: User) -> None:
 # ---- stopping and queueing again ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
     user.write(WAITS)
     job_id = json.loads(user.run("submit", "job.yaml", "--name", "cancelled", "--json").stdout)["id"]
@@ -179,7 +179,7 @@ def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
     assert user.log("cancelled").count("saved") == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_time_of_grace_before_preemption_queues_the_job_again(user: User) -> None:
     """Ranks that save and end before the grace is over have ended well for Slurm: the script queues the job itself."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm={"partition": "grace"})
@@ -193,7 +193,7 @@ def test_a_time_of_grace_before_preemption_queues_the_job_again(user: User) -> N
     assert losses(user, "graced") == uninterrupted()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 60")
     user.write(WAITS)
@@ -206,7 +206,7 @@ def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
 # ---- arrays, logs, containers, allocations -----------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_runs_of_an_array_are_jobs_of_their_own(user: User) -> None:
     script = "import sys, os\nprint('got', sys.argv[1:])\nif '--lr=0' in sys.argv or '0' in sys.argv: sys.exit(3)"
     sets = [{"lr": 0.1, "text": ODD}, {"lr": 0}]
@@ -222,7 +222,7 @@ def test_the_runs_of_an_array_are_jobs_of_their_own(user: User) -> None:
     assert names == ["many-1"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_log_of_a_hundred_thousand_lines_is_followed_whole(user: User) -> None:
     user.write("import os\nfor n in range(50_000): print('line', os.environ['RANK'], n)")
     done = user.run("submit", "job.yaml", "--name", "long", "--follow")
@@ -233,7 +233,7 @@ def test_a_log_of_a_hundred_thousand_lines_is_followed_whole(user: User) -> None
     assert tail == [f"n2 [rank 1] line 1 {number}" for number in (49_998, 49_999)]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_image_is_started_by_apptainer(user: User, tmp_path: Path) -> None:
     """A program in its place that notes how it was called, and runs the rest here."""
     tools = tmp_path / "tools"
@@ -252,7 +252,7 @@ def test_an_image_is_started_by_apptainer(user: User, tmp_path: Path) -> None:
     assert first.startswith(f"exec --bind {user.environ['SMPKIT_RUNS']}:{user.environ['SMPKIT_RUNS']} docker://")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_run_inside_an_allocation_uses_its_nodes(user: User) -> None:
     user.write("import os; print(os.environ['SM_CURRENT_HOST'], os.environ['WORLD_SIZE'])")
     command = ["salloc", "-N2", "-n2", "-p", "low", str(Path(sys.executable).with_name("smpkit")), "run", "job.yaml"]
@@ -267,7 +267,7 @@ def test_run_inside_an_allocation_uses_its_nodes(user: User) -> None:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_srun_alone_is_a_launcher(user: User) -> None:
     """Without a job file: `srun python train.py`, as the how-to says."""
     user.write(

@@ -111,7 +111,7 @@ def train_offload_model(count: int) -> dict[str, tuple[int, int]]:
     return train_many(begin_offload_model().step, count)
 
 
-COUNTS = [20, pytest.param(1000, marks=(pytest.mark.full, pytest.mark.timeout(700)))]
+COUNTS = [20, pytest.param(1000, marks=(pytest.mark.slow, pytest.mark.timeout(700)))]
 
 
 @pytest.mark.parametrize("count", COUNTS)

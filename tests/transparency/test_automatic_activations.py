@@ -143,7 +143,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("job", [*JOBS][:4] + [pytest.param(each, marks=pytest.mark.full) for each in [*JOBS][4:]])
+@pytest.mark.parametrize("job", [*JOBS][:4] + [pytest.param(each, marks=pytest.mark.slow) for each in [*JOBS][4:]])
 def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
     size, config = JOBS[job]
     found = run_ranks(switched, size, config, job == "tensor")
@@ -199,7 +199,7 @@ def resumed(folder: str) -> None:
     assert len(set(first.choices[-1].values())) == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_other_degrees_measure_anew(tmp_path: Path) -> None:
     run_ranks(with_degree, 2, str(tmp_path), 2, range(6))
     [found, _] = run_ranks(with_degree, 2, str(tmp_path), 1, range(6, STEPS + 6))

@@ -235,7 +235,7 @@ def test_four_ranks_resume_each_others_layouts_and_one_rank_any(tmp_path: Path) 
     check([resume_all(path, [(saved, one) for saved in LAYOUTS], middle, end)])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # 19 layouts on each other
 def test_every_layout_of_one_to_eight_ranks_resumes_on_every_other(tmp_path: Path) -> None:
     path = str(tmp_path)

@@ -60,7 +60,7 @@ def test_training_equals_training_without_checkpointing(degree: int) -> None:
     check(pairwise(AXES), degree)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("degree", [1, 2], ids=["pp1", "pp2"])
 def test_every_variant_equals_training_without_checkpointing(degree: int) -> None:

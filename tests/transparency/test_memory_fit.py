@@ -309,7 +309,7 @@ def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
     assert Choice.KEEP not in fits.fitted.choices.values()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_in_lightning(tmp_path: Path) -> None:
     """`training_step` is no call of the module, and what it calls is a part of it."""

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models that train unmodified over a pipeline; a few by default, all with `--full`."""
+"""Families of Hugging Face models that train unmodified over a pipeline; a few by default, all with `-m slow`."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_family_trains_as_in_one_process(name: str) -> None:
     assert run_ranks(train, 2, {name: FEW[name]}, SETUPS, timeout=60) == [1, 1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_more_families_train_as_in_one_process() -> None:
     assert run_ranks(train, 2, MORE, SETUPS, timeout=800) == [len(MORE)] * 2

@@ -1,7 +1,7 @@
 """Models of every shape train unmodified over pipelines, to the losses, gradients and weights of one process.
 
 The grid is models x ranks x microbatches x schedule x replicas x placement. By default enough of its cells run that
-every pair of values meets; `--full` runs all of them.
+every pair of values meets; `-m slow` runs all of them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_every_pair_of_values_meets_in_the_selection() -> None:
 
 @pytest.mark.parametrize(
     ("degree", "replicas"),
-    [pytest.param(d, r, id=f"pp{d} dp{r}", marks=[pytest.mark.full] if d * r > 4 else []) for d, r in MEETING],
+    [pytest.param(d, r, id=f"pp{d} dp{r}", marks=[pytest.mark.slow] if d * r > 4 else []) for d, r in MEETING],
 )
 def test_a_model_trains_as_in_one_process(degree: int, replicas: int) -> None:
     check([cell for cell in selection() if (cell.degree, cell.replicas) == (degree, replicas)], timeout=170)
@@ -117,7 +117,7 @@ def test_ranks_share_weights_with_one_neighbour_or_with_two(degree: int, replica
     check([Cell("tied neighbours", degree, 4, "interleaved", replicas, -1, STEADY[:3])], timeout=90)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("degree", "replicas"), MEETING, ids=[f"pp{d} dp{r}" for d, r in MEETING])
 def test_every_model_trains_in_every_setup(degree: int, replicas: int) -> None:
@@ -128,7 +128,7 @@ def train_in_three(setups: list[Setup], cases: dict[str, Case]) -> int:
     return len(run_all(cases, setups, 3))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_model_trains_on_three_ranks() -> None:
     setups = [Setup(2, pipeline, seed) for pipeline in PIPELINES for seed in (None, -1, 13)]

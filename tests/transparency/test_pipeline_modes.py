@@ -188,7 +188,7 @@ def compare_all(degree: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "degree", [pytest.param(1, id="pp1"), pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)]
+    "degree", [pytest.param(1, id="pp1"), pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.slow)]
 )
 def test_modes_in_turn_give_what_plain_pytorch_gives(degree: int) -> None:
     assert run_ranks(compare_all, degree, degree, timeout=170) == [len(PLAIN_CASES) * len(SETUPS[degree])] * degree

@@ -1,4 +1,4 @@
-"""Hugging Face models chosen for being new to pipelines train unmodified; all with `--full`."""
+"""Hugging Face models chosen for being new to pipelines train unmodified; all with `-m slow`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def train(name: str, degree: int) -> int:
     return len(run_all({name: MODELS[name]}, SETUPS, degree)[name])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", MODELS)

@@ -103,7 +103,7 @@ def test_a_plan_records_what_ranks_send() -> None:
     assert run_ranks(compare, 4, FEW, 4, 3, timeout=110)[0] == NEED_VALUES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("seed", [None, 3])
@@ -116,7 +116,7 @@ NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
 """They gather the tokens of each expert, or train by the CTC loss."""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_plan_records_what_ranks_send_of_families_of_huggingface(degree: int) -> None:
@@ -162,7 +162,7 @@ def test_units_apart_tell_what_ranks_send_that_hold_several() -> None:
     assert compare_joined(FEW) <= BRANCHES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_units_apart_of_every_model_tell_what_ranks_send_that_hold_several() -> None:
     assert compare_joined(MODELS) <= BRANCHES

@@ -1,7 +1,7 @@
 """Random models in random placements train as in one process, however slow units, sends and receives are.
 
 hypothesis draws recipes, which are plain data: all ranks build the same model from one, and a failing one shrinks. The
-examples are the same in every run; `--full` tries many.
+examples are the same in every run; `-m slow` tries many.
 """
 
 from __future__ import annotations
@@ -214,14 +214,14 @@ def trains_as_in_one_process(drawn: list[Recipe], degree: int) -> None:
 
 
 # A world of ranks costs more than a model: an example is a few of them.
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.slow)])
 @FEW
 @given(drawn=st.lists(recipes(), min_size=1, max_size=4))
 def test_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:
     trains_as_in_one_process(drawn, degree)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 3, 4], ids=["pp2", "pp3", "pp4"])
 @MANY
@@ -248,7 +248,7 @@ def test_random_sleeps_neither_hang_nor_change_a_result(recipe: Recipe, start: i
     survives_sleeps(recipe, start, 3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
 @settings(MANY, max_examples=50)

@@ -92,17 +92,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.slow)])
 def test_virtual_stages_train_as_in_one_process(degree: int) -> None:
     check(degree, setups("interleaved", (2,), (1, 8)), SHAPES)
 
 
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.slow)])
 def test_a_split_backward_trains_as_in_one_process(degree: int) -> None:
     check(degree, (*setups("zero_bubble", (1,), (1, 4)), *setups("zero_bubble", (2,), (8,))), SHAPES)
 
 
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.slow)])
 def test_models_of_every_shape_train_with_a_split_backward(degree: int) -> None:
     check(degree, (Setup(4, "zero_bubble", seed=degree),), CASES)
 
@@ -148,7 +148,7 @@ def test_a_split_backward_trains_under_autocast_and_with_recomputed_layers() -> 
     check(2, SPLIT, MODES)
 
 
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
 def test_replicas_of_virtual_stages_and_split_backwards_train_as_in_one_process(pipeline: str, degree: int) -> None:
     asked = tuple(replace(setup, replicas=2) for setup in setups(pipeline, (1, 2), (4,)))
@@ -165,14 +165,14 @@ def test_sleeps_neither_hang_nor_change_a_split_backward() -> None:
     assert run_ranks(sleep, 3, 3, range(2), timeout=150) == [2 * len(SPLIT)] * 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
 def test_hundred_seeds_of_sleeps_neither_hang_nor_change_a_split_backward(degree: int) -> None:
     assert run_ranks(sleep, degree, degree, range(100), timeout=3500) == [100 * len(SPLIT)] * degree
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])

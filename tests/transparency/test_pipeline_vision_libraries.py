@@ -1,4 +1,4 @@
-"""Classifiers of torchvision and timm train unmodified over a pipeline; all with `--full`, where they are installed."""
+"""Classifiers of torchvision and timm train unmodified over a pipeline; all with `-m slow`, where installed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def train(name: str, degree: int) -> int:
     return len(run_all({name: CASES[name]}, SETUPS, degree)[name])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("degree", [2, 4])

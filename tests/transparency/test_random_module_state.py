@@ -352,7 +352,7 @@ def test_random_modules_train_as_without_recomputation(start: int) -> None:
         check(seed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(100, 2000, 100))
 def test_many_random_modules(start: int) -> None:
     for seed in range(start, start + 100):

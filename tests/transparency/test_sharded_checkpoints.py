@@ -57,7 +57,7 @@ def save_and_resume(folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
     return results
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     for results in run_ranks(save_and_resume, 4, tmp_path, timeout=120):
         _, wanted = results[0]

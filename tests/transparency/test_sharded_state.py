@@ -81,7 +81,7 @@ def train_grid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     return [(weights_after(True, *case), weights_after(False, *case)) for case in [*CASES, (1, True, False, 0.3)]]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_equal_those_without_sharding(size: int) -> None:
     """To the bit on two ranks; of more, gloo adds up the values of a buffer in an order that depends on their place."""
     ranks = run_ranks(train_grid, size, timeout=120)

@@ -1,6 +1,6 @@
 """Training with tensor parallelism gives the losses, gradients and weights of plain PyTorch in one process.
 
-By default every pair of values of two axes meets in one of the combinations; all of them run under `full`.
+By default every pair of values of two axes meets in one of the combinations; all of them run under `slow`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_trap_20_training_without_a_step_function_equals_plain_pytorch() -> None
             assert_same(trace, plain, TOLERANCE)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded state"])
 @pytest.mark.parametrize("rdp", [1, 2], ids=["", "rdp2"])
 @pytest.mark.parametrize("pp", [1, 2], ids=["pp1", "pp2"])

@@ -356,6 +356,6 @@ def test_experts_are_balanced_over_the_samples_of_each_rank() -> None:
             assert_same(trace, plain, 1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_model_in_every_mode() -> None:
     check(2, [(name, mode) for name in BUILDERS for mode in MODES])

@@ -306,7 +306,7 @@ EACH_KIND += ["model, GPT-2", "model, BERT"]
 
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(1, EACH_KIND), (2, list(CASES)), (4, EACH_KIND[:4]), pytest.param(4, list(CASES), marks=pytest.mark.full)],
+    [(1, EACH_KIND), (2, list(CASES)), (4, EACH_KIND[:4]), pytest.param(4, list(CASES), marks=pytest.mark.slow)],
     ids=["1", "2", "4", "4, all"],
 )
 def test_modules_equal_plain_pytorch(size: int, names: list[str]) -> None:

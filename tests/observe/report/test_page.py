@@ -196,7 +196,7 @@ def test_the_library_is_the_published_one() -> None:
     assert f"uPlot {version[1]} " in Path(page_module.__file__).read_text(encoding="utf-8")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 def test_the_library_is_what_npm_gives(tmp_path: Path) -> None:
     readme = (ASSETS / "README.md").read_text(encoding="utf-8")

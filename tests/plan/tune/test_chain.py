@@ -51,7 +51,7 @@ def brute_force(layers: list[ChainLayer], limits: ChainLimits) -> float | None:
     return min(options, default=None)
 
 
-@pytest.mark.parametrize("count", [*range(1, 9), pytest.param(9, marks=pytest.mark.full), 10])
+@pytest.mark.parametrize("count", [*range(1, 9), pytest.param(9, marks=pytest.mark.slow), 10])
 def test_brute_force_finds_nothing_better(count: int) -> None:
     source = random.Random(count)
     for _ in range(40 if count < 7 else 2):

@@ -204,7 +204,7 @@ def test_precision_changes_what_is_held() -> None:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gib", [4.5, *(pytest.param(each, marks=pytest.mark.full) for each in (16.0, 3.0))])
+@pytest.mark.parametrize("gib", [4.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (16.0, 3.0))])
 def test_nothing_that_the_schema_accepts_is_faster(gib: float) -> None:
     where = job(gib)
     found = search(where, {"prescaled_batch": True}, budget_seconds=1000)

@@ -90,7 +90,7 @@ def test_a_rank_killed_in_a_save_harms_no_checkpoint(victim: int, moment: int, t
     check(tmp_path, victim, moment, after=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_every_moment_of_a_save(victim: int, after: bool, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.wrong_labels import assertions_in, error_in, train
 
 
 @pytest.mark.parametrize(
-    "kind", ["data", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("pipeline", "tensor"))]
+    "kind", ["data", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pipeline", "tensor"))]
 )
 def test_a_wrong_label_ends_all_ranks_and_names_the_one_that_has_it(kind: str, tmp_path: Path) -> None:
     first, second = train(kind, tmp_path, 150, CUDA_VISIBLE_DEVICES="")

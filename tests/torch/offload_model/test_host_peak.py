@@ -34,7 +34,7 @@ def test_the_largest_model_fills_its_host_to_two_percent() -> None:
     _fill(256 * MIB, "bfloat16", "float32")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("host_mib", [1024, 2048])
 def test_a_larger_host_is_filled_as_well(host_mib: int, dtype: str) -> None:

@@ -257,7 +257,7 @@ def play(
     return sum(str(call.args[0]).startswith("For %s messages") for call in log.debug.call_args_list)
 
 
-SEEDS = [pytest.param(range(25), id="25 seeds"), pytest.param(range(200), id="200 seeds", marks=pytest.mark.full)]
+SEEDS = [pytest.param(range(25), id="25 seeds"), pytest.param(range(200), id="200 seeds", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

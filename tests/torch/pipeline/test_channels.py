@@ -189,7 +189,7 @@ def test_models_train_over_channels() -> None:
     run_ranks(over_channels, 3, trained, 3, setups, PICKED, timeout=170)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_model_trains_over_channels(degree: int) -> None:
@@ -198,7 +198,7 @@ def test_every_model_trains_over_channels(degree: int) -> None:
     run_ranks(over_channels, degree, trained, degree, setups, names, timeout=1700)
 
 
-@pytest.mark.parametrize("count", [pytest.param(5, id="5 seeds"), pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [pytest.param(5, id="5 seeds"), pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_delays_change_nothing_over_channels(count: int) -> None:
     case, setup = CASES["skip connections"], Setup(8, seed=12)

@@ -127,7 +127,7 @@ PAIRS = pairwise([[True, False], SETTINGS, ["smp", "torch"]])
     ("in_step", "prescaled", "optimize", "recompute"),
     [
         pytest.param(
-            in_step, *settings, recompute, marks=[] if (in_step, settings, recompute) in PAIRS else pytest.mark.full
+            in_step, *settings, recompute, marks=[] if (in_step, settings, recompute) in PAIRS else pytest.mark.slow
         )
         for in_step in (True, False)
         for settings in SETTINGS

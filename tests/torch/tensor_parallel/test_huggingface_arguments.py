@@ -253,7 +253,7 @@ def test_a_selection_on_two_ranks() -> None:
     check(2, [(name, 2, *modes[index % 4], index % 2 == 0) for index, name in enumerate(MODELS)], SELECTED)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_argument(name: str) -> None:
     check(1, [(name, 1, True, "speed", trains) for trains in (False, True)])
