@@ -593,7 +593,7 @@ def mapping_step(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, best.indices, prediction.argmax(-1) == y.argmax(-1), prediction.shape[-1], copy.copy(y)
 
 
-# --- Hugging Face models, from small configurations with random weights -------------------------------------------------
+# --- Hugging Face models, from small configurations with random weights -----------------------------------------------
 
 # transformers takes seconds to import: each builder imports what it needs, on the ranks that need it.
 
