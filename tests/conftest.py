@@ -1,4 +1,4 @@
-"""What every test gets: a scrubbed environment, and its turn: long ones first, so that no worker ends with one.
+"""What every test gets: a scrubbed environment, and a count of its CPU seconds.
 
 A test that fails leaves no process behind, which could hold a port or the CPU when the next one runs.
 
@@ -23,7 +23,6 @@ from typing import Any, Final
 import pytest
 
 from tests.leftovers import kill_processes_of
-from tests.observe.report.browser import DRIVER, Browser
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
@@ -31,9 +30,6 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 # Ranks are forked from a server. Had that asked CUDA itself for GPUs, as `torch.cuda.is_available()` does otherwise,
 # its children could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-# Folders whose tests start whole jobs or worlds of ranks, longest tests first.
-LONG = ("end_to_end", "chaos", "transparency", "compat", "container", "torch")
 
 
 def pytest_configure() -> None:
@@ -68,17 +64,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         kill_processes_of(item.nodeid)
     return report
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long tests first; the order stays the same otherwise, and is the same in every worker."""
-    here = Path(__file__).parent
-
-    def turn(item: pytest.Item) -> int:
-        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        return LONG.index(folder) if folder in LONG else len(LONG)
-
-    items.sort(key=turn)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -176,12 +161,3 @@ def scrubbed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("SMPKIT_SUMMARY", "0")  # the block at the end of a run, in tests of anything else
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One window for all tests that look at pages; where there is no Chromium they are skipped."""
-    if DRIVER is None:
-        pytest.skip("no chromedriver: apt-get install chromium chromium-driver")
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
