@@ -1,7 +1,7 @@
 """The ways in which offloading has gone wrong elsewhere, each by its number in our list of them.
 
 7 to 10 (reloading, freeing, cloning and using without order) are in `test_races`, streams of DDP and FSDP (10) and the
-cache of autocast (16) in `test_around`, 20 (CUDA graphs) in `tests/gpu`, as is all that needs streams. What
+cache of autocast (16) in `test_around`, 20 (CUDA graphs) in `tests/device`, as is all that needs streams. What
 checkpointing itself must do, 12 to 24, is in `tests/torch/checkpointing/test_exactness`.
 """
 
