@@ -17,7 +17,7 @@ NCCL: Final = "RANKS_SHARE_A_GPU_OVER_NCCL"
 
 _PYTEST: Final = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "benchmarks.on_gpu.journal"),
-    *("-W", "default", "-m", "not full and not docker"),
+    *("-W", "default", "-m", "not full and not docker", "--device", "cuda"),
 )
 """Of plugins only these (PYTEST_DISABLE_PLUGIN_AUTOLOAD): those of a strange machine may warn, which is an error."""
 _WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")

@@ -1,4 +1,7 @@
-"""These tests need a GPU, or run on the simulated device if told; elsewhere each is skipped, with the reason."""
+"""Tests written for a GPU run on it, or on the simulated device, as `--device` says; on the CPU they are skipped.
+
+Files `test_sim_*` are about the simulated device itself, of which their ranks have their own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.device.device import IS_SIMULATED, checked
+from tests.chosen_device import VARIABLE
+from tests.device.device import checked
+from tests.device.on_sim import call_by_name
+from tests.ranks import run_ranks
 
 _HERE = Path(__file__).parent
 
@@ -21,11 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = item.get_closest_marker("real_gpu")
         if real is not None and not (len(real.args) == 1 and real.args[0]):
             raise pytest.UsageError(f"{item.nodeid}: `real_gpu` needs a reason")
-        if IS_SIMULATED:
-            if real is not None:
-                item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
-        elif not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        device = _device_of(item)
+        if device == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs --device cuda, or sim"))
+        elif device != "cuda" and real is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,6 +40,26 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test that is `also_on` a simulated device on a rank: this process would have that device for good.
+
+    Such a test gets arguments that can be sent to a rank, and starts no ranks.
+    """
+    device = _device_of(pyfuncitem)
+    if not _is_for_a_gpu(pyfuncitem) or device == pyfuncitem.config.getoption("device"):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    call = (pyfuncitem.module.__name__, pyfuncitem.function.__name__, arguments)
+    run_ranks(call_by_name, 1, *call, timeout=170, env={VARIABLE: device})
+    return True
+
+
 def _is_for_a_gpu(item: pytest.Item) -> bool:
-    """Return whether a test is one for any device; files `test_sim_*` are about the simulated one."""
     return _HERE in item.path.parents and not item.path.name.startswith("test_sim_")
+
+
+def _device_of(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    device: str = callspec.params.get("device", "") if callspec else ""
+    return device or item.config.getoption("device")

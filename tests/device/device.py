@@ -1,8 +1,8 @@
 """The device under test: a GPU, or the simulated one of smpkit.testing, on which these tests run anywhere.
 
 Tests name their device, its streams and its memory through this module alone. On a GPU its functions are torch.cuda's.
-On the simulated device, which `TESTS_ON_SIM` asks for, they are that device's, and `checked` finds races. The CPU does
-the arithmetic there, so sizes are smaller by one factor (`scaled`), and time is virtual (`in_device_time`).
+On the simulated device (`--device sim`) they are that device's, and `checked` finds races. The CPU does the arithmetic
+there, so sizes are smaller by one factor (`scaled`), and time is virtual (`in_device_time`).
 
 A test that needs the real thing has a marker: `@pytest.mark.real_gpu("captures a graph")`.
 """
@@ -24,12 +24,12 @@ import torch
 
 from smpkit.testing import simulated_device
 from smpkit.torch.offload.accelerator import AcceleratorLink
-from tests.simulated import in_order, order_from
+from tests.chosen_device import VARIABLE, chosen_device
+from tests.simulated import in_order, order_of
 
 __all__ = [
     "CPU_ONLY",
     "IS_SIMULATED",
-    "TESTS_ON_SIM",
     "allocated_bytes",
     "cannot_be_used",
     "checked",
@@ -53,12 +53,10 @@ __all__ = [
     "waits_of",
 ]
 
-TESTS_ON_SIM: Final = "GPU_TESTS_ON_SIM"
-"""Has a policy and a seed, as "lazy:0": run these tests on the simulated device, in that order. Ranks inherit it."""
-_ORDER: Final = order_from(TESTS_ON_SIM)
+_ORDER: Final = order_of(chosen_device())
 IS_SIMULATED: Final = _ORDER is not None
-CPU_ONLY: Final = {"CUDA_VISIBLE_DEVICES": ""}
-"""For the environment of a rank that shall see no GPU; one that does not call `gpu()` has no simulated one either."""
+CPU_ONLY: Final = {"CUDA_VISIBLE_DEVICES": "", VARIABLE: "cpu"}
+"""For the environment of ranks that shall see no GPU, and have no simulated one either."""
 
 _SCALE: Final = 4
 _CYCLES_PER_SECOND: Final = 2e9
@@ -107,7 +105,7 @@ def scaled(number: int, *, to: int = _SCALE) -> int:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Run a test, or a rank of it. On the simulated device in the order asked for, and a race is an error."""
+    """Run a test. On the simulated device in the order asked for, and a race is an error."""
     if _ORDER is None:
         yield
         return

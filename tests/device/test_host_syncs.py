@@ -89,6 +89,7 @@ def test_flags_of_unused_parameters_are_read_once() -> None:
         assert places == ["reducer._flags_of"]
 
 
+@pytest.mark.also_on("sim:lazy:0", checkpoint=True)
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_an_offload_model_s_forward_and_backward_never_wait(checkpoint: bool) -> None:
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, width: int = _WIDTH, ste
         optimizer.step()
 
 
+@pytest.mark.also_on("sim:lazy:0", checkpoint=True, overlap="backward")
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 @pytest.mark.parametrize("overlap", ["torch", "forward", "backward"])
 def test_weights_after_five_steps_are_the_plain_models(checkpoint: bool, overlap: Any) -> None:

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from unittest import mock
 
 import pytest
 import torch
@@ -43,19 +45,25 @@ def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[objec
     return [(each.to_local() if isinstance(each, DTensor) else each).clone() for each in found]
 
 
-@pytest.fixture
-def x() -> Tensor:
+def batch() -> Tensor:
     return torch.randn(_BATCH, _WIDTH, device=gpu(), generator=torch.Generator(gpu()).manual_seed(1))
 
 
 @pytest.fixture
+def x() -> Tensor:
+    return batch()
+
+
+@contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Be a world of one rank."""
     select()
     backend = dist.Backend.default_device_backend_map[gpu().type]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def divided(model: nn.Sequential) -> nn.Module:
@@ -70,20 +78,21 @@ def replicated(model: nn.Sequential) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=1)
 
 
+@pytest.mark.also_on("sim:lazy:0", wrap=divided, debug="1")
 @pytest.mark.parametrize("wrap", [divided, replicated])
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_10_wrappers_with_streams_of_their_own(
-    alone: None, x: Tensor, wrap: Callable[[nn.Sequential], nn.Module], debug: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DEBUG, debug)
-    expected = gradients(wrap(blocks()), x, contextlib.nullcontext())
-    model = wrap(blocks())
-    offload = activations(model, lead=2, min_bytes=0)
-    for _ in range(4):
-        assert all(map(torch.equal, gradients(model, x, offload), expected))
-        gc.collect()
-    assert offload.report().bytes_back > 0
-    offload.close()
+@alone()
+def test_10_wrappers_with_streams_of_their_own(wrap: Callable[[nn.Sequential], nn.Module], debug: str) -> None:
+    with mock.patch.dict(os.environ, {DEBUG: debug}):
+        x = batch()
+        expected = gradients(wrap(blocks()), x, contextlib.nullcontext())
+        model = wrap(blocks())
+        offload = activations(model, lead=2, min_bytes=0)
+        for _ in range(4):
+            assert all(map(torch.equal, gradients(model, x, offload), expected))
+            gc.collect()
+        assert offload.report().bytes_back > 0
+        offload.close()
 
 
 def test_16_casts_that_autocast_keeps(x: Tensor) -> None:

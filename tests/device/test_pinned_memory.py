@@ -80,6 +80,7 @@ def test_memory_of_an_object_that_is_gone_is_unpinned_only_after_its_copies() ->
     assert torch.equal(model(x), model(x))
 
 
+@pytest.mark.also_on("sim:lazy:0")
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_an_input_may_be_filled_anew_when_the_call_has_returned(pinned: bool, num_microbatches: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from smpkit.testing import RankFailed
 from smpkit.testing.simulated_device import POLICIES, RaceFound
-from tests.device.on_sim import needs_sim, run_on_sim
+from tests.device.on_sim import run_on_sim
 from tests.docs.blocks import blocks_of
+from tests.simulated import needs_sim
 
 _PAGE = Path(__file__).parents[2] / "docs/how-to/check-async-code.md"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.on_sim import needs_sim
+from tests.simulated import needs_sim
 
 _ROOT = Path(__file__).parents[2]
 
