@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.chosen_device import VARIABLE
-from tests.device.device import checked
 from tests.device.on_sim import call_by_name
 from tests.ranks import run_ranks
 
@@ -36,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """A race on the simulated device fails the test."""
+    from tests.device.device import checked  # which asks for the device: not before the option has been read
+
     with checked() if _is_for_a_gpu(item) else contextlib.nullcontext():
         yield
 
