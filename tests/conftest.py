@@ -24,6 +24,8 @@ import pytest
 
 from tests.leftovers import kill_processes_of
 
+pytest_plugins = ("tests.chosen_device",)
+
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
 

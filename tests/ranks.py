@@ -1,4 +1,4 @@
-"""`run_ranks`, with what the ranks of these tests import loaded ahead; on simulated devices if told."""
+"""`run_ranks`, with what the ranks of these tests import loaded ahead; on the device that was chosen."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from smpkit.testing.ranks import FORKSERVER, RankFailed, preload
 from smpkit.testing.ranks import run_ranks as run_on_this_machine
-from tests.simulated import order_from, run_in_order
+from tests.chosen_device import VARIABLE, chosen_device
+from tests.simulated import order_of, run_in_order
 
-__all__ = ["FORKSERVER", "RANKS_ON_SIM", "RankFailed", "cpu_of_ranks", "run_ranks", "start_server"]
-
-RANKS_ON_SIM: Final = "RANKS_ON_SIM"
-"""Has a policy and a seed, as "lazy:0": ranks have a simulated device each, and a race in one of them is an error."""
+__all__ = ["FORKSERVER", "RankFailed", "cpu_of_ranks", "run_ranks", "start_server"]
 
 preload("tests.preloaded")
 
@@ -28,9 +26,9 @@ def run_ranks(
     env: dict[str, str] | None = None,
     hosts: int = 1,
 ) -> list[Any]:
-    """Do what `smpkit.testing.run_ranks` does, whose arguments these are."""
+    """Do what `smpkit.testing.run_ranks` does, whose arguments these are; `env` may have a device of its own."""
     start_server()
-    order = order_from(RANKS_ON_SIM)
+    order = order_of((env or {}).get(VARIABLE, chosen_device()))
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
     return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)

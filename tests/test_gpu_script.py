@@ -19,7 +19,7 @@ from benchmarks.on_gpu import main as command
 from benchmarks.on_gpu import wheels
 from benchmarks.on_gpu.parts import PARTS, ROOT, Part, over_nccl
 from benchmarks.on_gpu.record import Outcome, Record, Result
-from tests.gpu.profiles import overlap_in
+from tests.device.profiles import overlap_in
 
 _PAGES = [
     *("failures.txt", "junit.xml", "nvidia-smi.txt", "profile.md", "results.json", "summary.md", "tables.md"),
@@ -66,7 +66,7 @@ def test_a_dry_run_starts_parts_and_leaves_a_folder(tmp_path: Path) -> None:
         "activation-offload-long": "passed",
     }
     collected = {test.name.partition("::")[0] for test in record.outcomes["engine"].tests}
-    assert "tests/gpu/test_offload_order.py" in collected
+    assert "tests/device/test_offload_order.py" in collected
     assert "| TRL over checkpoint |" in (folder / "tables.md").read_text()
     assert "torch 2." in (folder / "versions.txt").read_text()
 
@@ -90,7 +90,11 @@ def test_an_interpreter_that_lacks_packages_is_told_before_anything_is_written(t
 
 def test_all_test_files_of_the_gpu_are_in_a_part() -> None:
     named = {argument for part in PARTS if part.has_tests for argument in part.command}
-    assert {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")} <= named
+    assert {
+        f"tests/device/{path.name}"
+        for path in (ROOT / "tests/device").glob("test_*.py")
+        if not path.name.startswith("test_sim_")
+    } <= named
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert over_nccl("/x/libnccl.so.2").environment["LD_PRELOAD"] == "/x/libnccl.so.2"
 
