@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -482,7 +483,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the correlation of ranks, ties at their mean."""
+    """Return the correlation of ranks, ties at their mean; not a number where all are equal, or there is but one."""
+    if min(len(set(one)), len(set(other))) < 2:
+        return math.nan
     return statistics.correlation(_ranked(one), _ranked(other))
 
 

@@ -225,7 +225,7 @@ def attention() -> None:
 def errors() -> None:
     torch.ones(3, device="sim")[torch.tensor([7], device="sim")]
     with pytest.raises(
-        RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_operators.py:\d+:errors .*\)"
+        RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_sim_operators.py:\d+:errors .*\)"
     ):
         torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match=r"tensor size|size mismatch"):
