@@ -12,7 +12,7 @@ from benchmarks.on_gpu.record import Record
 def test_a_dry_run_starts_parts_and_leaves_a_folder(tmp_path: Path) -> None:
     """A part of tests, whose files must be importable, and a benchmark, which must run."""
     folder = tmp_path / "results"
-    options = ["--dry-run", "--only", "engine", "activation-offload-long", "--out", folder]
+    options = ["--dry-run", "--only", "engine", "activation-offload-long", "--out", str(folder)]
     done = subprocess.run(
         [ROOT / "scripts/gpu", *options], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
