@@ -33,8 +33,8 @@ __all__ = [
     "OPTIMIZERS",
     "TOLERANCE",
     "Plain",
+    "Script",
     "Trace",
-    "Training",
     "Way",
     "batch",
     "build",
@@ -332,11 +332,11 @@ def world(way: Way) -> Iterator[None]:
 def train(case: Case, way: Way) -> Trace:
     """Train on this rank, through nothing but the public calls, and return what it holds."""
     with world(way):
-        training = Training(case, way)
-        return trace_of([training.run(number) for number in range(len(way.batches))], training.model)
+        script = Script(case, way)
+        return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
 
 
-class Training:
+class Script:
     """A script that trains on this rank batch by batch, and may do other things in between; lives in a `world`."""
 
     def __init__(self, case: Case, way: Way) -> None:

@@ -1,0 +1,393 @@
+"""`sharded_data_parallel_degree` changes where parameters are, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.placement.blocks import repeated_blocks
+from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
+from tests.ranks import run_ranks
+from tests.train import Script, Trace, Way, batch, build, reference, same, trace_of, world
+
+CASE = MODELS["tied by a function"]
+
+
+def way_of(*, replicas: int = 2, degree: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
+    # Small parameters are not divided unless told.
+    given = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 0, **(config or {})}
+    return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": given, **more})
+
+
+def checkpoint(module: Any) -> None:
+    smp.set_activation_checkpointing(module.layers, strategy="each")
+
+
+ROWS = [
+    ("tied by a function", way_of(prepare=checkpoint)),
+    ("frozen and unused parameters", way_of(replicas=4, accumulation=2, batches=(8,) * 4, clip=0.05, early=True)),
+    ("BatchNorm", way_of(optimizer="Adagrad", early=True, config={"sdp_param_persistence_threshold": 9})),
+    ("tied by a function", way_of(optimizer="LAMB", accumulation=2, batches=(8,) * 4, stepwise=False, microbatches=1)),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS, ids=str)
+def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
+    same(MODELS[name], way)
+
+
+def measure(way: Way) -> dict[str, Any]:
+    """What one rank holds, and the norms it sees."""
+    with world(way):
+        script = Script(CASE, way)
+        script.run(0)
+        model = script.model
+        local = [each.to_local() for each in model.parameters()]
+        gradients = [each.grad.to_local() for each in model.parameters()]
+        states = [v.to_local() for entry in script.optimizer.state.values() for v in entry.values() if v.ndim]
+        norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
+        smp.clip_grad_norm_(model.parameters(), 0.01)
+        norms.append(smp.clip_grad_norm_(model, 1e9).item())
+        with pytest.raises(UnsupportedError, match="join"):
+            model.join()
+        with pytest.raises(UnsupportedError, match="communication hook"):
+            model.register_comm_hook(None, lambda _, bucket: bucket)
+        return {
+            "parameters": sum(each.numel() for each in local),
+            "gradients": sum(each.numel() for each in gradients),
+            "states": sum(each.numel() for each in states),
+            "norms": norms,
+            "saved": {name: each.shape for name, each in model.local_state_dict().items() if torch.is_tensor(each)},
+            "gathered": len(model.state_dict(gather_to_rank0=True)),
+        }
+
+
+def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all() -> None:
+    way = way_of(replicas=4, batches=(8,))
+    plain = reference(CASE, way)[0]
+    gradients = {name: nn.Parameter(each) for name, each in plain.values.items()}
+    for name, each in gradients.items():
+        each.grad = plain.gradients[name]
+    size = sum(each.numel() for each in gradients.values())
+    wanted = [nn.utils.get_total_norm([*plain.gradients.values()], kind).item() for kind in (2.0, float("inf"))]
+    found = run_ranks(measure, 4, way)
+    for each in found:
+        assert 0.45 * size <= each["parameters"] <= 0.55 * size
+        assert each["gradients"] == each["parameters"]
+        assert each["states"] == 2 * each["gradients"]
+        assert each["norms"] == found[0]["norms"]
+        assert each["norms"][:2] == pytest.approx(wanted, rel=1e-13)
+        assert each["norms"][2] == pytest.approx(0.01, rel=1e-3)
+        assert each["saved"]["layers.0.0.weight"] == (WIDTH, WIDTH)
+    assert found[0]["parameters"] + found[1]["parameters"] == size
+    assert [each["gathered"] for each in found] == [len(plain.values), 0, 0, 0]
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+SCALE, CLIP, STEPS = 2.0**10, 0.5, 3
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PartlyFloat32(nn.Module):
+    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names."""
+
+    _keep_in_fp32_modules_strict = ("gate",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    @staticmethod
+    def block() -> dict[str, nn.Module]:
+        return {"grow": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "gate": nn.Linear(WIDTH, WIDTH)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            grown = block["norm"](block["grow"](x))
+            x = x + grown * block["gate"](x.float()).sigmoid().to(x.dtype)
+        result: Tensor = self.norm(x)
+        return result
+
+
+PARTLY = Case(PartlyFloat32, vectors, mse_step, torch.float32)
+
+
+def train_in_half(precision: str, folder: Path) -> tuple[dict[str, Tensor], float]:
+    """Train all replicas on the same batches; return the weights, and the loss scale after an overflow."""
+    way = way_of(clip=CLIP, microbatches=1, config={precision: True})
+
+    def make(lr: float) -> tuple[Any, Any]:
+        model = smp.DistributedModel(build(PARTLY))
+        inner = torch.optim.AdamW(model.parameters(), lr=lr)
+        return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=True, init_scale=SCALE)
+
+    with world(way):
+        model, optimizer = make(0.05)
+        step = smp.step(mse_step)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            step(model, *(each.float() for each in batch(PARTLY, number, 8)))
+            optimizer.step()
+        weights = copy.deepcopy(model.state_dict())
+        next(model.parameters()).grad.mul_(float("inf") if precision == "fp16" and smp.rank() else 1)
+        optimizer.step()
+        assert optimizer.overflow is (precision == "fp16")
+        smp.save_checkpoint(folder, tag="saved")
+        saved, scale = copy.deepcopy(model.state_dict()), optimizer.loss_scale
+    for with_states in (False, True):
+        with world(way):
+            model, optimizer = make(0.07)
+            smp.resume_from_checkpoint(folder, load_sharded_optimizer_state=with_states)
+            assert all(torch.equal(each, saved[name]) for name, each in model.state_dict().items())
+            assert optimizer.loss_scale == scale
+            assert bool(optimizer.state) is with_states
+            assert optimizer.param_groups[0]["lr"] == (0.05 if with_states else 0.07)
+    if precision == "fp16":
+        assert all(torch.equal(each, saved[name]) for name, each in weights.items()), "an overflow changes nothing"
+    return weights, scale
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_half_precision_computes_with_copies_of_weights_in_float32(precision: str, tmp_path: Path) -> None:
+    dtype = HALVES[precision]
+    scale = SCALE if precision == "fp16" else 1.0
+    model = build(PARTLY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for number in range(STEPS):
+        half = copy.deepcopy(model)
+        for name, module in half.named_modules():
+            if name.endswith("grow"):
+                module.to(dtype)
+        x, y = (each.float() for each in batch(PARTLY, number, 8))
+        (functional.mse_loss(half(x.to(dtype)).float(), y) * scale).backward()
+        for weight, copied in zip(model.parameters(), half.parameters(), strict=True):
+            assert copied.grad is not None
+            weight.grad = copied.grad.float() / scale
+        for buffer, counted in zip(model.buffers(), half.buffers(), strict=True):
+            buffer.copy_(counted)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    for weights, last_scale in run_ranks(train_in_half, 2, precision, tmp_path):
+        assert last_scale == (SCALE / 2 if precision == "fp16" else 1.0)
+        # The norm, a sum of float32 over ranks, is rounded elsewhere.
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def wrap_in_half() -> set[torch.dtype]:
+    with world(way_of(config={"bf16": True})):
+        model = smp.DistributedModel(build(CASE).to(torch.bfloat16))
+        return {each.dtype for each in model.parameters()}
+
+
+def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None:
+    assert run_ranks(wrap_in_half, 2) == [{torch.float32}] * 2
+
+
+# --- models without memory --------------------------------------------------------------------------------------------
+
+
+class Watching(nn.Linear):
+    """Notes, when it is initialised, how many elements of all its kind have memory and are not divided."""
+
+    known: set[nn.Module] = set()  # noqa: RUF012 - of the process, which is a rank's
+    peaks: list[int] = []  # noqa: RUF012
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.known.add(self)
+        each = [p for module in self.known for p in module.parameters() if not isinstance(p, DTensor)]
+        self.peaks.append(sum(p.numel() for p in each if p.untyped_storage().nbytes() > p.element_size()))
+
+
+def watching_block() -> nn.Module:
+    return nn.Sequential(Watching(WIDTH, WIDTH), Watching(WIDTH, WIDTH))
+
+
+def wrap_delayed() -> int:
+    with world(way_of()):
+        with smp.delay_param_initialization():
+            module = nn.Sequential(*[watching_block() for _ in range(4)])
+        smp.DistributedModel(module)
+        return max(Watching.peaks)
+
+
+def test_a_model_without_memory_is_created_in_parts() -> None:
+    block = sum(each.numel() for each in watching_block().parameters())
+    for peak in run_ranks(wrap_delayed, 2):
+        assert 0 < peak < 2 * block
+
+
+# --- failing ----------------------------------------------------------------------------------------------------------
+
+
+class _Trouble(ValueError):
+    """What a test raises."""
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise _Trouble
+
+
+class Failing(TiedFunctional):
+    """Raises where it says; what follows the middle layer lies gathered then, or its gradients on their way."""
+
+    fails_in = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(lambda _, __, x: self.trouble("forward", x))
+        self.layers[2].register_forward_hook(lambda _, __, x: self.trouble("last layer", x))
+
+    def trouble(self, where: str, x: Tensor) -> Tensor:
+        if self.fails_in == where:
+            raise _Trouble
+        return Raises.apply(x) if (self.fails_in, where) == ("backward", "forward") else x
+
+
+FAILING = Case(Failing, tokens, token_step)
+
+
+def fail_and_go_on(case: Case, way: Way) -> Trace:
+    with world(way):
+        script = Script(case, way)
+        module: Any = script.model.module
+        outputs = []
+        for number in range(len(way.batches)):
+            for module.fails_in in ("forward", "backward"):
+                with pytest.raises(_Trouble):
+                    script.run(number)
+                assert all(isinstance(each, DTensor) for each in module.parameters())
+            module.fails_in = ""
+            outputs.append(script.run(number))
+        return trace_of(outputs, script.model)
+
+
+def test_after_a_failed_pass_training_goes_on_as_if_it_had_not_been() -> None:
+    same(FAILING, way_of(), by=fail_and_go_on)
+
+
+def failing_step(model: Any, ids: Tensor, _: Tensor) -> None:
+    model(ids)
+    raise _Trouble
+
+
+def fail_apart() -> str:
+    with world(way_of()):
+        script = Script(FAILING, way_of())
+        module: Any = script.model.module
+        module.fails_in = "last layer" if smp.rank() else ""
+        with pytest.raises(_Trouble):
+            smp.step(failing_step)(script.model, *batch(FAILING, 0, 8))
+        module.fails_in = ""
+        with pytest.raises(UsageError, match="a step failed") as caught:
+            script.run(0)
+        return str(caught.value)
+
+
+def test_ranks_that_failed_at_different_places_are_told() -> None:
+    for message in run_ranks(fail_apart, 2):
+        assert "at one place on rank 0 and at another on rank 1" in message
+
+
+# --- what scripts see and say -----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() -> None:
+    model: Any = build(CASE)
+    assert repeated_blocks(model) == list(model.layers)
+    model.register_parameter("outside", model.layers[1][0].weight)
+    assert repeated_blocks(model) == [model.layers[0], model.layers[2]]
+    assert repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def shard_attributes(way: Way) -> tuple[int, Tensor]:
+    """Return what a script finds on the parameters and the optimizer, after a step that it clips."""
+    with world(way):
+        script = Script(CASE, way)
+        optimizer = script.optimizer
+        wholes = dict(build(CASE).named_parameters())
+        names = {each: name for name, each in script.model.module.named_parameters()}
+        parameters: list[Any] = list(names)
+        assert [each.ds_id for each in parameters] == list(range(len(parameters)))
+        assert [each.ds_shape for each in parameters] == [each.shape for each in wholes.values()]
+        assert [each.ds_numel for each in parameters] == [each.numel() for each in wholes.values()]
+        # As scripts describe their shards for the tools that merge them.
+        (group,) = optimizer.fp16_groups
+        assert {names[each]: each.ds_shape for each in group} == {name: each.shape for name, each in wholes.items()}
+        assert optimizer._global_grad_norm is None
+        script.run(0)
+        (flat,) = optimizer.fp32_partitioned_groups_flat
+        held = [each.ds_tensor for each in parameters]
+        assert flat.dtype is torch.float32
+        assert torch.equal(flat, torch.cat([each.flatten().float() for each in held]))
+        assert sum(each.ds_numel for each in held) == flat.numel()
+        assert optimizer.ds_param_shard_group.size() == 2
+        return optimizer._global_grad_norm, flat
+
+
+def test_scripts_can_read_their_shards() -> None:
+    way = way_of(clip=0.25, batches=(8,))
+    plain = reference(CASE, way)[0]
+    (norm, first), (same_norm, second) = run_ranks(shard_attributes, 2, way)
+    wanted = reference(CASE, replace(way, clip=0.0))[0].gradients.values()
+    assert norm == same_norm == pytest.approx(nn.utils.get_total_norm(wanted).item())
+    whole = torch.cat([each.flatten() for each in plain.values.values()]).float().sort().values
+    torch.testing.assert_close(torch.cat([first, second]).sort().values, whole)
+
+
+class UsesOutside(TiedFunctional):
+    """The model itself uses a parameter of a layer, after the layers."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.linear(x * self.layers.get_parameter("1.2.bias"), self.embedding.weight)
+
+
+OUTSIDE = Case(UsesOutside, tokens, token_step)
+
+
+def register(module: nn.Module) -> None:
+    smp.register_parameter(module, module.get_parameter("layers.1.2.bias"))
+
+
+def test_a_registered_parameter_may_be_used_outside_of_its_module() -> None:
+    same(OUTSIDE, way_of(prepare=register))
+
+
+def register_wrongly() -> None:
+    with world(way_of()):
+        model = Script(OUTSIDE, way_of()).model
+        with pytest.raises(RuntimeError, match="DTensor"):
+            model(batch(OUTSIDE, 0, 8)[0])
+        with pytest.raises(UsageError, match="is divided already"):
+            register(model.module)
+
+
+def test_a_parameter_is_registered_before_it_is_divided() -> None:
+    run_ranks(register_wrongly, 2)
+    wrong: Any = torch.zeros(1)
+    with pytest.raises(UsageError, match="register_parameter got `Linear` and `Tensor`"):
+        smp.register_parameter(nn.Linear(1, 1), wrong)

@@ -1,0 +1,190 @@
+"""`shard_optimizer_state` changes where optimizer states are, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from tests.models import MODELS, Case
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from tests.train import Script, Trace, Way, batch, build, same, trace_of, world
+
+CASE = MODELS["frozen and unused parameters"]
+WHOLE = Way(replicas=2, microbatches=2, optimizer="AdamW in groups", model={"bucket_cap_mb": 0.001})
+SHARDED = replace(WHOLE, config={"shard_optimizer_state": True})
+
+
+@pytest.mark.parametrize(("accumulation", "overlap", "view"), pairwise([[1, 2], [True, False], [True, False]]))
+def test_two_ranks_equal_those_without_sharding_to_the_bit(accumulation: int, overlap: bool, view: bool) -> None:
+    options = {**WHOLE.model, "overlapping_allreduce": overlap, "gradient_as_bucket_view": view}
+    whole = replace(WHOLE, accumulation=accumulation, batches=(8,) * 2 * accumulation, model=options)
+    same(CASE, replace(whole, config=SHARDED.config), like=whole, tolerance=0)
+
+
+# Of four ranks, gloo adds up the values of a buffer in an order that depends on their place.
+ROWS = [
+    ("frozen and unused parameters", replace(SHARDED, replicas=4, clip=0.3)),
+    ("tied neighbours", replace(SHARDED, pipeline=2, clip=0.05)),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS, ids=str)
+def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
+    same(MODELS[name], way)
+
+
+def measure(way: Way) -> dict[str, Any]:
+    """Count what is moved in a step, and what remains of it."""
+    moved = {"reduce": 0, "broadcast": 0, "all_reduce": 0}
+
+    def counted(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            moved[name] += tensor.nbytes
+            return original(tensor, *args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with world(way):
+        script = Script(CASE, way)
+        script.run(0)
+        script.run(1)
+        with counted("reduce"), counted("broadcast"), counted("all_reduce"):
+            script.run(2)
+        owned = dict(script.model.virtual_named_parameters())
+        optimizer = script.optimizer
+        assert set(optimizer.state) <= set(owned.values())
+        assert all(each.grad is None for each in set(script.model.parameters()) - set(owned.values()))
+        states = [tensor for entry in optimizer.state.values() for tensor in entry.values() if tensor.ndim]
+        groups = [(len(group["params"]), group["lr"]) for group in optimizer.param_groups]
+        return {**moved, "owned": list(owned), "states": sum(each.nbytes for each in states), "groups": groups}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and_weight_once(size: int) -> None:
+    found = run_ranks(measure, size, replace(SHARDED, replicas=size))
+    named = dict(build(CASE).named_parameters())
+    trained = [each for each in named.values() if each.requires_grad]
+    num_bytes = sum(each.nbytes for each in trained)
+    unused = sum(each.nbytes for name, each in named.items() if name.startswith("unused"))
+    assert sorted(name for each in found for name in each["owned"]) == sorted(named)
+    assert sum(each["states"] for each in found) == 2 * (num_bytes - unused)
+    largest = max(each.nbytes for each in trained)
+    assert max(each["states"] for each in found) <= 2 * (1.1 * num_bytes / size + largest)
+    groups = [(sum(each.ndim > 1 for each in trained), 0.05), (sum(each.ndim <= 1 for each in trained), 0.02)]
+    for each in found:
+        assert each["all_reduce"] == 0
+        assert each["reduce"] == num_bytes + 8 * len(trained)  # a number says whether a rank has the gradient
+        assert each["broadcast"] == num_bytes
+        assert each["groups"] == groups
+
+
+def add_without_clearing(case: Case, way: Way) -> Trace:
+    """Reduce twice before clearing, with clipping in between and one weight left out in the second."""
+    with world(way):
+        model = Script(case, way).model
+        step = smp.step(case.step)
+        arguments = [batch(case, number, 8, smp.dp_rank()) for number in range(3)]
+        step(model, *arguments[0])
+        smp.clip_grad_norm_(model, 1e9)
+        model.module.get_parameter("head.bias").requires_grad_(False)  # its gradient stays what it was
+        step(model, *arguments[1])
+        step(model, *arguments[2])  # as planned before: what is reduced lies in the buckets
+        return trace_of([], model)
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["views", "copies"])
+def test_a_second_reduction_adds_to_the_first(view: bool) -> None:
+    whole = replace(WHOLE, model={**WHOLE.model, "gradient_as_bucket_view": view})
+    way = replace(whole, config=SHARDED.config)
+    same(CASE, way, like=whole, by=add_without_clearing, tolerance=1e-13)
+
+
+def freeze_in_between(case: Case, way: Way) -> Trace:
+    """Freeze the head for a batch: what is sent is grouped anew then."""
+    with world(way):
+        script, outputs = Script(case, way), []
+        for number in range(len(way.batches)):
+            script.model.module.get_submodule("head").requires_grad_(number != 1)
+            outputs.append(script.run(number))
+        return trace_of(outputs, script.model)
+
+
+def test_parameters_may_be_frozen_and_unfrozen() -> None:
+    same(CASE, SHARDED, like=WHOLE, by=freeze_in_between, tolerance=0)
+
+
+def save() -> dict[str, Any]:
+    """Return copies, as a state dict refers to the states that go on changing."""
+    with world(SHARDED):
+        script = Script(CASE, SHARDED)
+        script.run(0)
+        optimizer = script.optimizer
+        forms = {
+            "list": optimizer.local_state_dict(),
+            "own": optimizer.local_state_dict(gather_if_shard=False),
+            "whole": optimizer.state_dict(),
+        }
+        return copy.deepcopy(forms)
+
+
+def load(way: Way, kept: list[dict[str, Any]]) -> list[dict[int, dict[str, Tensor]]]:
+    """Return the whole states after loading each form."""
+    results = []
+    for form in ("list", "own", "whole"):
+        with world(way):
+            script = Script(CASE, way)
+            script.run(0)
+            source = kept[smp.rank()][form] if form == "own" else kept[0][form]
+            script.optimizer.load_state_dict(copy.deepcopy(source))
+            assert set(script.optimizer.state) <= {each for _, each in script.model.virtual_named_parameters()}
+            results.append(copy.deepcopy(script.optimizer.state_dict()["state"]))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_states_are_saved_as_a_list_a_shard_or_whole_and_loaded_by_any_number_of_ranks(size: int) -> None:
+    kept = run_ranks(save, 2)
+    assert [type(each["list"]["state"]) for each in kept] == [list, dict]
+    assert kept[0]["list"]["state"][1].keys() == kept[1]["own"]["state"].keys()
+    assert kept[0]["list"]["_smp_is_partial"] is True
+    whole = kept[0]["whole"]["state"]
+    assert sorted(whole) == sorted({*kept[0]["own"]["state"], *kept[1]["own"]["state"]})
+    nothing = {"own": {**kept[0]["own"], "state": {}}}
+    for results in run_ranks(load, size, replace(SHARDED, replicas=size), [*kept, nothing, nothing]):
+        for states in results:
+            torch.testing.assert_close(states, whole, rtol=0, atol=0)
+
+
+def refuse() -> list[str]:
+    with world(SHARDED):
+        model, step, arguments = smp.DistributedModel(build(CASE)), smp.step(CASE.step), batch(CASE, 0, 8)
+        step(model, *arguments)
+        said = []
+        for call in (
+            lambda: model.register_comm_hook(None, lambda _, bucket: bucket),
+            model.join,
+            lambda: step(model, *arguments),
+            lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())).step(lambda: 0.0),
+        ):
+            with pytest.raises((UnsupportedError, UsageError)) as caught:
+                call()
+            said.append(caught.value.message)
+        return said
+
+
+def test_what_does_not_go_with_sharded_states_is_refused_in_a_sentence() -> None:
+    expected = ["communication hook", "join lets a rank stop", "needs smp.DistributedOptimizer", "LBFGS"]
+    for message, part in zip(run_ranks(refuse, 2)[0], expected, strict=True):
+        assert part in message

@@ -1,0 +1,121 @@
+"""Training with tensor parallelism gives the losses, gradients and weights of plain PyTorch in one process.
+
+Every pair of values of two axes meets in one of the combinations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.torch.placement.delayed import initialize
+from tests.models import CASES, Case, Loop, mse_step, vectors
+from tests.pairwise import pairwise
+from tests.train import Way, same
+
+TOKENS, LENGTH = 17, 8  # a vocabulary that ranks cannot divide evenly
+
+
+def language_model() -> nn.Module:
+    """A transformer of `smp.nn`, whose other sizes four ranks divide."""
+    if not smp.is_initialized():  # for the reference in one process
+        smp.init()
+    return smp.nn.DistributedTransformerLMHead(
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_size=4,
+        hidden_size=16,
+        intermediate_size=24,
+        vocab_size=TOKENS,
+        num_positions=LENGTH,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        initializer_range=0.2,
+        use_normal_initialization=True,
+        causal_mask_size=LENGTH,
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+
+
+def tokens(size: int, generator: torch.Generator) -> tuple[Tensor]:
+    return (torch.randint(TOKENS, (size, LENGTH), generator=generator),)
+
+
+def language_step(model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model((ids, None, None, None, ids))[0]
+    model.backward(loss)
+    return loss
+
+
+def delayed() -> nn.Module:
+    """Get memory and values when the model is wrapped, or here for the reference in one process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with smp.delay_param_initialization():
+            module = Loop()
+    finally:
+        torch.set_default_dtype(before)
+    if not smp.is_initialized():
+        initialize(module, [*module.parameters()], torch.device("cpu"), 7)
+    return module
+
+
+MODELS = {
+    "encoder and decoder": CASES["encoder and decoder"],  # has what 2 ranks divide and 4 do not
+    "language model": Case(language_model, tokens, language_step),
+    "delayed": Case(delayed, vectors, mse_step),
+}
+
+
+def row(
+    name: str, degrees: tuple[int, int, int], prescaled: bool, optimize: str, sharded: bool = False, **more: Any
+) -> tuple[str, Way]:
+    """Return a model and a way to train it.
+
+    Args:
+        name: of the model.
+        degrees: pipeline and tensor-parallel ranks, and how often there is each of these.
+        prescaled: whether the ranks of a tensor-parallel group feed one batch together.
+        optimize: "speed" or "memory".
+        sharded: the optimizer's states.
+        more: of the configuration.
+    """
+    pipeline, tensor, copies = degrees
+    config = {"prescaled_batch": prescaled, "optimize": optimize, "shard_optimizer_state": sharded, **more}
+    replicas = copies * (1 if prescaled else tensor)
+    return name, Way(pipeline, replicas, tensor, config=config, prepare=smp.set_tensor_parallelism)
+
+
+AXES: list[list[Any]] = [list(MODELS), [(1, 2, 1), (1, 4, 1), (2, 2, 1)], [False, True], ["speed", "memory"]]
+PAIRS = pairwise([*AXES, [False, True]])
+ROWS = [
+    *(row(*pair) for pair in PAIRS),
+    row("language model", (2, 2, 2), False, "memory"),
+    # Exchanges between tensor-parallel ranks come in another order when backwards are split and stages are virtual.
+    row("language model", (2, 2, 1), False, "memory", pipeline="zero_bubble"),
+    row("language model", (2, 2, 1), True, "speed", virtual_pipeline_degree=2),
+]
+DEGREES = [(pp, tp, copies) for pp in (1, 2) for tp in (1, 2, 4) for copies in (1, 2) if pp * tp * copies <= 8]
+GRID = [row(*pair) for pair in pairwise([AXES[0], DEGREES, *AXES[2:], [False, True]])]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*ROWS, *(pytest.param(*each, marks=pytest.mark.slow) for each in GRID if each not in ROWS)],
+    ids=str,
+)
+def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
+    same(MODELS[name], way)
+
+
+@pytest.mark.parametrize(("prescaled", "optimize"), [(False, "speed"), (True, "memory")])
+def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, optimize: str) -> None:
+    name, way = row("encoder and decoder", (1, 2, 1), prescaled, optimize)
+    same(MODELS[name], replace(way, stepwise=False, microbatches=1))
