@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UnsupportedError
 from tests.models import Case
 from tests.ranks import RankFailed, run_ranks
 from tests.train import Script, Trace, Way, batch, same, trace_of, world
@@ -68,11 +67,6 @@ def assert_equal(ours: list[torch.Tensor | None], plain: list[torch.Tensor | Non
 def start(**options: Any) -> smp.DistributedModel:
     smp.init({"ddp": True, "microbatches": options.pop("microbatches", 1)})
     return smp.DistributedModel(Branches(), bucket_cap_mb=0.00005, **options)
-
-
-def rank_uses(rank: int) -> tuple[int, ...]:
-    """Layer 1 on no rank, layer 2 on rank 1 only, layer 3 on all but rank 0, layer 0 on all."""
-    return {0: (0,), 1: (0, 2, 3)}.get(rank, (0, 3))
 
 
 def numbered(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -228,36 +222,6 @@ def test_reentrant_checkpointing_works_without_overlap() -> None:
     assert_equal(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
-def halving_hook(state: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    state.append(bucket.index())
-    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
-    buffer = bucket.buffer().to(torch.float64).div_(2 * dist.get_world_size())  # two microbatches, all replicas
-    work = dist.all_reduce(buffer, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0].to(torch.float32))
-
-
-def train_with_hook() -> tuple[list[torch.Tensor | None], list[int]]:
-    model = start(microbatches=2)
-    seen: list[int] = []
-    model.register_comm_hook(seen, halving_hook)
-    with pytest.raises(UsageError, match="registered already"):
-        model.register_comm_hook(seen, halving_hook)
-    branch_step(model, inputs(smp.rank()), rank_uses(smp.rank()))
-    return gradients(model), seen
-
-
-def test_a_communication_hook_replaces_the_reduction_and_averages_itself() -> None:
-    def backward(model: nn.Module, rank: int) -> None:
-        for half in inputs(rank).chunk(2):
-            (model(half, rank_uses(rank)) / 2).backward()
-
-    plain = averages(2, backward)
-    for ours, seen in run_ranks(train_with_hook, 2):
-        assert seen == [0, 1, 2, 3]
-        assert_equal(ours, plain)
-
-
 def build_different_models() -> None:
     smp.init({"ddp": True})
     smp.DistributedModel(Branches(4 - smp.rank()))
@@ -335,28 +299,22 @@ def norm_step(model: Any, x: torch.Tensor) -> None:
 def train_batch_norm(broadcast: bool) -> tuple[torch.Tensor, float]:
     smp.init({"ddp": True})
     model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
-    norm = model.module.norm
-    assert isinstance(norm, nn.BatchNorm1d)
+    norm = model.module.get_submodule("norm")
     norm_step(model, inputs(smp.rank()))
     norm.register_buffer("late", torch.tensor(float(smp.rank())))
     norm_step(model, inputs(smp.rank()))
-    assert norm.running_mean is not None
-    return norm.running_mean.clone(), norm.get_buffer("late").item()
+    return norm.get_buffer("running_mean").clone(), norm.get_buffer("late").item()
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: bool) -> None:
-    (first, _), (second, late) = run_ranks(functools.partial(train_batch_norm, broadcast), 2)
+    (first, _), (second, late) = run_ranks(train_batch_norm, 2, broadcast)
     assert late == (0 if broadcast else 1)
-    own = Normalised()
-    for _ in range(2):
-        own(inputs(1))
-    other = Normalised()
-    for rank in (0, 1):
-        other(inputs(rank))  # the statistics of rank 0's first step, then rank 1's own second step
-    assert own.norm.running_mean is not None
-    assert other.norm.running_mean is not None
-    torch.testing.assert_close(second, other.norm.running_mean if broadcast else own.norm.running_mean)
+    # The statistics of the first step are those of the first replica, or one's own.
+    plain = Normalised()
+    for rank in (0 if broadcast else 1, 1):
+        plain(inputs(rank))
+    torch.testing.assert_close(second, plain.norm.get_buffer("running_mean"))
     assert not torch.equal(first, second)
 
 
