@@ -39,6 +39,7 @@ __all__ = [
     "batch",
     "build",
     "check_same",
+    "differ",
     "flat",
     "part",
     "place",
@@ -167,6 +168,13 @@ class Trace:
 def build(case: Case) -> nn.Module:
     torch.manual_seed(7)
     return case.build().to(case.dtype)
+
+
+def differ(module: nn.Module) -> None:
+    """For `prepare`: start different on each replica, so that a missing broadcast shows."""
+    with torch.no_grad():
+        for each in [*module.parameters(), *module.buffers()]:
+            each.add_(smp.dp_rank())
 
 
 def batch(case: Case, number: int, size: int, replica: int = 0) -> tuple[Any, ...]:

@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import smpkit.torch as smp
 from smpkit.errors import UsageError
 from tests.models import MODELS, Case
-from tests.train import Script, Trace, Way, same, trace_of, world
+from tests.train import Script, Trace, Way, differ, same, trace_of, world
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 """Several for a model, or overlap has nothing to get wrong."""
-
-
-def differ(module: nn.Module) -> None:
-    """Start different on each replica, so that a missing broadcast shows."""
-    with torch.no_grad():
-        for each in [*module.parameters(), *module.buffers()]:
-            each.add_(smp.dp_rank())
 
 
 def row(name: str, overlap: bool, view: bool, accumulation: int = 1, **more: Any) -> tuple[str, Way]:

@@ -18,7 +18,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
-from tests.train import Script, Trace, Way, batch, build, reference, same, trace_of, world
+from tests.train import Script, Trace, Way, batch, build, differ, reference, same, trace_of, world
 
 CASE = MODELS["tied by a function"]
 
@@ -36,7 +36,7 @@ def checkpoint(module: Any) -> None:
 ROWS = [
     ("tied by a function", way_of(prepare=checkpoint)),
     ("frozen and unused parameters", way_of(replicas=4, accumulation=2, batches=(8,) * 4, clip=0.05, early=True)),
-    ("BatchNorm", way_of(optimizer="Adagrad", early=True, config={"sdp_param_persistence_threshold": 9})),
+    ("BatchNorm", way_of(optimizer="Adagrad", prepare=differ, config={"sdp_param_persistence_threshold": 9})),
     ("tied by a function", way_of(optimizer="LAMB", accumulation=2, batches=(8,) * 4, stepwise=False, microbatches=1)),
 ]
 

@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.torch.placement.delayed import initialize
 from tests.models import CASES, Case, Loop, mse_step, vectors
 from tests.pairwise import pairwise
-from tests.train import Way, same
+from tests.train import Way, differ, same
 
 TOKENS, LENGTH = 17, 8  # a vocabulary that ranks cannot divide evenly
 
@@ -74,6 +74,11 @@ MODELS = {
 }
 
 
+def divide_different(module: nn.Module) -> None:
+    differ(module)
+    smp.set_tensor_parallelism(module)
+
+
 def row(
     name: str, degrees: tuple[int, int, int], prescaled: bool, optimize: str, sharded: bool = False, **more: Any
 ) -> tuple[str, Way]:
@@ -118,4 +123,4 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
 @pytest.mark.parametrize(("prescaled", "optimize"), [(False, "speed"), (True, "memory")])
 def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, optimize: str) -> None:
     name, way = row("encoder and decoder", (1, 2, 1), prescaled, optimize)
-    same(MODELS[name], replace(way, stepwise=False, microbatches=1))
+    same(MODELS[name], replace(way, stepwise=False, microbatches=1, prepare=divide_different))
