@@ -25,14 +25,15 @@ def row(name: str, overlap: bool, view: bool, accumulation: int = 1, **more: Any
     return name, Way(**{**given, "batches": (8,) * 2 * accumulation, "model": options, "prepare": differ, **more})
 
 
+ALSO_ON_SIM = pytest.mark.also_on("sim:copies:0")
 BRANCH = "a branch on a value in the model"
 ROWS = [
     row("frozen and unused parameters", True, False),
     row("frozen and unused parameters", False, True, accumulation=2),
     # Whole batches of some replicas leave the second half of the model out.
-    row(BRANCH, True, True, microbatches=1, replicas=3),
+    pytest.param(*row(BRANCH, True, True, microbatches=1, replicas=3), marks=ALSO_ON_SIM),
     row(BRANCH, False, False, microbatches=1, replicas=3),
-    row("several backwards", True, False, microbatches=2),
+    pytest.param(*row("several backwards", True, False, microbatches=2), marks=ALSO_ON_SIM),
     row("BatchNorm", True, True, accumulation=2),
     row("parameters of the root", True, True, replicas=4),
     row("tied by a function", True, False, stepwise=False),

@@ -256,13 +256,12 @@ class Failing(TiedFunctional):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1].register_forward_hook(lambda _, __, x: self.trouble("forward", x))
-        self.layers[2].register_forward_hook(lambda _, __, x: self.trouble("last layer", x))
+        self.layers[1].register_forward_hook(lambda _, __, x: self.trouble(x))
 
-    def trouble(self, where: str, x: Tensor) -> Tensor:
-        if self.fails_in == where:
+    def trouble(self, x: Tensor) -> Tensor:
+        if self.fails_in == "forward":
             raise _Trouble
-        return Raises.apply(x) if (self.fails_in, where) == ("backward", "forward") else x
+        return Raises.apply(x) if self.fails_in == "backward" else x
 
 
 FAILING = Case(Failing, tokens, token_step)
@@ -285,29 +284,6 @@ def fail_and_go_on(case: Case, way: Way) -> Trace:
 
 def test_after_a_failed_pass_training_goes_on_as_if_it_had_not_been() -> None:
     same(FAILING, way_of(), by=fail_and_go_on)
-
-
-def failing_step(model: Any, ids: Tensor, _: Tensor) -> None:
-    model(ids)
-    raise _Trouble
-
-
-def fail_apart() -> str:
-    with world(way_of()):
-        script = Script(FAILING, way_of())
-        module: Any = script.model.module
-        module.fails_in = "last layer" if smp.rank() else ""
-        with pytest.raises(_Trouble):
-            smp.step(failing_step)(script.model, *batch(FAILING, 0, 8))
-        module.fails_in = ""
-        with pytest.raises(UsageError, match="a step failed") as caught:
-            script.run(0)
-        return str(caught.value)
-
-
-def test_ranks_that_failed_at_different_places_are_told() -> None:
-    for message in run_ranks(fail_apart, 2):
-        assert "at one place on rank 0 and at another on rank 1" in message
 
 
 # --- what scripts see and say -----------------------------------------------------------------------------------------

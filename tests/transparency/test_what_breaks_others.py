@@ -1,13 +1,7 @@
-"""What breaks other pipelines, or what their users report most, works here: the table says where that is tested.
-
-Left column: a row of what was seen to fail elsewhere. Right column: the test that fails if it fails here; of grids the
-cells that count. Tests that fit nowhere else are below.
-"""
+"""What breaks other pipelines, or what their users report most, works here: the tests that fit nowhere else."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,57 +25,6 @@ from tests.models import (
 )
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
-
-MODELS = "tests/transparency/test_pipeline_models.py::test_a_model_trains_as_in_one_process"
-MODES = "tests/transparency/test_pipeline_modes.py::test_modes_in_turn_give_what_plain_pytorch_gives"
-FAILURES = "tests/transparency/test_pipeline_failures.py"
-HERE = "tests/transparency/test_what_breaks_others.py"
-
-ROWS = {
-    # Seen with torch.distributed.pipelining.
-    "an unmodified Hugging Face Llama on 2 ranks": f"{MODELS} (Llama)",
-    "the same on 4 ranks: rotary embeddings cross every boundary": f"{MODELS} (Llama)",
-    "a U-shaped skip on 3 ranks": f"{HERE}::test_skips_on_three_ranks",
-    "a tied head trains silently wrong": f"{MODELS} (tied modules, tied by a function)",
-    "a branch on data": f"{MODELS} (a branch on a value in the model)",
-    "a stage returns a dict or an int": f"{MODELS} (returns a dict)",
-    "the sequence length changes between steps": f"{HERE}::test_the_sequence_length_may_change_between_steps",
-    "a batch of 10 in 4 microbatches": f"{HERE}::test_a_batch_that_does_not_divide_is_refused_on_every_rank",
-    "evaluation with a smaller last batch": MODES,
-    "one microbatch on 2 stages": f"{MODELS} (microbatches=1)",
-    "shape inference changes BatchNorm's statistics": f"{MODELS} (BatchNorm)",
-    "an exception that one rank catches blocks the others": (
-        f"{FAILURES}::test_a_unit_that_raises_ends_all_ranks_with_its_reason_and_place"
-    ),
-    "the first step runs a microbatch more": f"{HERE}::test_units_run_once_per_microbatch_from_the_first_step_on",
-    "ranks other than the last get no loss and no output": f"{MODELS} (every rank compares what it got)",
-    # What users report.
-    "labels and masks that later stages need": f"{HERE}::test_padding_masks_reach_every_layer",
-    "None, dicts and other arguments that are no tensors": f"{MODELS} (keyword, None and other arguments)",
-    "outputs without gradient on some path": f"{HERE}::test_an_output_may_have_no_gradient_now_and_then",
-    "hooks of one microbatch act on another": f"{HERE}::test_hooks_run_once_for_each_microbatch",
-    "hangs by order of messages": (
-        "tests/transparency/test_pipeline_random_models.py::test_random_sleeps_neither_hang_nor_change_a_result"
-    ),
-    "fewer microbatches than stages": f"{MODELS} (microbatches=1, degree=4)",
-    "half of the layers are saved": "tests/torch/pipeline/test_state_dict.py::test_full_gathered_and_local_state_dicts",
-    "results change with the number of partitions": (
-        "tests/transparency/test_pipeline_random.py::test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation"
-    ),
-    "a zero bubble and activation checkpointing": (
-        "tests/transparency/test_pipeline_schedules.py"
-        "::test_a_split_backward_trains_under_autocast_and_with_recomputed_layers"
-    ),
-    "uneven shapes between microbatches of a step": f"{HERE}::test_a_step_may_make_shapes_of_its_own",
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row_has_its_test(row: str) -> None:
-    path, _, name = ROWS[row].partition(" (")[0].partition("::")
-    tree = ast.parse((Path(__file__).parents[2] / path).read_text(encoding="utf-8"))
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 

@@ -97,10 +97,12 @@ GROWING = Case(Branches, numbered, growing_step)
 GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_more_backwards_than_the_step_before_made_stay_right() -> None:
     same(GROWING, GROWING_WAY)
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
     same(GROWING, GROWING_WAY, by=fail_before_each)
 
@@ -150,6 +152,7 @@ def freeze_and_cast() -> tuple[list[torch.Tensor | None], list[torch.Tensor | No
     return frozen, first
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
     def backward(model: nn.Module, rank: int) -> None:
         model(inputs(rank), (0, 1)).backward()
@@ -207,6 +210,7 @@ def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     return gradients(model)
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wrong_result() -> None:
     with pytest.raises(RankFailed, match=r"`layer\.(weight|bias)` received another gradient in the same backward"):
         run_ranks(train_reentrant, 2, True)
@@ -250,6 +254,7 @@ def views_share_memory() -> tuple[bool, bool]:
     return inside, same
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_gradients_as_views_live_in_the_buckets_also_when_zeroed_in_place() -> None:
     assert run_ranks(views_share_memory, 2) == [(True, True)] * 2
 
@@ -266,6 +271,7 @@ def accumulate_and_join(batches: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_join_lets_ranks_end_at_different_steps_and_leaves_them_equal() -> None:
     first, second, third = run_ranks(accumulate_and_join, 3, 1)
     for left, middle, right in zip(first, second, third, strict=True):
@@ -328,5 +334,6 @@ def count_messages_per_step() -> list[int]:
     return counts
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_accumulation_sends_nothing_until_its_last_step() -> None:
     assert run_ranks(count_messages_per_step, 2) == [[0, 4, 0, 4]] * 2
