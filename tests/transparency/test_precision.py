@@ -65,15 +65,15 @@ class ByHand(Plain):
     """The algorithm, as one writes it for one process; replicas are taken one after the other, and averaged."""
 
     def __init__(self, case: Case, way: Way) -> None:
-        self.half = half_of(way)
-        super().__init__(build(case).to(self.half), way.microbatches * way.accumulation)
+        self.dtype = half_of(way)
+        super().__init__(build(case).to(self.dtype), way.microbatches * way.accumulation)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm1d):
                 module.float()
         self.case, self.way = case, way
         self.weights = dict(self.module.named_parameters())
-        self.masters = {
-            name: each.detach().float() if each.requires_grad and each.dtype == self.half else each
+        self.masters: dict[str, Tensor] = {
+            name: each.detach().float() if each.requires_grad and each.dtype == self.dtype else each
             for name, each in self.weights.items()
         }
         self.optimizer = OPTIMIZERS[way.optimizer](
@@ -85,26 +85,26 @@ class ByHand(Plain):
         self.overflows: list[bool] = []
 
     def forward(self, *args: Tensor) -> Tensor:
-        result: Tensor = self.module(*[each.to(self.half) if each.is_floating_point() else each for each in args])
+        result: Tensor = self.module(*[each.to(self.dtype) if each.is_floating_point() else each for each in args])
         return result.float()
 
     def backward(self, tensors: Tensor, gradients: Any = None) -> None:
         assert gradients is None
         (tensors * (self.scale / self.parts)).backward()
 
-    def train(self) -> list[Halves]:
+    def train_replicas(self) -> list[Halves]:
         """Return what each replica sees."""
         way = self.way
         outputs: list[list[Any]] = [[] for _ in range(way.replicas)]
         for first in range(0, len(way.batches), way.accumulation):
-            gradients = []
+            seen = []
             for replica in range(way.replicas):
                 self.zero_grad()
                 for number in range(first, first + way.accumulation):
                     outputs[replica].append(self.run(number, replica))
-                gradients.append({name: each.grad for name, each in self.weights.items()})
+                seen.append({name: each.grad for name, each in self.weights.items()})
             for name, weight in self.weights.items():
-                found = [each / way.replicas for of_one in gradients if (each := of_one[name]) is not None]
+                found = [each / way.replicas for of_one in seen if (each := of_one[name]) is not None]
                 weight.grad = sum(found[1:], start=found[0]) if found else None
             self.step()
         gradients = {name: each.grad for name, each in self.weights.items()}
@@ -122,7 +122,7 @@ class ByHand(Plain):
             gradient = self.weights[name].grad
             master.grad = None if gradient is None else gradient.float() / self.scale
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        overflow = self.half is torch.float16 and not all(bool(each.isfinite().all()) for each in gradients)
+        overflow = self.dtype is torch.float16 and not all(bool(each.isfinite().all()) for each in gradients)
         if not overflow:
             if self.way.clip:
                 nn.utils.clip_grad_norm_(list(self.masters.values()), self.way.clip)
@@ -153,7 +153,7 @@ def check(case: Case, way: Way) -> None:
     """Compare to the bit, or the masters alone and up to roundings where ranks round elsewhere than one process."""
     rounds = way.ranks > 1 and (way.clip > 0 or case.build is models.Tied)
     tolerance = 4 * torch.finfo(half_of(way)).eps if rounds else 0.0
-    plain = ByHand(case, way).train()
+    plain = ByHand(case, way).train_replicas()
     found = run_ranks(train, way.ranks, case, way)
     assert set().union(*(each.masters for each in found)) == plain[0].masters.keys()
     if "dynamic_loss_scale" in way.scaling:  # or the test would prove little
@@ -185,19 +185,14 @@ ONE_RANK = [
 ]
 SHARDED = {"fp16": True, "shard_optimizer_state": True}
 TWO_RANKS = [
-    *(
-        (name, way_of(half, **degrees))
-        for name, half, degrees in [
-            ("BatchNorm", "fp16", {"pipeline": 2}),
-            ("BatchNorm", "fp16", {"replicas": 2, "accumulation": 2, "early": True}),
-            ("frozen and unused parameters", "static", {"pipeline": 2, "accumulation": 2, "early": True}),
-            ("frozen and unused parameters", "bf16", {"replicas": 2, "optimizer": "AdamW"}),
-            # A norm, and the gradient of a tied weight, are sums over ranks.
-            ("tied modules", "fp16", {"pipeline": 2, "clip": 0.5}),
-            ("BatchNorm", "fp16", {"replicas": 2, "clip": 0.1}),
-        ]
-    ),
+    ("BatchNorm", way_of(pipeline=2)),
+    ("BatchNorm", way_of(replicas=2, accumulation=2, early=True)),
+    ("frozen and unused parameters", way_of("static", pipeline=2, accumulation=2, early=True)),
+    ("frozen and unused parameters", way_of("bf16", replicas=2, optimizer="AdamW")),
     ("BatchNorm", way_of(replicas=2, config=SHARDED)),
+    # A norm, and the gradient of a tied weight, are sums over ranks.
+    ("tied modules", way_of(pipeline=2, clip=0.5)),
+    ("BatchNorm", way_of(replicas=2, clip=0.1)),
 ]
 
 

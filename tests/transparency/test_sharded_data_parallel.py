@@ -52,8 +52,9 @@ def measure(way: Way) -> dict[str, Any]:
         script = Script(CASE, way)
         script.run(0)
         model = script.model
-        local = [each.to_local() for each in model.parameters()]
-        gradients = [each.grad.to_local() for each in model.parameters()]
+        parameters: list[Any] = list(model.parameters())
+        local = [each.to_local() for each in parameters]
+        gradients = [each.grad.to_local() for each in parameters]
         states = [v.to_local() for entry in script.optimizer.state.values() for v in entry.values() if v.ndim]
         norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
         smp.clip_grad_norm_(model.parameters(), 0.01)
@@ -72,14 +73,15 @@ def measure(way: Way) -> dict[str, Any]:
         }
 
 
+def norm_of(trace: Trace, kind: float = 2.0) -> float:
+    return nn.utils.get_total_norm([each for each in trace.gradients.values() if each is not None], kind).item()
+
+
 def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all() -> None:
     way = way_of(replicas=4, batches=(8,))
     plain = reference(CASE, way)[0]
-    gradients = {name: nn.Parameter(each) for name, each in plain.values.items()}
-    for name, each in gradients.items():
-        each.grad = plain.gradients[name]
-    size = sum(each.numel() for each in gradients.values())
-    wanted = [nn.utils.get_total_norm([*plain.gradients.values()], kind).item() for kind in (2.0, float("inf"))]
+    size = sum(each.numel() for each in plain.values.values())
+    wanted = [norm_of(plain, kind) for kind in (2.0, float("inf"))]
     found = run_ranks(measure, 4, way)
     for each in found:
         assert 0.45 * size <= each["parameters"] <= 0.55 * size
@@ -297,14 +299,14 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
     assert repeated_blocks(nn.Linear(2, 2)) == []
 
 
-def shard_attributes(way: Way) -> tuple[int, Tensor]:
+def shard_attributes(way: Way) -> tuple[Any, Tensor]:
     """Return what a script finds on the parameters and the optimizer, after a step that it clips."""
     with world(way):
         script = Script(CASE, way)
         optimizer = script.optimizer
         wholes = dict(build(CASE).named_parameters())
-        names = {each: name for name, each in script.model.module.named_parameters()}
-        parameters: list[Any] = list(names)
+        names: dict[Any, str] = {each: name for name, each in script.model.module.named_parameters()}
+        parameters = list(names)
         assert [each.ds_id for each in parameters] == list(range(len(parameters)))
         assert [each.ds_shape for each in parameters] == [each.shape for each in wholes.values()]
         assert [each.ds_numel for each in parameters] == [each.numel() for each in wholes.values()]
@@ -326,8 +328,7 @@ def test_scripts_can_read_their_shards() -> None:
     way = way_of(clip=0.25, batches=(8,))
     plain = reference(CASE, way)[0]
     (norm, first), (same_norm, second) = run_ranks(shard_attributes, 2, way)
-    wanted = reference(CASE, replace(way, clip=0.0))[0].gradients.values()
-    assert norm == same_norm == pytest.approx(nn.utils.get_total_norm(wanted).item())
+    assert norm == same_norm == pytest.approx(norm_of(reference(CASE, replace(way, clip=0.0))[0]))
     whole = torch.cat([each.flatten() for each in plain.values.values()]).float().sort().values
     torch.testing.assert_close(torch.cat([first, second]).sort().values, whole)
 

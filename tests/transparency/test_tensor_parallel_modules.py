@@ -224,7 +224,7 @@ def differences(kind: str) -> dict[str, float]:
         ours, theirs = module(*arguments), plainly(kind, state, arguments)
         loss_of(ours).backward()
         loss_of(theirs).backward()
-        pairs = {name: (each, theirs[name]) for name, each in ours.items()}
+        pairs: dict[str, Any] = {name: (each, theirs[name]) for name, each in ours.items()}
         pairs |= {f"the gradient of {name}": (each.grad, state[name].grad) for name, each in module.named_parameters()}
         found = {name: (left - right).abs().max().item() for name, (left, right) in pairs.items() if left is not None}
         return {name: each for name, each in found.items() if not each < TOLERANCE}
@@ -240,9 +240,13 @@ def way_of(tensor: int, prescaled: bool, optimize: str) -> Way:
     return Way(replicas=1 if prescaled else tensor, tensor=tensor, microbatches=2, batches=(8, 8), config=config)
 
 
-MODES = pairwise([list(KINDS), [False, True], ["speed", "memory"]])
-ROWS = [*((kind, way_of(2, *mode)) for kind, *mode in MODES), *((kind, way_of(4, False, "memory")) for kind in KINDS)]
-GRID = [(kind, way_of(*mode)) for kind, *mode in itertools.product(KINDS, (2, 4), (False, True), ("speed", "memory"))]
+PAIRS = pairwise([list(KINDS), [False, True], ["speed", "memory"]])
+ROWS = [(kind, way_of(2, prescaled, optimize)) for kind, prescaled, optimize in PAIRS]
+ROWS += [(kind, way_of(4, False, "memory")) for kind in KINDS]
+GRID = [
+    (kind, way_of(tensor, prescaled, optimize))
+    for kind, tensor, prescaled, optimize in itertools.product(KINDS, (2, 4), (False, True), ("speed", "memory"))
+]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def clip_over_a_pipeline(way: Way) -> tuple[list[float], float, float]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(replicas: int) -> None:
     way = Way(pipeline=2, replicas=replicas, batches=(8,))
-    gradients = [*reference(CASE, way)[0].gradients.values()]
+    gradients = [each for each in reference(CASE, way)[0].gradients.values() if each is not None]
     wanted = [nn.utils.get_total_norm(gradients, norm_type).item() for norm_type in NORMS]
     for norms, clipped, after in run_ranks(clip_over_a_pipeline, way.ranks, way):
         assert norms == pytest.approx(wanted, rel=1e-13)

@@ -197,10 +197,21 @@ def test_a_full_checkpoint_of_a_pipeline_loads_into_the_plain_model(tmp_path: Pa
     torch.testing.assert_close(dict(module.state_dict()), plain_state(ONE_BATCH), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def announce_partition() -> list[str]:
     lines: list[str] = []
     logger = logging.getLogger("smpkit.announce")
-    logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
+    logger.addHandler(Kept(lines))
     logger.setLevel(logging.INFO)
     with world(ONE_BATCH):
         script = Script(CASE, ONE_BATCH)
