@@ -25,15 +25,14 @@ def row(name: str, overlap: bool, view: bool, accumulation: int = 1, **more: Any
     return name, Way(**{**given, "batches": (8,) * 2 * accumulation, "model": options, "prepare": differ, **more})
 
 
-ALSO_ON_SIM = pytest.mark.also_on("sim:copies:0")
 BRANCH = "a branch on a value in the model"
 ROWS = [
     row("frozen and unused parameters", True, False),
     row("frozen and unused parameters", False, True, accumulation=2),
     # Whole batches of some replicas leave the second half of the model out.
-    pytest.param(*row(BRANCH, True, True, microbatches=1, replicas=3), marks=ALSO_ON_SIM),
+    row(BRANCH, True, True, microbatches=1, replicas=3),
     row(BRANCH, False, False, microbatches=1, replicas=3),
-    pytest.param(*row("several backwards", True, False, microbatches=2), marks=ALSO_ON_SIM),
+    row("several backwards", True, False, microbatches=2),
     row("BatchNorm", True, True, accumulation=2),
     row("parameters of the root", True, True, replicas=4),
     row("tied by a function", True, False, stepwise=False),
@@ -41,6 +40,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.also_on("sim:copies:0", name=BRANCH)
 @pytest.mark.parametrize(("name", "way"), ROWS, ids=str)
 def test_replicas_equal_plain_pytorch(name: str, way: Way) -> None:
     same(MODELS[name], way)
