@@ -482,7 +482,7 @@ class EncoderDecoder(nn.Module):
         for layer in self.encoder:
             memory = layer(memory)
         x = self.embedding(ids.flip(1))
-        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
+        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device), 1)
         for layer in self.decoder:
             x = layer(x, memory, mask)
         result: Tensor = self.head(x)

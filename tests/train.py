@@ -33,14 +33,17 @@ __all__ = [
     "OPTIMIZERS",
     "TOLERANCE",
     "Plain",
+    "Script",
     "Trace",
     "Way",
     "batch",
     "build",
     "check_same",
+    "differ",
     "flat",
     "part",
     "place",
+    "reference",
     "run",
     "same",
     "trace_of",
@@ -53,10 +56,25 @@ __all__ = [
 TOLERANCE: Final = 1e-11
 """In float64. What differs is the order in which microbatches, users and ranks are added up; AdamW magnifies that."""
 
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decay matrices only, and train the rest slower, as scripts do."""
+    known = list(parameters)
+    groups = [
+        {"params": [each for each in known if each.ndim > 1], "weight_decay": 0.1},
+        {"params": [each for each in known if each.ndim <= 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return torch.optim.AdamW(groups, lr=0.05, eps=1e-4)
+
+
 OPTIMIZERS: Final[Mapping[str, Callable[[Any], torch.optim.Optimizer]]] = {
     # Adam turns rounding errors of gradients that are 0 in theory into steps of full size, so SGD is the usual one.
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, eps=1e-4),
+    "AdamW in groups": in_groups,
+    "LAMB": lambda parameters: smp.optimizers.FusedLAMB(parameters, lr=0.05, max_grad_norm=0.1),
+    # Its states are there from the beginning.
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1),
 }
 
 
@@ -75,9 +93,12 @@ class Way:
         placement: None lets smpkit decide which rank has which layer, -1 deals them out evenly, others seed dice.
         traced: whether smpkit measures the model before it decides; it takes as long as all of a small training.
         optimizer: of `OPTIMIZERS`.
+        early: whether the script makes its optimizer before it wraps the model.
+        clip: the norm of all gradients that steps of the optimizer go by at most; 0 clips none.
         stepwise: whether the script uses `@smp.step`, or `loss.backward()` as is allowed without a pipeline.
         config: more for `smp.init`.
         model: more for `smp.DistributedModel`.
+        scaling: more for `smp.DistributedOptimizer`.
         prepare: what the script does to its module before it wraps it: marks layers, checkpoints them.
     """
 
@@ -90,9 +111,12 @@ class Way:
     placement: int | None = None
     traced: bool = False
     optimizer: str = "SGD"
+    early: bool = False
+    clip: float = 0.0
     stepwise: bool = True
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prepare: Callable[[nn.Module], object] | None = None
 
     @property
@@ -106,20 +130,25 @@ class Way:
         placement = {} if self.placement is None else {"auto_partition": False, "default_partition": 0}
         degrees = {"pipeline_parallel_degree": self.pipeline, "tensor_parallel_degree": self.tensor}
         given = {"microbatches": self.microbatches, "ddp": True, "skip_tracing": not self.traced}
-        return {**degrees, **given, **placement, **self.config}
+        # Sharded data parallelism clips by itself, and to 1 unless told.
+        clipping = {"sdp_gradient_clipping": self.clip} if "sharded_data_parallel_degree" in self.config else {}
+        return {**degrees, **given, **placement, **clipping, **self.config}
 
     @property
     def plain(self) -> Way:
         """What of this changes the numbers, for a training in one process."""
-        fields = ("replicas", "microbatches", "batches", "accumulation", "optimizer")
+        fields = ("replicas", "microbatches", "batches", "accumulation", "optimizer", "clip")
         return Way(**{name: getattr(self, name) for name in fields})
 
     def __str__(self) -> str:
         """Name the row of a test: what differs from the usual way."""
         words = [f"{short}{getattr(self, name)}" for name, short in _SHORT.items() if getattr(self, name) != 1]
         words += ["traced"] * self.traced + ["whole batches"] * (self.microbatches == 1)
+        words += [self.optimizer] * (self.optimizer != "SGD") + ["made early"] * self.early
+        words += [f"clipped {self.clip}"] * (self.clip > 0) + ["no step"] * (not self.stepwise)
         words += [] if self.placement is None else [f"placed {self.placement}"]
-        return " ".join([*words, *(f"{name}={value}" for name, value in self.config.items())]) or "one rank"
+        words += [f"{name}={value}" for name, value in {**self.config, **self.model}.items()]
+        return " ".join(words) or "one rank"
 
 
 _SHORT: Final = {"pipeline": "pp", "tensor": "tp", "replicas": "dp", "accumulation": "accumulated "}
@@ -141,6 +170,13 @@ def build(case: Case) -> nn.Module:
     return case.build().to(case.dtype)
 
 
+def differ(module: nn.Module) -> None:
+    """For `prepare`: start different on each replica, so that a missing broadcast shows."""
+    with torch.no_grad():
+        for each in [*module.parameters(), *module.buffers()]:
+            each.add_(smp.dp_rank())
+
+
 def batch(case: Case, number: int, size: int, replica: int = 0) -> tuple[Any, ...]:
     return case.batch(size, torch.Generator().manual_seed(100 + number + 1000 * replica))
 
@@ -148,19 +184,30 @@ def batch(case: Case, number: int, size: int, replica: int = 0) -> tuple[Any, ..
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def same(case: Case, way: Way, *, like: Way | None = None, tolerance: float = TOLERANCE) -> None:
+def same(
+    case: Case,
+    way: Way,
+    *,
+    like: Way | None = None,
+    tolerance: float = TOLERANCE,
+    by: Callable[[Case, Way], Trace] | None = None,
+) -> None:
     """Train with smpkit on ranks of their own, and see that all comes out as in plain PyTorch.
 
     Args:
         like: what to compare with instead: another way to train with smpkit.
         tolerance: relative and absolute; 0 compares bits.
+        by: what trains on each rank instead of `train`.
     """
-    expected = _reference(case, way.plain) if like is None else whole(run(case, like))
-    traces = run(case, way)
+    by = by or train
+    expected = reference(case, way) if like is None else whole(run_ranks(by, like.ranks, case, like))
+    traces = run_ranks(by, way.ranks, case, way)
     for trace in traces:
         check_same(trace, expected[trace.replica], tolerance)
-    held = {name for trace in traces for name in trace.gradients}
-    assert held == set(expected[0].gradients), "not every parameter is on a rank"
+    held = {name for trace in traces for name in trace.values}
+    assert held >= set(expected[0].gradients), "not every parameter is on a rank"
+    trained = {name for name, each in expected[0].gradients.items() if each is not None}
+    assert trained <= {name for trace in traces for name in trace.gradients}, "not every gradient is on a rank"
 
 
 def run(case: Case, way: Way) -> list[Trace]:
@@ -168,9 +215,14 @@ def run(case: Case, way: Way) -> list[Trace]:
     return run_ranks(train, way.ranks, case, way)
 
 
+def reference(case: Case, way: Way) -> list[Trace]:
+    """Return what `train_plainly` returns, from a rank of its own, once for all ways that come to the same."""
+    return _reference(case, way.plain)
+
+
 @functools.lru_cache(32)
 def _reference(case: Case, way: Way) -> list[Trace]:
-    # In a process that has torch and the models' libraries already; once for all ways that come to the same.
+    # In a process that has torch and the models' libraries already.
     [traces] = run_ranks(train_plainly, 1, case, way)
     return traces
 
@@ -244,6 +296,8 @@ def train_plainly(case: Case, way: Way) -> list[Trace]:
             outputs[replica].append(flat(collate(_microbatches(case, model, way, batch(case, number, size, replica)))))
             buffers[replica] = _buffers(model)
         if (number + 1) % way.accumulation == 0:
+            if way.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), way.clip)
             optimizer.step()
     traces = []
     for replica in range(way.replicas):
@@ -286,26 +340,41 @@ def world(way: Way) -> Iterator[None]:
 def train(case: Case, way: Way) -> Trace:
     """Train on this rank, through nothing but the public calls, and return what it holds."""
     with world(way):
+        script = Script(case, way)
+        return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
+
+
+class Script:
+    """A script that trains on this rank batch by batch, and may do other things in between; lives in a `world`."""
+
+    def __init__(self, case: Case, way: Way) -> None:
+        self.case, self.way = case, way
         module = build(case)
         if way.placement is not None:
             place(module, way.placement, way.pipeline)
         if way.prepare is not None:
             way.prepare(module)
-        model = smp.DistributedModel(module, backward_passes_per_step=way.accumulation, **way.model)
-        optimizer = smp.DistributedOptimizer(OPTIMIZERS[way.optimizer](_trained(model)))
-        step = smp.step(case.step) if way.stepwise else case.step
-        seen: Any = model if way.stepwise and way.accumulation == 1 else _Seen(model, way)
-        outputs = []
-        for number, size in enumerate(way.batches):
-            if number % way.accumulation == 0:
-                optimizer.zero_grad()
-            arguments = batch(case, number, size, _replica())
-            if not way.stepwise:  # only a step moves them by itself
-                arguments = tuple(each.to(smp.state.device) if torch.is_tensor(each) else each for each in arguments)
-            outputs.append(flat(step(seen, *arguments)))
-            if (number + 1) % way.accumulation == 0:
-                optimizer.step()
-        return trace_of(outputs, model)
+        inner = OPTIMIZERS[way.optimizer](_trained(module)) if way.early else None
+        self.model = smp.DistributedModel(module, backward_passes_per_step=way.accumulation, **way.model)
+        inner = inner or OPTIMIZERS[way.optimizer](_trained(self.model))
+        self.optimizer = smp.DistributedOptimizer(inner, **way.scaling)
+        self._step = smp.step(case.step) if way.stepwise else case.step
+        self._seen: Any = self.model if way.stepwise and way.accumulation == 1 else _Seen(self.model, way)
+
+    def run(self, number: int) -> list[Any]:
+        """Train on a batch, and return what the step returned."""
+        way = self.way
+        if number % way.accumulation == 0:
+            self.optimizer.zero_grad()
+        arguments = batch(self.case, number, way.batches[number], _replica())
+        if not way.stepwise:  # only a step moves them by itself
+            arguments = tuple(each.to(smp.state.device) if torch.is_tensor(each) else each for each in arguments)
+        output = flat(self._step(self._seen, *arguments))
+        if (number + 1) % way.accumulation == 0:
+            if way.clip and "sharded_data_parallel_degree" not in way.config:
+                smp.clip_grad_norm_(self.model, way.clip)
+            self.optimizer.step()
+        return output
 
 
 class _Seen:

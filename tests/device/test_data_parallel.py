@@ -2,63 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from benchmarks.on_gpu.parts import NCCL
-from tests.device.device import IS_SIMULATED, gpu
+from smpkit.torch.core import devices
+from tests.device.device import IS_SIMULATED, sleep
 from tests.device.ranks import run_on_gpu
-from tests.transparency import test_data_parallel, test_sharded_data_parallel
-from tests.transparency.models import assert_same, train_plainly
-from tests.transparency.test_data_parallel import STEPS, train_with_smpkit
+from tests.models import MODELS, Case
+from tests.train import Trace, Way, check_same, reference, train
+from tests.transparency.test_data_parallel import row, torchs_hook, train_with_hook
+from tests.transparency.test_sharded_data_parallel import checkpoint, way_of
 
-_TOLERANCE = 1e-8  # float64 beside the CPU's; AdamW magnifies
+TOLERANCE = 1e-8  # float64 beside the CPU's
 
 
-def train_replicas(options: dict[str, Any]) -> list[Any]:
-    return [train_with_smpkit(2, accumulation, bucket_cap_mb=0.001, **options) for accumulation in (1, 2)]
+def check(name: str, way: Way, by: Callable[[Case, Way], Trace] = train) -> None:
+    case = MODELS[name]
+    plain = reference(case, way)
+    for trace in run_on_gpu(by, case, way, size=way.ranks, timeout=150):
+        check_same(trace, plain[trace.replica], TOLERANCE)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapping"])
-def test_replicas_equal_plain_pytorch(overlap: bool, view: bool) -> None:
-    plain = [train_plainly(STEPS, accumulation) for accumulation in (1, 2)]
-    options = {"overlapping_allreduce": overlap, "gradient_as_bucket_view": view}
-    for traces in run_on_gpu(train_replicas, options):
-        for trace, expected in zip(traces, plain, strict=True):
-            assert_same(trace, expected, _TOLERANCE)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replicas_equal_plain_pytorch(accumulation: int, overlap: bool, view: bool) -> None:
+    check(*row("frozen and unused parameters", overlap, view, accumulation))
 
 
 def test_training_without_a_step_function_equals_plain_pytorch() -> None:
-    for trace in run_on_gpu(test_data_parallel.train_plain_style, 2, True):
-        assert_same(trace, train_plainly(STEPS, 2), _TOLERANCE)
+    check(*row("frozen and unused parameters", True, False, 2, stepwise=False))
+
+
+LATE_CYCLES = 200_000_000
+"""Of a GPU's clock: a tenth of a second."""
+
+
+def late_hook(microbatches: int, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average on a stream of the hook's own, which comes to it late: only the future says when the gradients are there.
+
+    A future over gloo says nothing about streams, so this one is made here.
+    """
+    buffer = bucket.buffer()
+    asynchronous = devices.is_asynchronous(buffer.device)
+    computed = devices.record_event(buffer.device)
+    own = devices.new_stream(buffer.device)
+    future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if asynchronous else [])
+    with devices.on_stream(own):
+        devices.order_after(computed, own)
+        made = buffer / (microbatches * dist.get_world_size())
+        dist.all_reduce(made)
+        if asynchronous:
+            sleep(LATE_CYCLES)
+        future.set_result(made * 1)  # behind the sleep; without the wait the user finds memory that nobody has written
+    return future
+
+
+HOOKS = {"late": late_hook, "torch's": torchs_hook}
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("name", test_data_parallel.HOOKS)
+@pytest.mark.parametrize("name", HOOKS)
 def test_replicas_with_a_communication_hook_equal_plain_pytorch(name: str, view: bool) -> None:
     if name == "torch's" and os.environ.get(NCCL) != "1" and not IS_SIMULATED:
         pytest.skip("over gloo a future does not order the GPU's streams: needs `scripts/gpu --nccl`")
-    plain = train_plainly(STEPS, 1)
-    for trace, seen in run_on_gpu(test_data_parallel.train_with_hook, name, view):
-        assert set(seen) == {gpu().type}
-        assert len(seen) > STEPS  # several buckets a step
-        assert_same(trace, plain, _TOLERANCE)
-
-
-def train_sharded(accumulation: int) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"microbatches": 2, "sdp_param_persistence_threshold": 0}
-    return test_sharded_data_parallel.train(2, accumulation, checkpointed=True, **options)
+    model, way = row("frozen and unused parameters", True, view)
+    check(model, way, functools.partial(train_with_hook, hook=HOOKS[name]))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_sharded_parameters_equal_plain_pytorch(accumulation: int) -> None:
-    expected = test_sharded_data_parallel.train_plainly(accumulation, 1.0)
-    for found in run_on_gpu(train_sharded, accumulation):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=name)
+    way = way_of(accumulation=accumulation, batches=(8,) * 2 * accumulation, prepare=checkpoint)
+    check("tied by a function", way)

@@ -9,31 +9,28 @@ import torch
 from torch import Tensor
 
 import smpkit.torch as smp
-from tests.device.device import gpu
 from tests.device.ranks import run_on_gpu
-from tests.transparency.models import Trace, assert_same
-from tests.transparency.tensor_parallel_models import LENGTH, TOKENS, train_plainly
-from tests.transparency.test_tensor_parallel import CASES, MODES, Row, train_rows
+from tests.train import Way, check_same, reference, train
+from tests.transparency.test_tensor_parallel import LENGTH, MODELS, TOKENS, row
 
-_TOLERANCE = 1e-8  # float64 beside the CPU's; AdamW magnifies
+TOLERANCE = 1e-8  # float64 beside the CPU's
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_plain_pytorch(case: str) -> None:
-    plain = train_plainly(case, device=gpu())
-    rows = [Row(case, 1, 2, mode, sharded) for mode in MODES for sharded in (False, True)]
-    for traces in run_on_gpu(train_rows, rows, timeout=150):
-        for trace in traces:
-            gradients = {name: plain.gradients[name] for name in trace.gradients}
-            assert_same(trace, Trace(plain.losses, gradients, plain.weights), _TOLERANCE)
+def check(name: str, way: Way) -> None:
+    plain = reference(MODELS[name], way)
+    for trace in run_on_gpu(train, MODELS[name], way, size=way.ranks, timeout=150):
+        check_same(trace, plain[trace.replica], TOLERANCE)
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@pytest.mark.parametrize("prescaled", [False, True], ids=["", "prescaled"])
+@pytest.mark.parametrize("name", ["encoder and decoder", "language model"])
+def test_training_equals_plain_pytorch(name: str, prescaled: bool, optimize: str) -> None:
+    check(*row(name, (1, 2, 1), prescaled, optimize, sharded=prescaled))
 
 
 def test_a_pipeline_of_tensor_parallel_ranks() -> None:
-    plain = train_plainly("language model")
-    rows = [Row("language model", 2, 2, "memory")]
-    for (trace,) in run_on_gpu(train_rows, rows, size=4, timeout=150):
-        gradients = {name: plain.gradients[name] for name in trace.gradients}
-        assert_same(trace, Trace(plain.losses, gradients, plain.weights), _TOLERANCE)
+    check(*row("language model", (2, 2, 1), False, "memory"))
 
 
 @smp.step

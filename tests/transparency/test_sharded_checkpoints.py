@@ -1,66 +1,87 @@
-"""What sharded ranks save, ranks that are sharded otherwise or not at all go on with."""
+"""What sharded ranks save, they go on with, and so do ranks that are sharded otherwise or not at all."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import smpkit.torch as smp
-from tests.ranks import run_ranks
-from tests.transparency.test_sharded_data_parallel import TOLERANCE, build, run_steps
+from tests.models import MODELS, Case
+from tests.train import Script, Trace, Way, same, trace_of, world
 
+CASE = MODELS["tied by a function"]
 SHARDED: dict[str, dict[str, Any]] = {
     "plain": {},
     "states": {"shard_optimizer_state": True},
-    "halves": {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
-    "quarters": {"sharded_data_parallel_degree": 4, "sdp_gradient_clipping": 0.0},
+    "halves": {"sharded_data_parallel_degree": 2},
+    "quarters": {"sharded_data_parallel_degree": 4},
 }
 
 
-def start(kind: str) -> tuple[Any, Any]:
-    smp.init({"ddp": True, **SHARDED[kind]})
-    model = smp.DistributedModel(build())
-    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+def way_of(kind: str, **more: Any) -> Way:
+    return Way(**{"replicas": 2, "microbatches": 2, "optimizer": "AdamW", "config": SHARDED[kind], **more})
 
 
-def weights(model: Any) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    smp.shutdown()
-    return found
+def train_twice(case: Case, way: Way, parts: bool) -> Trace:
+    """Train on the last batch, go back to the states before it, whole or in parts, and train on it again."""
+    last = len(way.batches) - 1
+    with world(way):
+        script = Script(case, way)
+        model, optimizer = script.model, script.optimizer
+        outputs = [script.run(number) for number in range(last)]
+        saved = [each.local_state_dict() if parts else each.state_dict() for each in (model, optimizer)]
+        weights, states = copy.deepcopy(saved)  # they refer to what training goes on to change
+        script.run(last)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        return trace_of([*outputs, script.run(last)], model)
 
 
-def save_and_resume(folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
-    results = []
-    for kind in SHARDED:
-        model, optimizer = start(kind)
-        run_steps(model, optimizer, range(2))
-        smp.save_checkpoint(folder / kind, tag="part")
-        smp.save_checkpoint(folder / kind, tag="whole", partial=False)
-        run_steps(model, optimizer, range(2, 4))
-        results.append((kind, weights(model)))
-    for saved, loaded in itertools.permutations(SHARDED, 2):
-        model, optimizer = start(loaded)
-        smp.resume_from_checkpoint(folder / saved, tag="part")
-        run_steps(model, optimizer, range(2, 4))
-        results.append((f"{saved} -> {loaded}", weights(model)))
-    for saved, loaded in (("halves", "quarters"), ("quarters", "plain")):
-        model, optimizer = start(loaded)
-        smp.resume_from_checkpoint(folder / saved, tag="whole", partial=False)
-        smp.resume_from_checkpoint(folder / saved, tag="part")  # whole files have no optimizer
-        run_steps(model, optimizer, range(2, 4))
-        results.append((f"{saved} -> {loaded}, whole", weights(model)))
-    return results
+def mark(module: Any) -> None:
+    smp.set_tensor_parallelism(module.layers)
 
 
-@pytest.mark.slow
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    for results in run_ranks(save_and_resume, 4, tmp_path, timeout=120):
-        _, wanted = results[0]
-        for what, found in results:
-            for name, value in wanted.items():
-                torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{what}: {name}")
+def both(kind: str) -> Way:
+    """Sharded between ranks that are tensor-parallel, too."""
+    config = {**SHARDED[kind], "prescaled_batch": True}
+    return way_of(kind, tensor=2, clip=0.3, config=config, prepare=mark)
+
+
+WAYS = [way_of("states"), way_of("halves"), both("states"), both("halves")]
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_states_that_are_loaded_are_those_that_were_saved(way: Way, parts: bool) -> None:
+    same(CASE, way, by=functools.partial(train_twice, parts=parts))
+
+
+def save_and_resume(case: Case, way: Way, saved: Way, folder: Path) -> Trace:
+    """Train all but the last batch in one way, and on that in another."""
+    last = len(way.batches) - 1
+    with world(saved):
+        script = Script(case, saved)
+        outputs = [script.run(number) for number in range(last)]
+        smp.save_checkpoint(folder, tag="part")
+    with world(way):
+        script = Script(case, way)
+        smp.resume_from_checkpoint(folder, tag="part")
+        return trace_of([*outputs, script.run(last)], script.model)
+
+
+@pytest.mark.parametrize(
+    ("saved", "way"),
+    [
+        *((way_of(saved), way_of(loaded)) for saved, loaded in itertools.permutations(list(SHARDED)[:3], 2)),
+        (way_of("quarters", replicas=4), way_of("halves", replicas=4)),
+        (way_of("plain", replicas=1, pipeline=2), way_of("plain", replicas=1, pipeline=2)),
+    ],
+    ids=str,
+)
+def test_training_goes_on_sharded_otherwise(saved: Way, way: Way, tmp_path: Path) -> None:
+    same(CASE, way, by=functools.partial(save_and_resume, saved=saved, folder=tmp_path))

@@ -1,121 +1,126 @@
 """Training with tensor parallelism gives the losses, gradients and weights of plain PyTorch in one process.
 
-By default every pair of values of two axes meets in one of the combinations; all of them run under `slow`.
+Every pair of values of two axes meets in one of the combinations.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import smpkit.torch as smp
+from smpkit.torch.placement.delayed import initialize
+from tests.models import CASES, Case, Loop, mse_step, vectors
 from tests.pairwise import pairwise
-from tests.ranks import run_ranks
-from tests.transparency.models import Trace, assert_same
-from tests.transparency.tensor_parallel_models import train, train_plainly
+from tests.train import Way, differ, same
 
-TOLERANCE = 1e-10  # float64; sums of samples and of input channels in another order, magnified by AdamW
+TOKENS, LENGTH = 17, 8  # a vocabulary that ranks cannot divide evenly
 
-MODES: dict[str, dict[str, Any]] = {
-    "speed": {"optimize": "speed"},
-    "memory": {"optimize": "memory"},
-    "prescaled": {"prescaled_batch": True},
-    "prescaled memory": {"prescaled_batch": True, "optimize": "memory"},
+
+def language_model() -> nn.Module:
+    """A transformer of `smp.nn`, whose other sizes four ranks divide."""
+    if not smp.is_initialized():  # for the reference in one process
+        smp.init()
+    return smp.nn.DistributedTransformerLMHead(
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_size=4,
+        hidden_size=16,
+        intermediate_size=24,
+        vocab_size=TOKENS,
+        num_positions=LENGTH,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        initializer_range=0.2,
+        use_normal_initialization=True,
+        causal_mask_size=LENGTH,
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+
+
+def tokens(size: int, generator: torch.Generator) -> tuple[Tensor]:
+    return (torch.randint(TOKENS, (size, LENGTH), generator=generator),)
+
+
+def language_step(model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model((ids, None, None, None, ids))[0]
+    model.backward(loss)
+    return loss
+
+
+def delayed() -> nn.Module:
+    """Get memory and values when the model is wrapped, or here for the reference in one process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with smp.delay_param_initialization():
+            module = Loop()
+    finally:
+        torch.set_default_dtype(before)
+    if not smp.is_initialized():
+        initialize(module, [*module.parameters()], torch.device("cpu"), 7)
+    return module
+
+
+MODELS = {
+    "encoder and decoder": CASES["encoder and decoder"],  # has what 2 ranks divide and 4 do not
+    "language model": Case(language_model, tokens, language_step),
+    "delayed": Case(delayed, vectors, mse_step),
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One combination; what is left of the world are replicas."""
-
-    case: str
-    pp: int
-    tp: int
-    mode: str
-    sharded: bool = False
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {
-            "pipeline_parallel_degree": self.pp,
-            "tensor_parallel_degree": self.tp,
-            "shard_optimizer_state": self.sharded,
-            "microbatches": 2,
-            **MODES[self.mode],
-        }
+def divide_different(module: nn.Module) -> None:
+    differ(module)
+    smp.set_tensor_parallelism(module)
 
 
-def train_rows(rows: Sequence[Row]) -> list[Trace]:
-    return [train(row.case, row.config) for row in rows]
+def row(
+    name: str, degrees: tuple[int, int, int], prescaled: bool, optimize: str, sharded: bool = False, **more: Any
+) -> tuple[str, Way]:
+    """Return a model and a way to train it.
+
+    Args:
+        name: of the model.
+        degrees: pipeline and tensor-parallel ranks, and how often there is each of these.
+        prescaled: whether the ranks of a tensor-parallel group feed one batch together.
+        optimize: "speed" or "memory".
+        sharded: the optimizer's states.
+        more: of the configuration.
+    """
+    pipeline, tensor, copies = degrees
+    config = {"prescaled_batch": prescaled, "optimize": optimize, "shard_optimizer_state": sharded, **more}
+    replicas = copies * (1 if prescaled else tensor)
+    return name, Way(pipeline, replicas, tensor, config=config, prepare=smp.set_tensor_parallelism)
 
 
-def check(size: int, rows: Sequence[Row]) -> None:
-    plain = {name: train_plainly(name) for name in {row.case for row in rows}}
-    traces = run_ranks(train_rows, size, rows, timeout=60 + 15 * len(rows))
-    for row, *ranks in zip(rows, *traces, strict=True):
-        reference = plain[row.case]
-        seen: set[str] = set()
-        for trace in ranks:
-            seen |= set(trace.gradients)
-            gradients = {name: reference.gradients[name] for name in trace.gradients}
-            assert trace.weights.keys() == reference.weights.keys(), row
-            assert_same(trace, Trace(reference.losses, gradients, reference.weights), TOLERANCE)
-        assert row.sharded or seen == set(reference.gradients), row
-
-
-CASES = ["marked", "language model", "delayed"]
-LAYOUTS = [(1, 2), (1, 4), (2, 2)]
-FOUR = [Row(case, *layout, *rest) for case, layout, *rest in pairwise([CASES, LAYOUTS, list(MODES), [False, True]])]
-
-
-def test_pairs_of_what_four_ranks_can_do() -> None:
-    check(4, FOUR)
-
-
-def test_eight_ranks_of_all_three_kinds() -> None:
-    check(8, [Row("language model", 2, 2, "memory")])
-
-
-SCHEDULES: list[dict[str, Any]] = [
-    {"pipeline": "zero_bubble", "optimize": "memory"},
-    {"virtual_pipeline_degree": 2, "prescaled_batch": True},
+AXES: list[list[Any]] = [list(MODELS), [(1, 2, 1), (1, 4, 1), (2, 2, 1)], [False, True], ["speed", "memory"]]
+PAIRS = pairwise([*AXES, [False, True]])
+ROWS = [
+    *(row(*pair) for pair in PAIRS),
+    row("language model", (2, 2, 2), False, "memory"),
+    # Exchanges between tensor-parallel ranks come in another order when backwards are split and stages are virtual.
+    row("language model", (2, 2, 1), False, "memory", pipeline="zero_bubble"),
+    row("language model", (2, 2, 1), True, "speed", virtual_pipeline_degree=2),
 ]
+DEGREES = [(pp, tp, copies) for pp in (1, 2) for tp in (1, 2, 4) for copies in (1, 2) if pp * tp * copies <= 8]
+GRID = [row(*pair) for pair in pairwise([AXES[0], DEGREES, *AXES[2:], [False, True]])]
 
 
-def train_schedules() -> list[Trace]:
-    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 4}
-    return [train("language model", {**degrees, **schedule}) for schedule in SCHEDULES]
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*ROWS, *(pytest.param(*each, marks=pytest.mark.slow) for each in GRID if each not in ROWS)],
+    ids=str,
+)
+def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
+    same(MODELS[name], way)
 
 
-def test_other_schedules_of_a_pipeline_equal_plain_pytorch() -> None:
-    """Split backwards and virtual stages, whose exchanges between tensor-parallel ranks come in another order."""
-    plain = train_plainly("language model")
-    for traces in run_ranks(train_schedules, 4, timeout=120):
-        for trace in traces:
-            gradients = {name: plain.gradients[name] for name in trace.gradients}
-            assert_same(trace, Trace(plain.losses, gradients, plain.weights), TOLERANCE)
-
-
-def train_plain_style() -> list[Trace]:
-    return [train("marked", {"tensor_parallel_degree": 2, **mode}, stepwise=False) for mode in MODES.values()]
-
-
-def test_trap_20_training_without_a_step_function_equals_plain_pytorch() -> None:
-    plain = train_plainly("marked")
-    for traces in run_ranks(train_plain_style, 2):
-        for trace in traces:
-            assert_same(trace, plain, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded state"])
-@pytest.mark.parametrize("rdp", [1, 2], ids=["", "rdp2"])
-@pytest.mark.parametrize("pp", [1, 2], ids=["pp1", "pp2"])
-@pytest.mark.parametrize("tp", [1, 2, 4], ids=["tp1", "tp2", "tp4"])
-def test_the_whole_grid(pp: int, tp: int, rdp: int, sharded: bool) -> None:
-    rows = [Row(case, pp, tp, mode, sharded) for case, mode in itertools.product(CASES, MODES)]
-    if pp * tp * rdp <= 8:
-        check(pp * tp * rdp, rows)
+@pytest.mark.parametrize(("prescaled", "optimize"), [(False, "speed"), (True, "memory")])
+def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, optimize: str) -> None:
+    name, way = row("encoder and decoder", (1, 2, 1), prescaled, optimize)
+    same(MODELS[name], replace(way, stepwise=False, microbatches=1, prepare=divide_different))

@@ -1,29 +1,30 @@
-"""Modules on several tensor-parallel ranks compute what plain PyTorch does in one process, gradients too."""
+"""Modules of `smp.nn` compute what plain PyTorch does, and several tensor-parallel ranks what one does.
+
+Modules of a kind are tried together, one after the other: the name of what differs says which it was.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 import smpkit.torch as smp
-from smpkit.plan.mesh import CommGroup
-from smpkit.torch.placement.shards import join_shards, shard_of
-from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.module import initialize_shard
+from tests.models import Case
+from tests.pairwise import pairwise
 from tests.ranks import run_ranks
+from tests.train import TOLERANCE, Way, batch, build, same, world
 from tests.transparency import tensor_parallel_plain as plain
 
-TOLERANCE = 1e-12  # float64; sums over features and samples are added up in another order
-SAMPLES, LENGTH, HIDDEN = 4, 8, 16
-State = Mapping[str, torch.Tensor]
+LENGTH, OTHER, HIDDEN, TOKENS = 8, 6, 16, 21
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "attention_head_size": 4,
@@ -31,362 +32,225 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 24,
 }
 DROPOUTS: dict[str, Any] = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+PRE: dict[str, Any] = {"pre_layernorm": True, "post_layernorm": False}
+CAUSAL: dict[str, Any] = {"causal_mask_size": LENGTH}
+
+
+# --- batches and the step ---------------------------------------------------------------------------------------------
+
+
+def hidden(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Make hidden states, those of an encoder, and a mask to add for each."""
+    states = [torch.randn(size, each, HIDDEN, generator=generator).double() for each in (LENGTH, OTHER)]
+    masks = [torch.zeros(size, 1, 1, each, dtype=torch.float64) for each in (LENGTH, OTHER)]
+    for mask in masks:
+        mask[::2, :, :, -2:] = mask[1::4, :, :, -1:] = -10000.0
+    return *states, *masks
+
+
+def words(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Make token ids, which of them count, token types, labels, and hidden states of an encoder."""
+    ids, labels = (torch.randint(TOKENS, (size, LENGTH), generator=generator) for _ in range(2))
+    types, kept = torch.randint(2, (size, LENGTH), generator=generator), torch.ones(size, LENGTH, dtype=torch.int64)
+    kept[::2, -2:] = 0
+    labels[::4, 2:4] = -100
+    return ids, kept, types, labels, torch.randn(size, OTHER, HIDDEN, generator=generator).double()
+
+
+def every_element_step(model: Any, *inputs: Tensor) -> Any:
+    """Go back from a loss in which every element of every output counts differently."""
+    outputs = model(*inputs)
+    model.backward(loss_of(outputs))
+    return outputs
+
+
+def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
+    losses = [(each * torch.arange(each[0].numel()).view(each[0].shape).cos()).mean() for each in outputs.values()]
+    return torch.stack(losses).sum()
+
+
+# --- kinds of modules -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Case:
-    """A module, what goes in, and its plain counterpart.
-
-    `inputs` makes tensors of all samples; those that are floating point are checked for their gradients, masks aside.
-    """
+class Part:
+    """A module, how it is called with a batch, and what it should return, given its weights and the same batch."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[], list[torch.Tensor | None]]
-    plainly: Callable[..., Any]
-    call: Callable[..., Any] = lambda module, *inputs: module(*inputs)
+    call: Callable[..., Tensor]
+    plainly: Callable[..., Tensor]
 
 
-def values(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+def linear(make: Callable[[], nn.Module], plainly: Callable[[plain.State, Tensor], Tensor]) -> Part:
+    return Part(make, lambda module, x, *_: module(x), lambda state, x, *_: plainly(state, x))
 
 
-def additive_mask(length: int = LENGTH) -> torch.Tensor:
-    mask = torch.zeros(SAMPLES, 1, 1, length, dtype=torch.float64)
-    mask[1, :, :, -2:] = mask[2, :, :, -1:] = -10000.0
-    return mask
+def one_linear(state: plain.State, x: Tensor) -> Tensor:
+    return F.linear(x, state["weight"], state.get("bias"))
 
 
-def kept_mask() -> torch.Tensor:
-    mask = torch.ones(SAMPLES, LENGTH, dtype=torch.int64)
-    mask[1, -2:] = 0
-    return mask
-
-
-def tokens(upto: int) -> torch.Tensor:
-    return torch.randint(upto, (SAMPLES, LENGTH))
-
-
-def labels() -> torch.Tensor:
-    made = tokens(21)
-    made[0, 2:4] = -100
-    return made
-
-
-def tupled(module: nn.Module, *inputs: Any) -> Any:
-    output = module(inputs)
-    return (
-        output[0] if isinstance(module, smp.nn.DistributedTransformer | smp.nn.DistributedTransformerLayer) else output
-    )
-
-
-def layer_case(**options: Any) -> Case:
-    sizes = {**SIZES, **options}
-    cross = options.get("add_cross_attention", False)
-
-    def inputs() -> list[torch.Tensor | None]:
-        hidden = values(SAMPLES, LENGTH, HIDDEN)
-        return (
-            [hidden, values(SAMPLES, 6, HIDDEN), additive_mask(), additive_mask(6)]
-            if cross
-            else [hidden, additive_mask()]
-        )
-
-    def plainly(state: State, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        states, mask, cross_mask = others if cross else (None, others[0], None)
-        whole = plain.transformer if "num_layers" in options else plain.layer
-        return whole(state, hidden, states, mask, cross_mask, sizes)
-
-    kind = smp.nn.DistributedTransformer if "num_layers" in options else smp.nn.DistributedTransformerLayer
-    return Case(lambda: kind(**sizes, **DROPOUTS), inputs, plainly, tupled)
-
-
-def model_case(**options: Any) -> Case:
-    sizes = {**SIZES, "num_layers": 2, "vocab_size": 21, "num_positions": LENGTH, **options}
-
-    def inputs() -> list[torch.Tensor | None]:
-        types = tokens(2) if options.get("num_token_types") else None
-        made: list[torch.Tensor | None] = [tokens(21), kept_mask(), types, None]
-        if options.get("add_cross_attention"):
-            made += [values(SAMPLES, 6, HIDDEN), None]
-        return [*made, labels() if options.get("add_lm_head", True) else None]
-
-    return Case(
-        lambda: smp.nn.DistributedTransformerLMHead(**sizes, **DROPOUTS),
-        inputs,
-        lambda state, *given: plain.language_model(state, given, sizes),
-        tupled,
-    )
-
-
-PRE: dict[str, Any] = {"pre_layernorm": True, "post_layernorm": False}
-CASES: dict[str, Callable[[], Case]] = {
-    "linear": lambda: Case(
-        lambda: smp.nn.DistributedLinear(HIDDEN, 10),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN)],
-        lambda state, x: F.linear(x, state["weight"], state["bias"]),
-    ),
-    "linear of two dimensions, without bias": lambda: Case(
+LINEAR = {
+    "whole": linear(lambda: smp.nn.DistributedLinear(HIDDEN, 10), one_linear),
+    "of two dimensions, without bias": Part(
         lambda: smp.nn.DistributedLinear(HIDDEN, 7, bias=False),
-        lambda: [values(SAMPLES, HIDDEN)],
-        lambda state, x: F.linear(x, state["weight"]),
+        lambda module, x, *_: module(x[:, 0]),
+        lambda state, x, *_: one_linear(state, x[:, 0]),
     ),
-    "column, gathered": lambda: Case(
-        lambda: smp.nn.ColumnParallelLinear(HIDDEN, 12, gather_output=True),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN)],
-        lambda state, x: F.linear(x, state["weight"], state["bias"]),
-    ),
-    "column and row": lambda: Case(
+    "column, gathered": linear(lambda: smp.nn.ColumnParallelLinear(HIDDEN, 12, gather_output=True), one_linear),
+    "column and row": linear(
         lambda: nn.Sequential(smp.nn.ColumnParallelLinear(HIDDEN, 24), nn.GELU(), smp.nn.RowParallelLinear(24, HIDDEN)),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN)],
         lambda state, x: plain.linear(state, "2", F.gelu(plain.linear(state, "0", x))),
     ),
-    "embedding": lambda: Case(
-        lambda: smp.nn.DistributedEmbedding(21, HIDDEN, padding_idx=3),
-        lambda: [tokens(21)],
-        lambda state, x: F.embedding(x, state["weight"], 3),
-    ),
-    "embedding by an uneven vocabulary": lambda: Case(
-        lambda: smp.nn.VocabularyParallelEmbedding(21, HIDDEN, padding_idx=17),
-        lambda: [tokens(21)],
-        lambda state, x: F.embedding(x, state["weight"], 17),
-    ),
-    "attention": lambda: Case(
-        lambda: smp.nn.DistributedAttentionLayer(4, 4, HIDDEN, 0.0, 0.0, causal_mask_size=LENGTH),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN), additive_mask()],
-        lambda state, x, mask: plain.attention(state, x, None, mask, {**SIZES, "causal_mask_size": LENGTH}),
-        tupled,
-    ),
-    "cross attention": lambda: Case(
-        lambda: smp.nn.DistributedAttentionLayer(4, 4, HIDDEN, 0.0, 0.0, cross_attention=True),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN), values(SAMPLES, 6, HIDDEN), additive_mask(6)],
-        lambda state, x, states, mask: plain.attention(state, x, states, mask, SIZES),
-        tupled,
-    ),
-    "output": lambda: Case(
+    "output": linear(
         lambda: smp.nn.DistributedTransformerOutputLayer(HIDDEN, 24, 0.0, "relu", **PRE),
-        lambda: [values(SAMPLES, LENGTH, HIDDEN)],
         lambda state, x: plain.output(state, x, {"activation": "relu"}),
     ),
-    "layer, norm after": layer_case,
-    "layer, norms before and after, ALiBi": lambda: layer_case(pre_layernorm=True, use_alibi=True, causal_mask_size=8),
-    "layer, cross attention": lambda: layer_case(**PRE, add_cross_attention=True),
-    "layer, GPT-J": lambda: layer_case(
-        **PRE,
-        parallel_residual=True,
-        rotary_dim=2,
-        rotary_interleaved=True,
-        query_key_value_bias=False,
-        causal_mask_size=8,
+}
+EMBEDDING = {
+    "by width": linear(
+        lambda: smp.nn.DistributedEmbedding(TOKENS, HIDDEN, padding_idx=3),
+        lambda state, ids: F.embedding(ids, state["weight"], 3),
     ),
-    "layer, GPT-NeoX": lambda: layer_case(
-        **PRE, parallel_residual=True, parallel_layernorm=True, rotary_dim=4, causal_mask_size=8
+    "by an uneven vocabulary": linear(
+        lambda: smp.nn.VocabularyParallelEmbedding(TOKENS, HIDDEN, padding_idx=17),
+        lambda state, ids: F.embedding(ids, state["weight"], 17),
     ),
-    "stack, norms before and after": lambda: layer_case(num_layers=2, pre_layernorm=True, post_layernorm=True),
-    "stack, GPT-Neo": lambda: layer_case(
-        **PRE, num_layers=2, causal_mask_size=8, window_sizes=[None, 3], scale_attention_scores=False
-    ),
-    "stack, cross attention": lambda: layer_case(num_layers=2, add_cross_attention=True),
-    "model, GPT-2": lambda: model_case(**PRE, causal_mask_size=LENGTH),
-    "model, BERT": lambda: model_case(num_token_types=2),
-    "model, decoder": lambda: model_case(**PRE, causal_mask_size=LENGTH, add_cross_attention=True),
-    "model, both norms, own head": lambda: model_case(
-        pre_layernorm=True, num_positions=0, rotary_dim=4, tie_lm_head=False, lm_head_bias=True, vocab_size=24
-    ),
-    "model without head": lambda: model_case(**PRE, add_lm_head=False),
 }
 
 
-def whole_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    torch.manual_seed(7)
-    return {
-        name: torch.randn(global_shape(parameter), dtype=torch.float64) / 4
-        for name, parameter in module.named_parameters()
-    }
+def layer(kind: str = "Layer", **options: Any) -> Part:
+    sizes = {**SIZES, **options}
+    has_cross = "add_cross_attention" in options
+    compute = plain.layer if kind == "Layer" else plain.transformer
+
+    def call(module: nn.Module, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
+        result: Tensor = module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
+        return result
+
+    def plainly(state: plain.State, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
+        return compute(state, x, states if has_cross else None, mask, cross_mask if has_cross else None, sizes)
+
+    made = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
+    return Part(lambda: made(**sizes, **DROPOUTS), call, plainly)
 
 
-def load(module: nn.Module, state: State) -> None:
-    if isinstance(module, smp.nn.DistributedModule):
-        module.load_whole(state)
-        return
-    for name, child in module.named_children():
-        load(child, plain.below(state, f"{name}."))
+LAYER = {
+    "norm after": layer(),
+    "norms before and after, ALiBi": layer(pre_layernorm=True, use_alibi=True, **CAUSAL),
+    "cross attention": layer(**PRE, add_cross_attention=True),
+    "GPT-J": layer(
+        **PRE, **CAUSAL, parallel_residual=True, rotary_dim=2, rotary_interleaved=True, query_key_value_bias=False
+    ),
+    "GPT-NeoX": layer(**PRE, **CAUSAL, parallel_residual=True, parallel_layernorm=True, rotary_dim=4),
+}
+STACK = {
+    "norms before and after": layer("Stack", num_layers=2, pre_layernorm=True, post_layernorm=True),
+    "GPT-Neo": layer("Stack", **PRE, **CAUSAL, num_layers=2, window_sizes=[None, 3], scale_attention_scores=False),
+    "cross attention": layer("Stack", num_layers=2, add_cross_attention=True),
+}
 
 
-def whole_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Reduce a gradient as data parallelism does, and bring the pieces together."""
-    assert parameter.grad is not None
-    gradient, shard = parameter.grad.clone(), shard_of(parameter)
-    if shard is None or shard.group is CommGroup.DP_GROUP:
-        dist.all_reduce(gradient, group=smp.get_dp_process_group())
-        gradient /= smp.dp_size()
-    if shard is None:
-        return gradient
-    assert smp.rdp_size() == 1
-    gradient *= shard.scale
-    if shard.dim is None and shard.group is CommGroup.RDP_GROUP:  # each rank must have the same, without being told
-        first = gradient.clone()
-        dist.broadcast(first, group=smp.get_tp_process_group(), group_src=0)
-        assert torch.equal(first, gradient)
-    return join_shards(smp.allgather(gradient, smp.TP_GROUP), shard)
+def model(**options: Any) -> Part:
+    sizes = {**SIZES, "num_layers": 2, "vocab_size": TOKENS, "num_positions": LENGTH, **options}
+
+    def given(ids: Tensor, kept: Tensor, types: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor | None, ...]:
+        types_of = types if "num_token_types" in options else None
+        cross = (states, None) if "add_cross_attention" in options else ()
+        return (ids, kept, types_of, None, *cross, labels if options.get("add_lm_head", True) else None)
+
+    def whole(outputs: Any) -> Tensor:
+        """Put the loss beside the logits."""
+        return outputs if isinstance(outputs, Tensor) else outputs[1] + outputs[0]
+
+    return Part(
+        lambda: smp.nn.DistributedTransformerLMHead(**sizes, **DROPOUTS),
+        lambda module, *batch: whole(module(given(*batch))),
+        lambda state, *batch: whole(plain.language_model(state, given(*batch), sizes)),
+    )
 
 
-def part(x: Any, rank: int) -> Any:
-    """Return what a rank brings of something of all samples."""
-    if x is None or smp.state.cfg.prescaled_batch:
-        return x
-    return x.chunk(smp.tp_size())[rank]
+MODEL = {
+    "GPT-2": model(**PRE, **CAUSAL),
+    "BERT": model(num_token_types=2),
+    "decoder": model(**PRE, **CAUSAL, add_cross_attention=True),
+    "both norms, own head": model(
+        pre_layernorm=True, num_positions=0, rotary_dim=4, tie_lm_head=False, lm_head_bias=True, vocab_size=24
+    ),
+    "without head": model(**PRE, add_lm_head=False),
+}
+KINDS = {"linear": LINEAR, "embedding": EMBEDDING, "layer": LAYER, "stack": STACK, "model": MODEL}
 
 
-def leaf(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor to differentiate by, unless it is none or a mask."""
-    return x.clone().requires_grad_() if x is not None and x.is_floating_point() and x.dim() < 4 else x
+class Kind(nn.Module):
+    """All modules of a kind, each called with the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if not smp.is_initialized():  # for the reference in one process
+            smp.init()
+        self.kind = kind
+        self.first = nn.Linear(HIDDEN, HIDDEN)  # its gradient is made of those that the modules give to their inputs
+        self.parts = nn.ModuleDict({name: part.make() for name, part in KINDS[kind].items()})
+        for each in self.parameters():
+            initialize_shard(each, lambda whole: nn.init.normal_(whole, std=0.3))
+
+    def forward(self, *batch: Tensor) -> dict[str, Tensor]:
+        given = [self.first(each) if each.is_floating_point() and each.dim() == 3 else each for each in batch]
+        return {name: part.call(self.parts[name], *given) for name, part in KINDS[self.kind].items()}
 
 
-def loss_of(output: Any, weights: torch.Tensor) -> torch.Tensor:
-    """A mean over samples in which every element counts differently, and the loss of the model."""
-    loss, values = output if isinstance(output, tuple) else (0, output)
-    return loss + (values * weights).mean()
+def plainly(kind: str, state: plain.State, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return what `Kind` does, in plain PyTorch."""
+    is_states = [each.is_floating_point() and each.dim() == 3 for each in batch]
+    given = [plain.linear(state, "first", each) if is_s else each for each, is_s in zip(batch, is_states, strict=True)]
+    return {name: part.plainly(plain.below(state, f"parts.{name}."), *given) for name, part in KINDS[kind].items()}
 
 
-def differences(name: str) -> float:
-    """Return the largest difference between a case on these ranks and in plain PyTorch."""
-    case = CASES[name]()
-    module = case.make().double()
-    state = whole_state(module)
-    load(module, state)
-    torch.manual_seed(3)
-    inputs = case.inputs()
-    weights = values(SAMPLES, LENGTH, 24)
-    pairs: list[tuple[Any, Any]] = []
-
-    leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
-    whole = [leaf(x) for x in inputs]
-    ranks = range(1 if smp.state.cfg.prescaled_batch else smp.tp_size())
-    expected = [case.plainly(leaves, *(part(x, rank) for x in whole)) for rank in ranks]
-    fitting = [fit(part(weights, rank), output) for rank, output in zip(ranks, expected, strict=True)]
-    torch.stack([loss_of(*each) for each in zip(expected, fitting, strict=True)]).mean().backward()
-
-    me = smp.tp_rank() if len(ranks) > 1 else 0
-    mine = [leaf(part(x, me)) for x in inputs]
-    output = case.call(module, *mine)
-    loss_of(output, fitting[me]).backward()
-    pairs += zip(flat(output), flat(expected[me]), strict=True)
-    for ours, theirs in zip(mine, whole, strict=True):
-        if ours is not None and theirs is not None and ours.grad is not None:
-            pairs.append((ours.grad, part(theirs.grad, me) * len(ranks)))
-    pairs += [(whole_gradient(each), leaves[name].grad) for name, each in module.named_parameters()]
-    return max((a - b).abs().max().item() for a, b in pairs)
+CASES = {
+    kind: Case(functools.partial(Kind, kind), words if kind in ("embedding", "model") else hidden, every_element_step)
+    for kind in KINDS
+}
 
 
-def flat(output: Any) -> list[torch.Tensor]:
-    return list(output) if isinstance(output, tuple) else [output]
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def fit(weights: torch.Tensor, output: Any) -> torch.Tensor:
-    """Cut weights to the shape of an output."""
-    values = flat(output)[-1]
-    return (weights[:, 0] if values.dim() == 2 else weights)[..., : values.shape[-1]]
+def differences(kind: str) -> dict[str, float]:
+    """Return what differs on one rank from plain PyTorch, and by how much."""
+    case = CASES[kind]
+    with world(Way()):
+        module, arguments = build(case), batch(case, 0, 4)
+        state = {name: each.detach().clone().requires_grad_() for name, each in module.named_parameters()}
+        ours, theirs = module(*arguments), plainly(kind, state, arguments)
+        loss_of(ours).backward()
+        loss_of(theirs).backward()
+        pairs: dict[str, Any] = {name: (each, theirs[name]) for name, each in ours.items()}
+        pairs |= {f"the gradient of {name}": (each.grad, state[name].grad) for name, each in module.named_parameters()}
+        found = {name: (left - right).abs().max().item() for name, (left, right) in pairs.items() if left is not None}
+        return {name: each for name, each in found.items() if not each < TOLERANCE}
 
 
-def compare(names: list[str]) -> dict[str, float]:
-    found = {}
-    degree = int(os.environ["WORLD_SIZE"])
-    for prescaled, optimize in itertools.product([False, True] if degree > 1 else [False], ["speed", "memory"]):
-        degrees = {"tensor_parallel_degree": degree, "ddp": True}
-        smp.init({**degrees, "prescaled_batch": prescaled, "optimize": optimize})
-        for name in names:
-            found[f"{name}, prescaled {prescaled}, {optimize}"] = differences(name)
-        smp.shutdown()
-    return found
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_equals_plain_pytorch(kind: str) -> None:
+    assert run_ranks(differences, 1, kind) == [{}]
 
 
-EACH_KIND = ["linear", "embedding", "embedding by an uneven vocabulary", "layer, GPT-NeoX", "stack, cross attention"]
-EACH_KIND += ["model, GPT-2", "model, BERT"]
+def way_of(tensor: int, prescaled: bool, optimize: str) -> Way:
+    config = {"prescaled_batch": prescaled, "optimize": optimize}
+    return Way(replicas=1 if prescaled else tensor, tensor=tensor, microbatches=2, batches=(8, 8), config=config)
+
+
+PAIRS = pairwise([list(KINDS), [False, True], ["speed", "memory"]])
+ROWS = [(kind, way_of(2, prescaled, optimize)) for kind, prescaled, optimize in PAIRS]
+ROWS += [(kind, way_of(4, False, "memory")) for kind in KINDS]
+GRID = [
+    (kind, way_of(tensor, prescaled, optimize))
+    for kind, tensor, prescaled, optimize in itertools.product(KINDS, (2, 4), (False, True), ("speed", "memory"))
+]
 
 
 @pytest.mark.parametrize(
-    ("size", "names"),
-    [(1, EACH_KIND), (2, list(CASES)), (4, EACH_KIND[:4]), pytest.param(4, list(CASES), marks=pytest.mark.slow)],
-    ids=["1", "2", "4", "4, all"],
+    ("kind", "way"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in GRID if row not in ROWS)], ids=str
 )
-def test_modules_equal_plain_pytorch(size: int, names: list[str]) -> None:
-    for found in run_ranks(compare, size, names, timeout=150):
-        assert len(found) == len(names) * (4 if size > 1 else 2)
-        assert {case: found[case] for case in found if not found[case] < TOLERANCE} == {}
-
-
-@smp.step
-def train_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss, _ = model((ids, None, None, None, ids))
-    model.backward(loss)
-    return loss
-
-
-def train_language_model(pipeline: int, tensor: int) -> dict[str, list[float]]:
-    """Return the losses of four steps: they depend on all gradients and on how each is reduced."""
-    found = {}
-    for prescaled, optimize in itertools.product([False, True] if tensor > 1 else [False], ["speed", "memory"]):
-        degrees = {"tensor_parallel_degree": tensor, "pipeline_parallel_degree": pipeline, "microbatches": 2}
-        smp.init({**degrees, "ddp": True, "prescaled_batch": prescaled, "optimize": optimize})
-        torch.manual_seed(0)
-        sizes = {**SIZES, **DROPOUTS, **PRE, "num_layers": 2, "vocab_size": 21, "num_positions": LENGTH}
-        model = smp.DistributedModel(smp.nn.DistributedTransformerLMHead(**sizes, causal_mask_size=LENGTH).double())
-        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        torch.manual_seed(1)
-        ids = torch.randint(21, (8, LENGTH))
-        if tensor > 1 and not prescaled:  # every microbatch has samples of all ranks
-            ids = ids.view(2, tensor, -1, LENGTH)[:, smp.tp_rank()].flatten(0, 1)
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = train_step(model, ids).reduce_mean().item()
-            losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
-            optimizer.step()
-        found[f"prescaled {prescaled}, {optimize}"] = losses
-        smp.shutdown()
-    return found
-
-
-def test_a_language_model_trains_over_pipeline_and_tensor_ranks_as_in_one_process() -> None:
-    (alone,) = run_ranks(train_language_model, 1, 1, 1)
-    expected = alone["prescaled False, speed"]
-    for found in run_ranks(train_language_model, 4, 2, 2, timeout=120):
-        assert set(found) == {f"prescaled {p}, {o}" for p in (False, True) for o in ("speed", "memory")}
-        for losses in found.values():
-            assert losses == pytest.approx(expected, abs=TOLERANCE)
-
-
-def train_with_dropout() -> dict[str, Any]:
-    """Train with and without checkpointed layers, from weights that are made late, and evaluate."""
-    found = {}
-    for prescaled, optimize in itertools.product([False, True], ["speed", "memory"]):
-        runs = []
-        for checkpointed in (False, True):
-            degrees = {"tensor_parallel_degree": 2, "ddp": True, "microbatches": 2}
-            smp.init({**degrees, "prescaled_batch": prescaled, "optimize": optimize})
-            torch.manual_seed(0)
-            with smp.delay_param_initialization():
-                sizes = {**SIZES, **PRE, "num_layers": 2, "vocab_size": 21, "num_positions": LENGTH}
-                module = smp.nn.DistributedTransformerLMHead(**sizes, causal_mask_size=LENGTH)
-            model = smp.DistributedModel(module)
-            if checkpointed:
-                smp.set_activation_checkpointing(module.transformer.seq_layers, strategy="each")
-            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-            ids = torch.randint(21, (4, LENGTH))
-            losses = []
-            for _ in range(2):
-                optimizer.zero_grad()
-                losses.append(train_step(model, ids).reduce_mean().item())
-                optimizer.step()
-            with torch.no_grad():
-                logits = model.eval()((ids, None, None, None, None))
-            runs.append((losses, logits.tolist()))
-            smp.shutdown()
-        found[f"prescaled {prescaled}, {optimize}"] = runs
-    return found
-
-
-def test_checkpointed_layers_drop_the_same_again_to_the_bit() -> None:
-    for found in run_ranks(train_with_dropout, 2, timeout=120):
-        for setting, (kept, computed_again) in found.items():
-            assert kept == computed_again, setting
+def test_several_ranks_equal_one(kind: str, way: Way) -> None:
+    same(CASES[kind], way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError, UsageError
-from tests.deadlines import facts, wait_shortly
+from smpkit.errors import UnsupportedError
+from tests.models import Case
 from tests.ranks import RankFailed, run_ranks
+from tests.train import Script, Trace, Way, batch, same, trace_of, world
 
 
 class Branches(nn.Module):
@@ -38,12 +38,6 @@ def branch_step(model: Any, x: torch.Tensor, used: tuple[int, ...]) -> torch.Ten
     loss = model(x, used)
     model.backward(loss)
     return loss
-
-
-@smp.step
-def two_backwards_step(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x, (0, 1)))
-    model.backward(model(x, (1, 2)))
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -75,82 +69,42 @@ def start(**options: Any) -> smp.DistributedModel:
     return smp.DistributedModel(Branches(), bucket_cap_mb=0.00005, **options)
 
 
-def rank_uses(rank: int) -> tuple[int, ...]:
-    """Layer 1 on no rank, layer 2 on rank 1 only, layer 3 on all but rank 0, layer 0 on all."""
-    return {0: (0,), 1: (0, 2, 3)}.get(rank, (0, 3))
+def numbered(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    return torch.randn(size, 3, generator=generator).double(), generator.initial_seed() % 10
 
 
-def use_different_layers(overlap: bool, view: bool) -> list[list[torch.Tensor | None]]:
-    model = start(overlapping_allreduce=overlap, gradient_as_bucket_view=view)
-    results = []
-    for _ in range(2):  # the second step overlaps: it knows how many backwards come
-        model.zero_grad()
-        branch_step(model, inputs(smp.rank()), rank_uses(smp.rank()))
-        results.append(gradients(model))
-    return results
-
-
-@pytest.mark.also_on("sim:copies:0")
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
-def test_parameters_unused_on_some_ranks_or_all_end_as_in_one_process(overlap: bool, view: bool) -> None:
-    def backward(model: nn.Module, rank: int) -> None:
-        model(inputs(rank), rank_uses(rank)).backward()
-
-    plain = averages(3, backward)
-    assert plain[1] is None
-    for steps in run_ranks(use_different_layers, 3, overlap, view):
-        for ours in steps:
-            assert_equal(ours, plain)
-
-
-def two_backwards() -> list[list[torch.Tensor | None]]:
-    model = start(microbatches=2)
-    results = []
-    for _ in range(3):
-        model.zero_grad()
-        two_backwards_step(model, inputs(smp.rank()))
-        results.append(gradients(model))
-    return results
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_several_backwards_in_a_step_are_all_reduced() -> None:
-    def backward(model: nn.Module, rank: int) -> None:
-        for half in inputs(rank).chunk(2):
-            for used in ((0, 1), (1, 2)):
-                (model(half, used) / 2).backward()
-
-    plain = averages(2, backward)
-    for steps in run_ranks(two_backwards, 2):
-        for ours in steps:
-            assert_equal(ours, plain)
-
-
-@smp.step
-def growing_step(model: Any, x: torch.Tensor, backwards: int) -> None:
-    for _ in range(backwards):
+def growing_step(model: Any, x: torch.Tensor, number: int) -> None:
+    for _ in range(1 + number):
         model.backward(model(x, (0, 1)))
 
 
-def one_backward_more_than_last_time() -> list[torch.Tensor | None]:
-    model = start()
-    growing_step(model, inputs(smp.rank()), 1)
-    growing_step(model, inputs(smp.rank()), 1)
-    model.zero_grad()
-    growing_step(model, inputs(smp.rank()), 3)
-    return gradients(model)
+def failing_step(model: Any, x: torch.Tensor, _: int) -> None:
+    model.backward(model(x, (0, 1)))
+    raise ZeroDivisionError
+
+
+def fail_before_each(case: Case, way: Way) -> Trace:
+    with world(way):
+        script, outputs = Script(case, way), []
+        for number, size in enumerate(way.batches):
+            with pytest.raises(ZeroDivisionError):
+                smp.step(failing_step)(script.model, *batch(case, number, size, smp.rank()))
+            outputs.append(script.run(number))
+        return trace_of(outputs, script.model)
+
+
+GROWING = Case(Branches, numbered, growing_step)
+GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 
 
 @pytest.mark.also_on("sim:copies:0")
 def test_more_backwards_than_the_step_before_made_stay_right() -> None:
-    def backward(model: nn.Module, rank: int) -> None:
-        for _ in range(3):
-            model(inputs(rank), (0, 1)).backward()
+    same(GROWING, GROWING_WAY)
 
-    plain = averages(2, backward)
-    for ours in run_ranks(one_backward_more_than_last_time, 2):
-        assert_equal(ours, plain)
+
+@pytest.mark.also_on("sim:copies:0")
+def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
+    same(GROWING, GROWING_WAY, by=fail_before_each)
 
 
 def count_messages(overlap: bool) -> tuple[list[int], int, int]:
@@ -272,54 +226,6 @@ def test_reentrant_checkpointing_works_without_overlap() -> None:
     assert_equal(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
-def halving_hook(state: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    state.append(bucket.index())
-    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
-    buffer = bucket.buffer().to(torch.float64).div_(2 * dist.get_world_size())  # two microbatches, all replicas
-    work = dist.all_reduce(buffer, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0].to(torch.float32))
-
-
-def train_with_hook() -> tuple[list[torch.Tensor | None], list[int]]:
-    model = start(microbatches=2)
-    seen: list[int] = []
-    model.register_comm_hook(seen, halving_hook)
-    with pytest.raises(UsageError, match="registered already"):
-        model.register_comm_hook(seen, halving_hook)
-    branch_step(model, inputs(smp.rank()), rank_uses(smp.rank()))
-    return gradients(model), seen
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_a_communication_hook_replaces_the_reduction_and_averages_itself() -> None:
-    def backward(model: nn.Module, rank: int) -> None:
-        for half in inputs(rank).chunk(2):
-            (model(half, rank_uses(rank)) / 2).backward()
-
-    plain = averages(2, backward)
-    for ours, seen in run_ranks(train_with_hook, 2):
-        assert seen == [0, 1, 2, 3]
-        assert_equal(ours, plain)
-
-
-def fail_in_a_step() -> list[torch.Tensor | None]:
-    model = start()
-    branch_step(model, inputs(smp.rank()), (0, 1))
-    with pytest.raises(IndexError):
-        branch_step(model, inputs(smp.rank()), (0, 9))
-    model.zero_grad()
-    branch_step(model, inputs(smp.rank()), (0, 1))
-    return gradients(model)
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
-    plain = averages(2, lambda model, rank: model(inputs(rank), (0, 1)).backward())
-    for ours in run_ranks(fail_in_a_step, 2):
-        assert_equal(ours, plain)
-
-
 def build_different_models() -> None:
     smp.init({"ddp": True})
     smp.DistributedModel(Branches(4 - smp.rank()))
@@ -328,25 +234,6 @@ def build_different_models() -> None:
 def test_replicas_of_different_models_are_named_not_hung_on() -> None:
     with pytest.raises(RankFailed, match=r"ranks 0 and 1: 4 against 3 parameters"):
         run_ranks(build_different_models, 2)
-
-
-def leave_out_a_step() -> None:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Branches())
-    branch_step(model, inputs(0), (0,))
-    if smp.rank() == 1:
-        facts().wait(["given up"])
-        return
-    wait_shortly()
-    try:
-        branch_step(model, inputs(0), (0,))
-    finally:
-        facts().set("given up", "")
-
-
-def test_a_replica_that_does_not_come_is_named_within_the_deadline() -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 waited .* for rank 1"):
-        run_ranks(leave_out_a_step, 2)
 
 
 def views_share_memory() -> tuple[bool, bool]:
@@ -418,28 +305,22 @@ def norm_step(model: Any, x: torch.Tensor) -> None:
 def train_batch_norm(broadcast: bool) -> tuple[torch.Tensor, float]:
     smp.init({"ddp": True})
     model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
-    norm = model.module.norm
-    assert isinstance(norm, nn.BatchNorm1d)
+    norm = model.module.get_submodule("norm")
     norm_step(model, inputs(smp.rank()))
     norm.register_buffer("late", torch.tensor(float(smp.rank())))
     norm_step(model, inputs(smp.rank()))
-    assert norm.running_mean is not None
-    return norm.running_mean.clone(), norm.get_buffer("late").item()
+    return norm.get_buffer("running_mean").clone(), norm.get_buffer("late").item()
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: bool) -> None:
-    (first, _), (second, late) = run_ranks(functools.partial(train_batch_norm, broadcast), 2)
+    (first, _), (second, late) = run_ranks(train_batch_norm, 2, broadcast)
     assert late == (0 if broadcast else 1)
-    own = Normalised()
-    for _ in range(2):
-        own(inputs(1))
-    other = Normalised()
-    for rank in (0, 1):
-        other(inputs(rank))  # the statistics of rank 0's first step, then rank 1's own second step
-    assert own.norm.running_mean is not None
-    assert other.norm.running_mean is not None
-    torch.testing.assert_close(second, other.norm.running_mean if broadcast else own.norm.running_mean)
+    # The statistics of the first step are those of the first replica, or one's own.
+    plain = Normalised()
+    for rank in (0 if broadcast else 1, 1):
+        plain(inputs(rank))
+    torch.testing.assert_close(second, plain.norm.get_buffer("running_mean"))
     assert not torch.equal(first, second)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +13,9 @@ import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.optim.gradient_norm import global_norm
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
+from tests.models import MODELS
 from tests.ranks import run_ranks
+from tests.train import Script, Way, reference, world
 
 NORMS = [2.0, 1.0, 3.0, float("inf")]
 
@@ -78,53 +77,28 @@ def test_pieces_over_tensor_parallel_ranks_clip_as_in_one_process(size: int, max
                 assert all(torch.equal(clipped[name], gradient) for name, gradient in gradients.items())
 
 
-class Layers(nn.Module):
-    """Two layers on two pipeline ranks, with a weight that both use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        with smp.partition(0):
-            self.first = nn.Linear(4, 4).double()
-        with smp.partition(1):
-            self.second = nn.Linear(4, 4).double()
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.second(torch.tanh(self.first(x)))).square().sum()
+CASE = MODELS["tied modules"]
 
 
-@smp.step
-def layers_step(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x)
-    model.backward(loss)
-    return loss
+def clip_over_a_pipeline(way: Way) -> tuple[list[float], float, float]:
+    with world(way):
+        script = Script(CASE, way)
+        script.run(0)
+        model = script.model
+        norms = [smp.clip_grad_norm_(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]
+        clipped = smp.clip_grad_norm_(model, 0.25).item()
+        return norms, clipped, smp.clip_grad_norm_(model, 1e9).item()
 
 
-def clip_over_a_pipeline() -> dict[str, Any]:
-    smp.init(
-        {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, "auto_partition": False, "default_partition": 0}
-    )
-    model = smp.DistributedModel(Layers())
-    layers_step(model, torch.ones(4, 4, dtype=torch.float64) * (1 + smp.dp_rank()))
-    norms = [smp.clip_grad_norm_(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]
-    clipped = smp.clip_grad_norm_(model, 0.25).item()
-    after = smp.clip_grad_norm_(model, 1e9).item()
-    return {"norms": norms, "clipped": clipped, "after": after}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(size: int) -> None:
-    with mock.patch.object(smp, "partition", contextlib.nullcontext):
-        plain = Layers()
-    replicas = size // 2
-    for replica in range(replicas):
-        (plain(torch.ones(4, 4, dtype=torch.float64) * (1 + replica)) / 2 / replicas).backward()
-    wanted = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type).item() for norm_type in NORMS]
-    for found in run_ranks(clip_over_a_pipeline, size):
-        assert found["norms"] == pytest.approx(wanted, rel=1e-13)
-        assert found["clipped"] == found["norms"][0]
-        assert found["after"] == pytest.approx(0.25, rel=1e-5)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(replicas: int) -> None:
+    way = Way(pipeline=2, replicas=replicas, batches=(8,))
+    gradients = [each for each in reference(CASE, way)[0].gradients.values() if each is not None]
+    wanted = [nn.utils.get_total_norm(gradients, norm_type).item() for norm_type in NORMS]
+    for norms, clipped, after in run_ranks(clip_over_a_pipeline, way.ranks, way):
+        assert norms == pytest.approx(wanted, rel=1e-13)
+        assert clipped == norms[0]
+        assert after == pytest.approx(0.25, rel=1e-5)
 
 
 def strange_gradients() -> list[float]:

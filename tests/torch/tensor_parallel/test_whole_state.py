@@ -14,28 +14,29 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.state_dict import PARTIAL_KEY
+from tests.models import MODELS
 from tests.ranks import run_ranks
-from tests.transparency.tensor_parallel_models import CASES, samples, train_step
+from tests.train import Script, Way, batch, build, world
 
 
 def equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def start() -> None:
-    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 2, "ddp": True})
+CASE = MODELS["encoder and decoder"]
+WAY = Way(2, 2, 2, microbatches=2, batches=(4,), prepare=smp.set_tensor_parallelism)
 
 
 def save_and_load() -> None:
-    start()
-    case = CASES["marked"]
-    module = case.build()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    smp.set_tensor_parallelism(module)
-    model = smp.DistributedModel(module)
-    assert equal(model.state_dict(), before), "joined, before the model is partitioned"
-    train_step(model, case, *(each[:4] for each in samples(0)))
+    with world(WAY):
+        before = {name: value.clone() for name, value in build(CASE).state_dict().items()}
+        model = Script(CASE, WAY).model
+        assert equal(model.state_dict(), before), "joined, before the model is partitioned"
+        smp.step(CASE.step)(model, *batch(CASE, 0, 4))
+        check_whole(model, before)
 
+
+def check_whole(model: smp.DistributedModel, before: dict[str, Tensor]) -> None:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     assert equal(whole, before), "no optimizer has stepped"
     first = model.state_dict(gather_to_rank0=True)
@@ -70,7 +71,7 @@ def save_and_load() -> None:
     reduced = [dict(model.default_reducer_named_parameters()), dict(model.scaled_batch_reducer_named_parameters())]
     assert reduced[0].keys() | reduced[1].keys() == dict(model.named_parameters()).keys()
     assert not reduced[0].keys() & reduced[1].keys()
-    assert len(list(model.distributed_modules())) == 9
+    assert len(list(model.distributed_modules())) == 6
 
 
 def tiny(seed: int) -> GPT2LMHeadModel:
@@ -86,7 +87,7 @@ def gpt2_step(model: Any, tokens: Tensor) -> Tensor:
 
 
 def translate() -> None:
-    start()
+    smp.init(WAY.init)
     other = {name: value.clone() for name, value in tiny(2).state_dict().items()}
     with smp.tensor_parallelism():
         module = tiny(1)
