@@ -361,34 +361,34 @@ def made_random(name: str, task: str, sizes: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def divided(name: str, task: str = "ForCausalLM", **more: Any) -> Case:
+def divisible(name: str, task: str = "ForCausalLM", **more: Any) -> Case:
     return Case(partial(made_random, name, task, {**DIVIDED, **more}), padded_tokens, loss_and_logits_step)
 
 
 WITH_PLANS: dict[str, Case] = {
-    "Llama": divided("Llama"),
-    "tied Llama": divided("Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "Mistral": divided("Mistral", sliding_window=4),
-    "Qwen2": divided("Qwen2"),
-    "Qwen3": divided("Qwen3", head_dim=8),
-    "Phi": divided("Phi"),
-    "Phi3": divided("Phi3"),
-    "Mixtral": divided("Mixtral", num_local_experts=4, **EAGER),
-    "balanced Mixtral": divided(
+    "Llama": divisible("Llama"),
+    "tied Llama": divisible("Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "Mistral": divisible("Mistral", sliding_window=4),
+    "Qwen2": divisible("Qwen2"),
+    "Qwen3": divisible("Qwen3", head_dim=8),
+    "Phi": divisible("Phi"),
+    "Phi3": divisible("Phi3"),
+    "Mixtral": divisible("Mixtral", num_local_experts=4, **EAGER),
+    "balanced Mixtral": divisible(
         "Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=3.0, **EAGER
     ),
-    "Qwen3Moe": divided("Qwen3Moe", num_experts=4, moe_intermediate_size=12, head_dim=8, **EAGER),
+    "Qwen3Moe": divisible("Qwen3Moe", num_experts=4, moe_intermediate_size=12, head_dim=8, **EAGER),
 }
 """Divided as their own `_tp_plan` says."""
 REPLACED: dict[str, Case] = {
-    "GPT2": divided("GPT2", "LMHeadModel"),
-    "untied GPT2": divided("GPT2", "LMHeadModel", tie_word_embeddings=False),
-    "GPTJ": divided("GPTJ", rotary_dim=2),
-    "GPTNeo": divided("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=3),
-    "GPTNeoX": divided("GPTNeoX", rotary_pct=0.5),
-    "sequential GPTNeoX": divided("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
-    "Bert": divided("Bert", "ForMaskedLM"),
-    "Roberta": divided("Roberta", "ForMaskedLM"),
+    "GPT2": divisible("GPT2", "LMHeadModel"),
+    "untied GPT2": divisible("GPT2", "LMHeadModel", tie_word_embeddings=False),
+    "GPTJ": divisible("GPTJ", rotary_dim=2),
+    "GPTNeo": divisible("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=3),
+    "GPTNeoX": divisible("GPTNeoX", rotary_pct=0.5),
+    "sequential GPTNeoX": divisible("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
+    "Bert": divisible("Bert", "ForMaskedLM"),
+    "Roberta": divisible("Roberta", "ForMaskedLM"),
 }
 """The families that SMP v1 knew: modules of `smp.nn` take their place."""
 DIVISIBLE: dict[str, Case] = {**WITH_PLANS, **REPLACED}
