@@ -5,7 +5,7 @@ No library is imported before a model is built: some take seconds, and torchvisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,16 +125,12 @@ def auxiliary_step(model: Any, pixels: Tensor, labels: Tensor) -> Tensor:
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-LAYERS: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-}
+Sizes = dict[str, Any]
+IDS: Sizes = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+LAYERS: Sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 TEXT = {**LAYERS, **IDS, "vocab_size": TOKENS, "max_position_embeddings": 16}
 GROUPED = {**TEXT, "num_key_value_heads": 1}
-EAGER: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 2}  # others take no float64
+EAGER: Sizes = {"experts_implementation": "eager", "num_experts_per_tok": 2}  # other implementations take no float64
 EXPERTS = {**GROUPED, **EAGER, "num_experts": 4, "output_router_logits": True}
 STATES = {"vocab_size": TOKENS, "hidden_size": 8, "num_hidden_layers": 4, "state_size": 4, **IDS}
 DEBERTA = {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
@@ -144,19 +140,28 @@ TWO_STACKS |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_toke
 WAVES = {**TEXT, "num_hidden_layers": 2, "num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 2}
 WAVES |= {"conv_dim": [4, 4], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_conv_pos_embeddings": 4}
 WAVES |= {"mask_time_prob": 0.0}
-PATCHES = {**LAYERS, "image_size": SIDE, "patch_size": 8}
-STAGED: dict[str, Any] = {"hidden_sizes": [4, 8], "depths": [2, 2]}
-FOUR_STAGES: dict[str, Any] = {"hidden_sizes": [4, 4, 8, 8], "depths": [1, 1, 1, 1]}
-WINDOWS: dict[str, Any] = {"patch_size": 2, "embed_dim": 4, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
-PYRAMID = {"num_encoder_blocks": 2, **STAGED, "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2]}
-HIERA = {"image_size": [SIDE, SIDE], "embed_dim": 4, "depths": [1, 1, 1], "num_heads": [1, 2, 2], "num_query_pool": 2}
-HIERA |= {"masked_unit_size": [4, 4], "masked_unit_attention": [True, False, False]}
 SPECTROGRAMS = {**LAYERS, "patch_size": 4, "max_length": 16, "num_mel_bins": 8, "num_labels": CLASSES}
 SPECTROGRAMS |= {"frequency_stride": 4, "time_stride": 4}
+PATCHES = {**LAYERS, "image_size": SIDE, "patch_size": 8}
+STAGED: Sizes = {"hidden_sizes": [4, 8], "depths": [2, 2]}
+FOUR_STAGES: Sizes = {"hidden_sizes": [4, 4, 8, 8], "depths": [1, 1, 1, 1]}
+WINDOWS: Sizes = {"patch_size": 2, "embed_dim": 4, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
+PYRAMID: Sizes = {"num_encoder_blocks": 2, **STAGED, "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2]}
 PYRAMID |= {"num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8}
+HIERA: Sizes = {"image_size": [SIDE, SIDE], "embed_dim": 4, "depths": [1, 1, 1], "num_heads": [1, 2, 2]}
+HIERA |= {"num_query_pool": 2, "masked_unit_size": [4, 4], "masked_unit_attention": [True, False, False]}
+LEVIT: Sizes = {"hidden_sizes": [8, 12, 16], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1]}
+LEVIT |= {"key_dim": [4, 4, 4], "drop_path_rate": 0}
+MOBILEVIT = {**PATCHES, "patch_size": 2, "hidden_sizes": [8, 8, 8], "expand_ratio": 2.0}
+MOBILEVIT |= {"neck_hidden_sizes": [4, 4, 4, 8, 8, 8, 8]}
+TEXTNET: Sizes = {"stem_out_channels": 4, "hidden_sizes": [4, 4, 4, 8, 8], "conv_layer_strides": [[1], [2], [2], [2]]}
+TEXTNET |= {"conv_layer_kernel_sizes": [[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]]}
+HGNET: Sizes = {**FOUR_STAGES, "embedding_size": 4, "stem_channels": [3, 4, 4], "stage_in_channels": [4, 4, 4, 8]}
+HGNET |= {"stage_mid_channels": [4, 4, 4, 4], "stage_out_channels": [4, 4, 8, 8]}
+HGNET |= {"stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2]}
 
 
-def made_by_transformers(name: str, task: str, sizes: Mapping[str, Any]) -> nn.Module:
+def made_by_transformers(name: str, task: str, sizes: Sizes) -> nn.Module:
     """Make a model of a small configuration, with random weights and without dropout."""
     import transformers
 
@@ -167,15 +172,15 @@ def made_by_transformers(name: str, task: str, sizes: Mapping[str, Any]) -> nn.M
     return model
 
 
-def family(name: str, task: str, batch: Batch, step: Callable[..., Any], sizes: Mapping[str, Any]) -> Case:
+def family(name: str, task: str, batch: Batch, step: Callable[..., Any], sizes: Sizes) -> Case:
     return Case(partial(made_by_transformers, name, task, sizes), batch, step)
 
 
-def causal(name: str, sizes: Mapping[str, Any] = TEXT, **more: Any) -> Case:
+def causal(name: str, sizes: Sizes = TEXT, **more: Any) -> Case:
     return family(name, "ForCausalLM", tokens, TEXT_STEP, {**sizes, **more})
 
 
-def masked(name: str, sizes: Mapping[str, Any] = TEXT, **more: Any) -> Case:
+def masked(name: str, sizes: Sizes = TEXT, **more: Any) -> Case:
     return family(name, "ForMaskedLM", tokens, TEXT_STEP, {**sizes, **more})
 
 
@@ -183,7 +188,7 @@ def translator(name: str, batch: Batch = tokens, step: Callable[..., Any] = TEXT
     return family(name, "ForConditionalGeneration", batch, step, {**TWO_STACKS, **more})
 
 
-def picture(name: str, sizes: Mapping[str, Any] = PATCHES, **more: Any) -> Case:
+def picture(name: str, sizes: Sizes = PATCHES, **more: Any) -> Case:
     sizes = {"image_size": SIDE, "num_labels": CLASSES, **sizes, **more}
     return family(name, "ForImageClassification", pictures, PICTURE_STEP, sizes)
 
@@ -260,24 +265,9 @@ TRANSFORMERS: dict[str, Case] = {
     ),
     "GLPN": family("GLPN", "ForDepthEstimation", depths, depth_step, PYRAMID),
     "PVT": picture("Pvt", PYRAMID, patch_sizes=[4, 2], sequence_reduction_ratios=[2, 1]),
-    "MobileViT": picture(
-        "MobileViT",
-        PATCHES,
-        hidden_sizes=[8, 8, 8],
-        neck_hidden_sizes=[4, 4, 4, 8, 8, 8, 8],
-        expand_ratio=2.0,
-        patch_size=2,
-    ),
+    "MobileViT": picture("MobileViT", MOBILEVIT),
     "MobileViT V2": picture("MobileViTV2", {}, width_multiplier=0.25, base_attn_unit_dims=[8, 8, 8], output_stride=16),
-    "LeViT": picture(
-        "Levit",
-        {},
-        hidden_sizes=[8, 12, 16],
-        num_attention_heads=[1, 2, 2],
-        depths=[1, 1, 1],
-        key_dim=[4, 4, 4],
-        drop_path_rate=0,
-    ),
+    "LeViT": picture("Levit", LEVIT),
     "FocalNet": picture("FocalNet", {}, embed_dim=4, depths=[1, 2], focal_levels=[1, 2], focal_windows=[3, 3]),
     "SwiftFormer": picture("SwiftFormer", {}, depths=[1, 1, 1, 1], embed_dims=[4, 4, 8, 8], mlp_ratio=2),
     "Hiera": picture("Hiera", HIERA),
@@ -298,25 +288,8 @@ TRANSFORMERS: dict[str, Case] = {
     "MobileNet V1": picture("MobileNetV1", {}, depth_multiplier=0.25, min_depth=4),
     "MobileNet V2": picture("MobileNetV2", {}, depth_multiplier=0.25, depth_divisible_by=4),
     "EfficientNet": picture("EfficientNet", {}, width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=128),
-    "TextNet": picture(
-        "TextNet",
-        {},
-        stem_out_channels=4,
-        conv_layer_kernel_sizes=[[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]],
-        conv_layer_strides=[[1], [2], [2], [2]],
-        hidden_sizes=[4, 4, 4, 8, 8],
-    ),
-    "HGNet V2": picture(
-        "HGNetV2",
-        FOUR_STAGES,
-        embedding_size=4,
-        stem_channels=[3, 4, 4],
-        stage_in_channels=[4, 4, 4, 8],
-        stage_mid_channels=[4, 4, 4, 4],
-        stage_out_channels=[4, 4, 8, 8],
-        stage_num_blocks=[1, 1, 1, 1],
-        stage_numb_of_layers=[2, 2, 2, 2],
-    ),
+    "TextNet": picture("TextNet", TEXTNET),
+    "HGNet V2": picture("HGNetV2", HGNET),
     # films, sound, documents, and pictures with text
     "TimeSformer": film("Timesformer", drop_path_rate=0),
     "VideoMAE": film("VideoMAE", tubelet_size=2),
@@ -331,7 +304,7 @@ TRANSFORMERS: dict[str, Case] = {
 
 # --- Hugging Face models whose layers tensor parallelism divides ------------------------------------------------------
 
-DIVIDED: dict[str, Any] = {**TEXT, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+DIVIDED: Sizes = {**TEXT, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 DIVIDED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 DIVIDED |= {"vocab_size": 23}  # which no number of ranks divides
 
@@ -352,7 +325,7 @@ def loss_and_logits_step(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) 
     return loss, logits
 
 
-def made_random(name: str, task: str, sizes: Mapping[str, Any]) -> nn.Module:
+def made_random(name: str, task: str, sizes: Sizes) -> nn.Module:
     """Make a model whose biases and norms are random too, so that every gradient counts."""
     model = made_by_transformers(name, task, sizes).double()
     torch.manual_seed(3)
@@ -396,12 +369,12 @@ DIVISIBLE: dict[str, Case] = {**WITH_PLANS, **REPLACED}
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
 
 
-def made_by_torchvision(name: str, options: Mapping[str, Any]) -> nn.Module:
+def made_by_torchvision(name: str, options: Sizes) -> nn.Module:
     model: nn.Module = getattr(import_torchvision().models, name)(num_classes=CLASSES, **options)
     return model
 
 
-def made_by_timm(name: str, options: Mapping[str, Any]) -> nn.Module:
+def made_by_timm(name: str, options: Sizes) -> nn.Module:
     import_torchvision()
     import timm
 
@@ -417,7 +390,12 @@ def timm_model(name: str, **options: Any) -> Case:
     return Case(partial(made_by_timm, name, options), large_pictures, class_step)
 
 
-SMALL: dict[str, Any] = {"embed_dim": 8, "depth": 4, "num_heads": 2, "img_size": LARGE, "patch_size": 16}
+VIT: Sizes = {"image_size": LARGE, "patch_size": 16, "num_layers": 4, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 16}
+SWIN: Sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": [4, 4]}
+SWIN |= {"stochastic_depth_prob": 0.0}
+MAXVIT: Sizes = {"input_size": (LARGE, LARGE), "stem_channels": 4, "partition_size": 2, "block_channels": [8, 8]}
+MAXVIT |= {"block_layers": [1, 1], "head_dim": 4, "stochastic_depth_prob": 0.0}
+SMALL: Sizes = {"embed_dim": 8, "depth": 4, "num_heads": 2, "img_size": LARGE, "patch_size": 16}
 
 TORCHVISION: dict[str, Case] = {
     "torchvision ResNet 18": vision("resnet18"),
@@ -429,34 +407,9 @@ TORCHVISION: dict[str, Case] = {
     "torchvision RegNet Y": vision("regnet_y_400mf"),
     "torchvision GoogLeNet": vision("googlenet", auxiliary_step, init_weights=False, dropout=0.0, dropout_aux=0.0),
     "torchvision DenseNet": vision("DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8),
-    "torchvision ViT": vision(
-        "VisionTransformer",
-        image_size=LARGE,
-        patch_size=16,
-        num_layers=4,
-        num_heads=2,
-        hidden_dim=8,
-        mlp_dim=16,
-    ),
-    "torchvision Swin": vision(
-        "SwinTransformer",
-        patch_size=[4, 4],
-        embed_dim=8,
-        depths=[1, 2],
-        num_heads=[1, 2],
-        window_size=[4, 4],
-        stochastic_depth_prob=0.0,
-    ),
-    "torchvision MaxViT": vision(
-        "MaxVit",
-        input_size=(LARGE, LARGE),
-        stem_channels=4,
-        partition_size=2,
-        block_channels=[8, 8],
-        block_layers=[1, 1],
-        head_dim=4,
-        stochastic_depth_prob=0.0,
-    ),
+    "torchvision ViT": vision("VisionTransformer", **VIT),
+    "torchvision Swin": vision("SwinTransformer", **SWIN),
+    "torchvision MaxViT": vision("MaxVit", **MAXVIT),
 }
 TIMM: dict[str, Case] = {
     "timm ViT": timm_model("vit_tiny_patch16_224", **SMALL),

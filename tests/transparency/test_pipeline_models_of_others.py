@@ -10,26 +10,20 @@ from tests.vision_libraries import MISSING
 
 FEW = ("ALBERT", "DeBERTa-v2", "Gemma 2", "ResNet", "CLIP", "Whisper")
 DEALT = Way(pipeline=2, batches=(8, 8), placement=-1)
-WAYS = (
-    DEALT,
-    Way(pipeline=2, microbatches=1, batches=(8, 4), traced=True, config={"pipeline": "simple"}),
-    Way(pipeline=4, microbatches=2, batches=(8, 8), placement=-1),
-    Way(pipeline=4, microbatches=2, batches=(8, 8), config={"pipeline": "simple"}),
-)
-SLOW = pytest.mark.slow, pytest.mark.timeout(400)
+DECIDED = Way(pipeline=4, microbatches=2, batches=(8, 8), traced=True, config={"pipeline": "simple"})
 INSTALLED = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-ROWS = [
-    pytest.param(
-        name,
-        way,
-        id=f"{name}, {way}",
-        marks=() if name in FEW and way is DEALT else (*SLOW, INSTALLED) if name in VISION else SLOW,
-    )
-    for name in MODELS_OF_OTHERS
-    for way in WAYS
-]
 
 
-@pytest.mark.parametrize(("name", "way"), ROWS)
-def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
+@pytest.mark.parametrize("name", FEW)
+def test_a_model_trains_as_in_one_process(name: str) -> None:
+    same(MODELS_OF_OTHERS[name], DEALT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", [DEALT, DECIDED], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=INSTALLED if name in VISION else ()) for name in MODELS_OF_OTHERS]
+)
+def test_every_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(MODELS_OF_OTHERS[name], way)

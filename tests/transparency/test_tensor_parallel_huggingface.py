@@ -40,7 +40,7 @@ ROWS = [
     *zip(DIVISIBLE, cycle(WAYS)),
     ("Llama", OWN_FOR_MEMORY),
     ("GPT2", SHARED),
-    ("balanced Mixtral", SHARED),
+    ("balanced Mixtral", OWN),
     # More ranks than key and value heads, replicas, and two pipeline ranks.
     ("Qwen3", replace(OWN_FOR_MEMORY, tensor=4, replicas=4)),
     ("GPT2", replace(SHARED, tensor=4)),

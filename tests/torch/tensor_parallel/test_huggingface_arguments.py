@@ -251,7 +251,7 @@ def test_every_argument(name: str) -> None:
 
 def refusals() -> None:
     smp.init()
-    module = DIVISIBLE["GPT2"].build()
+    module: Any = DIVISIBLE["GPT2"].build()
     smp.set_tensor_parallelism(module)
     model: Any = smp.DistributedModel(module, replace_at_degree_1=True)
     refused: Arguments = {
