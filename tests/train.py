@@ -25,7 +25,7 @@ import smpkit.torch as smp
 from smpkit.torch.core.tree import children
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
-from smpkit.torch.tensor_parallel.state_dict import join_state
+from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
 from tests.models import Case
 from tests.ranks import run_ranks
 
@@ -409,13 +409,14 @@ def place(module: nn.Module, seed: int, degree: int) -> None:
 
 
 def trace_of(outputs: list[Any], model: smp.DistributedModel) -> Trace:
-    """Return what this rank holds of `model`, beside what its steps returned; divided tensors are put together."""
+    """Return what this rank holds of `model`, beside what its steps returned; divided tensors whole, by plain names."""
     held = dict(model.local_named_parameters())
     trace = _trace(_replica(), outputs, model.module, held)
     if smp.tp_size() > 1:
+        root = model.get_module()
         trained = {name: each for name, each in trace.gradients.items() if each is not None}
-        trace.gradients |= join_state(model.get_module(), trained)
-        trace.values = join_state(model.get_module(), trace.values)
+        trace.gradients = with_original_names(root, {**trace.gradients, **join_state(root, trained)})
+        trace.values = with_original_names(root, join_state(root, trace.values))
     if smp.state.cfg.shard_optimizer_state:  # a gradient is where its optimizer state is
         trace.gradients = {name: each for name, each in trace.gradients.items() if each is not None}
     return trace

@@ -13,47 +13,31 @@ import torch
 from torch import nn
 
 from tests.compat.commands import run_on_ranks, run_script
+from tests.models_of_others import made_by_transformers
 
 STEPS, SAVED = 4, 2
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-GPT2_SIZES: dict[str, Any] = {**SIZES, "n_positions": 12, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
-NO_DROPOUT: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-
-
-def config_of(model_type: str) -> Any:
-    import transformers
-
-    if model_type == "gpt2":
-        return transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT)
-    if model_type == "gptj":
-        return transformers.GPTJConfig(**GPT2_SIZES, **NO_DROPOUT, rotary_dim=4)
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    if model_type == "gpt_neox":
-        more: dict[str, Any] = {"intermediate_size": 64, "max_position_embeddings": 12, "use_cache": False}
-        return transformers.GPTNeoXConfig(**SIZES, **sizes, **more)
-    if model_type == "t5":
-        more = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-        more |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "use_cache": False}
-        return transformers.T5Config(vocab_size=64, **more)
-    more = {"intermediate_size": 64, "image_size": 8, "patch_size": 4, "num_labels": 4}
-    return transformers.ViTConfig(**sizes, **more, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT = {**SIZES, "vocab_size": 64, "max_position_embeddings": 12, "bos_token_id": 0, "eos_token_id": 0}
+TEXT |= {"use_cache": False}
+T5 = {**TEXT, "num_hidden_layers": 2, "d_kv": 8, "d_ff": 64, "feed_forward_proj": "gated-gelu"}
+T5 |= {"decoder_start_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", "LMHeadModel", TEXT),
+    "gptj": ("GPTJ", "ForCausalLM", {**TEXT, "rotary_dim": 4}),
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", TEXT),
+    "t5": ("T5", "ForConditionalGeneration", T5),
+    "vit": ("ViT", "ForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 4}),
+}
 
 
 def start_from(folder: Path, model_type: str) -> nn.Module:
     """Make a model, leave its weights and configuration in a folder, and return it."""
-    import transformers
-
     torch.manual_seed(0)
-    config = config_of(model_type)
-    kinds: dict[str, Any] = {
-        "t5": transformers.AutoModelForSeq2SeqLM,
-        "vit": transformers.AutoModelForImageClassification,
-    }
-    model: nn.Module = kinds.get(model_type, transformers.AutoModelForCausalLM).from_config(config)
+    model = made_by_transformers(*MODELS[model_type])
     folder.mkdir(exist_ok=True)
     torch.save(model.state_dict(), folder / "fullmodel.pt")
-    torch.save(config, folder / "config.pt")
+    torch.save(model.config, folder / "config.pt")
     return model
 
 

@@ -26,9 +26,9 @@ from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
 from smpkit.torch.placement.trace import measure_units, units_of
 from tests.models import Case
+from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, batch, build, part, place, world
-from tests.transparency import test_pipeline_huggingface, test_pipeline_new_models
 from tests.transparency.test_pipeline_models import MODELS
 
 MICROBATCHES = 2
@@ -111,7 +111,6 @@ def test_a_plan_records_what_ranks_send_of_every_model(degree: int, seed: int | 
     assert run_ranks(compare, degree, MODELS, degree, seed, timeout=250)[0] == NEED_VALUES
 
 
-HUGGINGFACE = {**test_pipeline_huggingface.FEW, **test_pipeline_huggingface.MORE, **test_pipeline_new_models.MODELS}
 NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
 """They gather the tokens of each expert, or train by the CTC loss."""
 
@@ -120,7 +119,7 @@ NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_plan_records_what_ranks_send_of_families_of_huggingface(degree: int) -> None:
-    assert run_ranks(compare, degree, HUGGINGFACE, degree, None, timeout=800)[0] == NEED_TOKENS
+    assert run_ranks(compare, degree, TRANSFORMERS, degree, None, timeout=800)[0] == NEED_TOKENS
 
 
 def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:

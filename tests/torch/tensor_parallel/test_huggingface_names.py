@@ -11,7 +11,7 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS
+from tests.models_of_others import DIVISIBLE
 
 Translate = Callable[..., dict[str, Any]]
 
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[Translate, Translate, dict[str, Any]]] = {
 
 
 def state_of(name: str) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in BUILDERS[name]().state_dict().items()}
+    return {key: value.clone() for key, value in DIVISIBLE[name].build().state_dict().items()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

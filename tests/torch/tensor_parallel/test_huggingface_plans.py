@@ -13,8 +13,11 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel.hf_plan.apply import parallel_blocks, styles_of
 from smpkit.torch.tensor_parallel.layouts import Layout
+from tests.models_of_others import DIVIDED, DIVISIBLE, divisible
 from tests.ranks import run_ranks
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, gpt, samples
+from tests.train import batch
+
+VOCABULARY = DIVIDED["vocab_size"]
 
 
 def wrapped(module: nn.Module, **config: Any) -> Any:
@@ -23,15 +26,17 @@ def wrapped(module: nn.Module, **config: Any) -> Any:
     return smp.DistributedModel(module)
 
 
+def samples() -> tuple[Any, ...]:
+    return batch(DIVISIBLE["Llama"], 0, 8)
+
+
 def fresh(name: str = "Llama") -> Any:
-    module = BUILDERS[name]()
-    vars(module).pop("_loss_function", None)
-    return module
+    return DIVISIBLE[name].build()
 
 
 def lazy_logits() -> None:
     model = wrapped(fresh(), prescaled_batch=True)
-    tokens, mask = samples(0)
+    tokens, mask, _ = samples()
     output = model(input_ids=tokens, attention_mask=mask, labels=tokens)
     kept = vars(output)["logits"]
     assert kept.shape[-1] == VOCABULARY // 2 + (smp.tp_rank() == 0)
@@ -50,7 +55,7 @@ def lazy_logits() -> None:
 def generation() -> None:
     """Ranks with batches of their own generate what one process does."""
     module = fresh("Qwen3")
-    tokens, mask = (each[:4].flip(1) for each in samples(0))
+    tokens, mask = (each[:4].flip(1) for each in samples()[:2])
     options = {"max_new_tokens": 3, "do_sample": False}
     plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
     model = wrapped(module, optimize="memory")
@@ -76,7 +81,7 @@ def exceptions() -> None:
 
 def other_shapes() -> None:
     model = wrapped(fresh())
-    tokens, _ = samples(0)
+    tokens, *_ = samples()
     with pytest.raises(
         UsageError, match=r"different inputs: input_ids \[2, 6\] on rank 0; input_ids \[3, 6\] on rank 1"
     ):
@@ -91,7 +96,7 @@ def paths_past_the_sum() -> None:
     plain = mlp.forward
     vars(mlp)["forward"] = lambda x: x + plain(x)
     model = wrapped(module, prescaled_batch=True)
-    tokens, _ = samples(0)
+    tokens, *_ = samples()
     with pytest.raises(UnsupportedError, match=r"`model.layers.1.mlp` .* what enters it reaches its result"):
         model(input_ids=tokens)
     smp.shutdown()
@@ -99,7 +104,10 @@ def paths_past_the_sum() -> None:
 
 def dropout() -> None:
     """Values that all ranks have would be dropped differently where each has random numbers of its own."""
-    module = causal("Phi", resid_pdrop=0.5, embd_pdrop=0.5)
+    module = fresh("Phi")
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.5
     model: Any = wrapped(module, optimize="speed").get_module()
     assert model.model.layers[0].mlp.fc2.tp_layout is Layout.SHARD_BATCH
     smp.shutdown()
@@ -110,13 +118,13 @@ def dropout() -> None:
 
 def delayed() -> None:
     """Weights that are made late are pieces of those that one rank would make."""
-    for build in (lambda: causal("Llama", tie_word_embeddings=True), lambda: gpt("GPT2LMHeadModel")):
+    for case in (divisible("Llama", tie_word_embeddings=True), DIVISIBLE["GPT2"]):
         states = []
         for degree in (1, 2):
             smp.init({"tensor_parallel_degree": degree, "ddp": True})
             torch.manual_seed(5)
             with smp.delay_param_initialization():
-                module = build()
+                module = case.build()
             smp.set_tensor_parallelism(module)
             states.append(smp.DistributedModel(module).original_state_dict())
             smp.shutdown()
@@ -127,13 +135,14 @@ def delayed() -> None:
 
 def indivisible() -> None:
     """Three heads stay whole, and so does what belongs to them."""
-    module = causal("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
+    case = divisible("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
+    module = case.build()
     model = wrapped(module, prescaled_batch=True)
     layer = model.get_module().model.layers[0]
     assert layer.self_attn.q_proj.weight.shape == (12, 12)
     assert layer.mlp.gate_proj.weight.shape == (12, 12)
-    tokens, _ = samples(0)
-    expected = causal("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)(input_ids=tokens)
+    tokens, *_ = samples()
+    expected = case.build()(input_ids=tokens)
     torch.testing.assert_close(model(input_ids=tokens).logits, expected.logits)
     smp.shutdown()
 
@@ -148,7 +157,7 @@ def test_on_two_ranks() -> None:
 
 
 def test_blocks() -> None:
-    module = BUILDERS["Qwen3"]()
+    module = DIVISIBLE["Qwen3"].build()
     blocks = {block.name: block for block in parallel_blocks(module, styles_of(module))}
     assert sorted(blocks) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
     attention = blocks["model.layers.1.self_attn"]

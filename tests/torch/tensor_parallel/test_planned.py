@@ -16,8 +16,9 @@ from smpkit.plan.memory import memory_of_ranks, shares_of
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
+from tests.models_of_others import DIVISIBLE
 from tests.ranks import run_ranks
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, samples
+from tests.train import batch
 
 RANKS = 4
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -34,8 +35,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def build(name: str) -> nn.Module:
-    module = BUILDERS[name]()
-    vars(module).pop("_loss_function", None)
+    module = DIVISIBLE[name].build()
     smp.set_tensor_parallelism(module)
     return module
 
@@ -59,7 +59,7 @@ def held(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(build(name))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    train_step(model, samples(0)[0][:4])
+    train_step(model, batch(DIVISIBLE[name], 0, 4)[0])
     optimizer.step()
     tensors = {id(each): each for each in (*model.local_parameters(), *model.local_buffers())}
     moments = [each[key] for each in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq") if key in each]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall
+from tests.models_of_others import DIVISIBLE, REPLACED
 from tests.ranks import run_ranks
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, FAMILIES, labels_of, samples
+from tests.train import batch
 
 Make = Callable[[nn.Module], Any]
 
@@ -32,17 +33,10 @@ def by_decay(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
 
 
-@smp.step
-def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, attention_mask=mask, labels=labels_of(tokens, mask))["loss"]
-    model.backward(loss)
-    return loss
-
-
 def trained(name: str, order: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True, **config})
-    module = BUILDERS[name]()
-    vars(module).pop("_loss_function", None)
+    case = DIVISIBLE[name]
+    module = case.build()
     smp.set_tensor_parallelism(module)
     inside = None if order == "last" else by_decay(module)
     if order == "first":
@@ -53,7 +47,7 @@ def trained(name: str, order: str, config: Mapping[str, Any]) -> dict[str, Tenso
         optimizer = smp.DistributedOptimizer(by_decay(model) if inside is None else inside)
     for step in range(2):
         optimizer.zero_grad()
-        train_step(model, *samples(step))
+        smp.step(case.step)(model, *batch(case, step, 8))
         optimizer.step()
     weights = {key: each.clone() for key, each in model.original_state_dict().items()}
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -136,12 +130,12 @@ def refusals() -> None:
     divided = "has states of parameters that smp.DistributedModel has divided"
     refused(nn.Sequential(nn.Linear(4, 4)), adagrad, f"Adagrad {divided}")
     refused(nn.Sequential(nn.Linear(4, 4)), adagrad, f"Adagrad {divided}", before=True)
-    refused(BUILDERS["Llama"](), adagrad, f"Adagrad {divided}")
+    refused(DIVISIBLE["Llama"].build(), adagrad, f"Adagrad {divided}")
     owned = r"Own was made before smp.DistributedModel, which has replaced `0.weight` and 1 other parameters of its"
     refused(nn.Sequential(nn.Linear(4, 4)), lambda module: Own([*module.parameters()]), owned)
     keys = ", ".join(f"`transformer.h.0.attn.{each}_proj.weight`" for each in "kvq")
     packed = rf"`transformer.seq_layers.0.attention.query_key_value.weight` took the place of {keys}, which are not all"
-    refused(BUILDERS["GPTJ"](), apart, packed)
+    refused(DIVISIBLE["GPTJ"].build(), apart, packed)
     smp.tp_register_with_module(
         Fresh, smp.nn.DistributedLinear, init_hook=lambda inputs, outputs: ((inputs, outputs), {})
     )
@@ -151,8 +145,8 @@ def refusals() -> None:
 
 def checkpointing_follows() -> None:
     """Each block is checkpointed in whatever has its weights; what has no counterpart is named."""
-    for name in FAMILIES:
-        module: Any = start(BUILDERS[name]())
+    for name, case in REPLACED.items():
+        module: Any = start(case.build())
         blocks = next(each for each in module.modules() if isinstance(each, nn.ModuleList))
         smp.set_activation_checkpointing(blocks, preserve_rng_state=False)
         with warnings.catch_warnings():
@@ -166,7 +160,7 @@ def checkpointing_follows() -> None:
             assert not checkpoint.preserve_rng_state
         assert len(checkpointed(model)) == len(layers), name
         smp.shutdown()
-    module = start(nn.Sequential(nn.Linear(4, 4), BUILDERS["GPT2"]()))
+    module = start(nn.Sequential(nn.Linear(4, 4), DIVISIBLE["GPT2"].build()))
     smp.set_activation_checkpointing(module[0], strategy="each")
     smp.set_activation_checkpointing(module[1].transformer.h[0].mlp)
     with warnings.catch_warnings(record=True) as caught:
