@@ -43,7 +43,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
     """Run tests with a tree's code, also in what they start, and return pytest's exit status and the lines it wrote."""
     code = os.pathsep.join(map(str, (tree, tree / "estimator", tree / "container")))
     environ = {**os.environ, "PYTHONPATH": code, "FAULTS_TREE": str(tree)}
-    options = [*"-q -rA -p no:cacheprovider -o timeout=0 --basetemp".split(), f"{tree}.tests"]
+    options = ["-q", "-rA", "-p", "no:cacheprovider", "-o", "timeout=0", f"--basetemp={tree}.tests"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     limited = ["timeout", "--signal=KILL", str(_LIMIT_SECONDS * len(tests)), *command]
     with tempfile.TemporaryFile("w+") as output:
