@@ -39,8 +39,8 @@ class Fault(NamedTuple):
     was: str = ""
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
-    """Run tests with a tree's code, also in what they start, and return pytest's exit status and the lines it wrote."""
+def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run tests with a tree's code, also in what they start, and return pytest's exit status and what it wrote."""
     code = os.pathsep.join(map(str, (tree, tree / "estimator", tree / "container")))
     environ = {**os.environ, "PYTHONPATH": code, "FAULTS_TREE": str(tree)}
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-o", "timeout=0", f"--basetemp={tree}.tests"]
@@ -52,15 +52,15 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
         finally:
             kill_processes_with(f"FAULTS_TREE={tree}")  # what tests have left running
         output.seek(0)
-        return status, output.read().splitlines()
+        return status, output.read()
 
 
 def passing(tree: Path, killers: Sequence[str]) -> set[str]:
     """Return those that pass on the unchanged tree; they run together, which is faster, unless one of them fails."""
-    status, lines = run_tests(tree, killers)
+    status, said = run_tests(tree, killers)
     if status != 0 and len(killers) > 1:
         return {each for killer in killers for each in passing(tree, [killer])}
-    return {killer for killer in killers if status == 0 and f"PASSED {killer}" in lines}
+    return {killer for killer in killers if status == 0 and f"\nPASSED {killer}" in said}
 
 
 def outcome(tree: Path, fault: Fault) -> str:
@@ -70,9 +70,9 @@ def outcome(tree: Path, fault: Fault) -> str:
     if (count := text.count(fault.find)) != 1:
         return f"ERROR: the text to replace stands {count} times in {fault.file}"
     path.write_text(text.replace(fault.find, fault.replace))
-    status, lines = run_tests(tree, [fault.killed_by])
+    status, said = run_tests(tree, [fault.killed_by])
     path.write_text(text)
-    return {0: "SURVIVED", 1: "killed"}.get(status, "\n".join([f"ERROR: pytest exits {status}", *lines[-20:]]))
+    return {0: "SURVIVED", 1: "killed"}.get(status, f"ERROR: pytest exits {status}: {said[-2000:]}")
 
 
 def judge(trees: SimpleQueue[Path], faults: Sequence[Fault]) -> int:
