@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from smpkit.cli._console import Console
 from smpkit.cli.main import cli
-from smpkit.observe.runs import Run, make_run
+from smpkit.cli.run import _leave_trace
+from smpkit.observe.profiles import profile_name
+from smpkit.observe.runs import EVENTS, Run, make_run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary
 from tests.cli.conftest import Smpkit
 
@@ -116,3 +119,14 @@ def test_the_shell_completes_parameters_hyperparameters_and_runs(runs: list[Run]
     assert completed("smpkit run job.yaml -H steps=") == ["steps=240"]
     assert completed("smpkit runs t") == ["t5-20261125-191504"]
     assert completed("smpkit timeline gpt") == ["gpt-20261125-191503", "gpt-20261125-191502"]
+
+
+def test_a_profile_that_a_killed_rank_left_half_written_is_a_warning(
+    runs: list[Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had been the error of the whole command, whose exit code is that of the run."""
+    events = runs[0].path / EVENTS
+    events.mkdir()
+    (events / profile_name(0)).write_text('{"traceEvents": [')
+    _leave_trace(Console(), runs[0])
+    assert "warning: no trace of the profiled steps" in capsys.readouterr().err

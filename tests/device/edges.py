@@ -23,7 +23,7 @@ __all__ = ["Edge", "edges", "leave_out", "watch"]
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUNTIME: Final = "smpkit/torch"
 ELSEWHERE: Final = {
-    "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/mutants.yaml",
+    "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/faults.yaml",
     "smpkit/torch/offload/emulated.py": "a link whose copies are made by threads of the host",
     "smpkit/torch/describe.py": "writes to a terminal",
     "smpkit/torch/run_summary.py": "what ranks of hosts tell each other at the end, by a store",

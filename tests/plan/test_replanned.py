@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.decide import decide
 from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.schedule.graph import Segment
+from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from tests.plan.tune.models import gpt
 
 SPEED = Speed(1e14, LinkSpeed(2e10, 2e10), 1e-5, 1e-10)
@@ -49,3 +52,26 @@ def test_the_schedule_of_a_run_is_taken_as_it_is() -> None:
     assert plan.timeline.peak_live_microbatches == (8, 8, 8, 8)
     other = decide(config(pipeline_parallel_degree=2), 4, EVEN, SPEED, schedule=ran)  # of other stages
     assert other.timeline.schedule is not ran
+
+
+def test_copies_of_received_values_are_memory_of_the_rank_that_has_them() -> None:
+    size = 2**20
+    names = [each.name for each in EVEN.costs]
+    places = [Segment(rank, 0) for rank in range(len(names))]
+    recorded = RecordedGraph(
+        units=tuple((name, rank) for rank, name in enumerate(names)),
+        segments=tuple((place, (name,)) for place, name in zip(places, names, strict=True)),
+        values=tuple(
+            SentValue(places[rank - 1], places[rank], (size,), "uint8", size, True, names[rank], rank)
+            for rank in range(1, len(names))
+        ),
+    )
+
+    def activations(unsaved: int) -> list[int]:
+        units = [replace(each, cost=replace(each.cost, unsaved_input_bytes=unsaved)) for each in EVEN.units]
+        plan = decide(config(**SIMPLE), 4, replace(EVEN, units=tuple(units), recorded=recorded), SPEED)
+        return [each.activations_bytes or 0 for each in plan.memory]
+
+    # Eight microbatches are live; the first stage receives nothing.
+    more = [after - before for before, after in zip(activations(0), activations(size), strict=True)]
+    assert more == [0, *[8 * size] * 3]

@@ -21,8 +21,9 @@ from smpkit.observe.report.folder import read_material
 from smpkit.observe.report.page import page
 from smpkit.observe.report.settings import differences
 from smpkit.observe.runs import EVENTS, JOB, SUMMARY, VALUES, open_run
+from smpkit.observe.summary import RunSummary, write_summary
 from smpkit.observe.values import Logged, ValueWriter
-from tests.observe.report.folders import ODD, STEPS, write_events, write_run
+from tests.observe.report.folders import ODD, RANKS, STEPS, write_events, write_run
 
 ASSETS = Path(page_module.__file__).parent / "assets"
 
@@ -103,6 +104,15 @@ def test_all_sections_are_there_and_say_what_is_known(one: Elements) -> None:
     for said in ("6,600", "0.4% slower", "plan 9.0 MiB", "blocks.0", "from 0", "--set", "-p", "rank 1: be careful"):
         assert said in one.text
     assert "last lines of" not in one.text
+
+
+def test_a_run_whose_ranks_told_nothing_at_their_end_shows_its_events_and_how_it_ended(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "20260102-030405")
+    write_summary(run.path, RunSummary("odd", 1.7e9, 12.0, 0, "killed"))
+    shown = content_of(read_material(run)).summary
+    assert shown is not None
+    assert (shown.exit_reason, shown.seconds, shown.steps) == ("killed", 12.0, STEPS)
+    assert [rank.rank for rank in shown.ranks] == list(range(RANKS))
 
 
 def test_a_failed_run_shows_the_last_lines_of_the_rank_that_failed(contents: list[Content]) -> None:

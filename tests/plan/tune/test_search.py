@@ -133,6 +133,16 @@ def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight(
         assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)
 
 
+def test_a_backward_that_computes_something_again_has_no_halves_that_cost_more() -> None:
+    model = gpt()
+    units = [replace(each, cost=replace(each.cost, weight_products=10, recomputed_flops=1e9)) for each in model.units]
+    where = replace(job(), models={1: replace(model, units=tuple(units))})
+    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
+    settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "zero_bubble"}
+    plain, split = (a_prediction(each, **settings) for each in (where, dear))
+    assert split.step_seconds == plain.step_seconds
+
+
 def test_ranks_that_share_cores_wait_for_each_other() -> None:
     """Four stages on two cores: the host computes as much as with two ranks, whatever the schedule is."""
     two = replace(job(), machine=replace(MACHINE, parallel_ranks=2.0))
@@ -283,6 +293,14 @@ def test_the_jobs_own_configuration_is_compared() -> None:
     found = search(job(), {"pipeline_parallel_degree": 4, "microbatches": 4}, budget_seconds=1000)
     assert isinstance(found.present, Prediction)
     assert found.best[0].step_seconds <= found.present.step_seconds
+
+
+def test_the_jobs_own_configuration_is_predicted_with_the_schedule_that_it_settles_on() -> None:
+    given = {"pipeline_parallel_degree": 4, "microbatches": 8}
+    config, _ = ModelParallelConfig.from_sources(given, None)
+    where = replace(job(), models={1: gpt(11)})
+    first, settled = (predict(config, where, replans=replans) for replans in (False, True))
+    assert search(where, given, budget_seconds=1000).present == settled != first
 
 
 def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
