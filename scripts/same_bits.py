@@ -28,8 +28,8 @@ import smpkit
 import smpkit.torch as smp
 from smpkit.testing import run_ranks
 from smpkit.torch.offload.emulated import EmulatedLink
+from tests.models import CASES, Case, token_step, tokens
 from tests.transparency.checkpointed_models import Model, Variant
-from tests.transparency.pipeline_models import CASES, Case, token_step, tokens
 
 ROOT = Path(__file__).parents[1]
 Results = dict[str, Any]
