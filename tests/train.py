@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
 from smpkit.torch.core.tree import children
+from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
 from smpkit.torch.tensor_parallel.state_dict import join_state
@@ -41,8 +45,10 @@ __all__ = [
     "flat",
     "part",
     "place",
+    "reference",
     "run",
     "same",
+    "sleeping",
     "trace_of",
     "train",
     "train_plainly",
@@ -148,15 +154,23 @@ def batch(case: Case, number: int, size: int, replica: int = 0) -> tuple[Any, ..
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def same(case: Case, way: Way, *, like: Way | None = None, tolerance: float = TOLERANCE) -> None:
+def same(
+    case: Case,
+    way: Way,
+    *,
+    like: Way | None = None,
+    tolerance: float = TOLERANCE,
+    by: Callable[[Case, Way], Trace] | None = None,
+) -> None:
     """Train with smpkit on ranks of their own, and see that all comes out as in plain PyTorch.
 
     Args:
         like: what to compare with instead: another way to train with smpkit.
         tolerance: relative and absolute; 0 compares bits.
+        by: what trains on each rank instead of `train`.
     """
-    expected = _reference(case, way.plain) if like is None else whole(run(case, like))
-    traces = run(case, way)
+    expected = reference(case, way) if like is None else whole(run(case, like))
+    traces = run_ranks(by or train, way.ranks, case, way)
     for trace in traces:
         check_same(trace, expected[trace.replica], tolerance)
     held = {name for trace in traces for name in trace.gradients}
@@ -168,9 +182,14 @@ def run(case: Case, way: Way) -> list[Trace]:
     return run_ranks(train, way.ranks, case, way)
 
 
+def reference(case: Case, way: Way) -> list[Trace]:
+    """Return what `train_plainly` returns, from a rank of its own, once for all ways that come to the same."""
+    return _reference(case, way.plain)
+
+
 @functools.lru_cache(32)
 def _reference(case: Case, way: Way) -> list[Trace]:
-    # In a process that has torch and the models' libraries already; once for all ways that come to the same.
+    # In a process that has torch and the models' libraries already.
     [traces] = run_ranks(train_plainly, 1, case, way)
     return traces
 
@@ -306,6 +325,27 @@ def train(case: Case, way: Way) -> Trace:
             if (number + 1) % way.accumulation == 0:
                 optimizer.step()
         return trace_of(outputs, model)
+
+
+@contextlib.contextmanager
+def sleeping(seed: int) -> Iterator[None]:
+    """Let sends, receives and layers sleep at random, each rank by dice of its own."""
+    dice = random.Random(f"{seed} {os.environ['RANK']}")
+    called: list[tuple[Any, str]] = [(nn.Linear, "forward")]
+    called += [(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")]
+    with contextlib.ExitStack() as patches:
+        for owner, name in called:
+            patches.enter_context(mock.patch.object(owner, name, _late(getattr(owner, name), dice)))
+        yield
+
+
+def _late(function: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if dice.random() < 0.3:
+            time.sleep(dice.random() * 0.004)
+        return function(*args, **kwargs)
+
+    return called
 
 
 class _Seen:
