@@ -48,10 +48,10 @@ __all__ = [
     "reference",
     "run",
     "same",
-    "sleeping",
     "trace_of",
     "train",
     "train_plainly",
+    "train_with_sleeps",
     "whole",
     "world",
 ]
@@ -327,16 +327,15 @@ def train(case: Case, way: Way) -> Trace:
         return trace_of(outputs, model)
 
 
-@contextlib.contextmanager
-def sleeping(seed: int) -> Iterator[None]:
-    """Let sends, receives and layers sleep at random, each rank by dice of its own."""
+def train_with_sleeps(seed: int, case: Case, way: Way) -> Trace:
+    """Train while sends, receives and layers sleep at random, each rank by dice of its own."""
     dice = random.Random(f"{seed} {os.environ['RANK']}")
     called: list[tuple[Any, str]] = [(nn.Linear, "forward")]
     called += [(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")]
     with contextlib.ExitStack() as patches:
         for owner, name in called:
             patches.enter_context(mock.patch.object(owner, name, _late(getattr(owner, name), dice)))
-        yield
+        return train(case, way)
 
 
 def _late(function: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
