@@ -43,6 +43,7 @@ __all__ = [
     "build",
     "check_same",
     "flat",
+    "in_turn",
     "part",
     "place",
     "reference",
@@ -260,7 +261,8 @@ def train_plainly(case: Case, way: Way) -> list[Trace]:
         for replica in range(way.replicas):
             # Replicas begin a step with the buffers (running statistics) of the first, and change their own.
             _restore(model, first)
-            outputs[replica].append(flat(collate(_microbatches(case, model, way, batch(case, number, size, replica)))))
+            arguments = batch(case, number, size, replica)
+            outputs[replica].append(flat(in_turn(case.step, way.microbatches)(model, *arguments)))
             buffers[replica] = _buffers(model)
         if (number + 1) % way.accumulation == 0:
             optimizer.step()
@@ -271,9 +273,13 @@ def train_plainly(case: Case, way: Way) -> list[Trace]:
     return traces
 
 
-def _microbatches(case: Case, model: nn.Module, way: Way, arguments: tuple[Any, ...]) -> list[Any]:
-    count = way.microbatches
-    return [case.step(model, *[part(each, index, count) for each in arguments]) for index in range(count)]
+def in_turn(step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return what `smp.step` makes of a step, in one process: it takes one microbatch after the other."""
+
+    def run_step(model: Any, *whole: Any) -> Any:
+        return collate([step(model, *[part(each, index, count) for each in whole]) for index in range(count)])
+
+    return run_step
 
 
 def part(value: Any, index: int, count: int) -> Any:

@@ -1,7 +1,8 @@
-"""Shapes that hang on values: packed sequences, masks and slices whose bounds were computed."""
+"""Where values decide which module gets what, or shapes, training over a pipeline is as in one process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,82 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from tests.models import LENGTH, WIDTH, Case, block
-from tests.ranks import RankFailed, run_ranks
-from tests.torch.pipeline.training import Setup, run_all
+from tests.models import LENGTH, TOKENS, WIDTH, Case, block, mse_step, tokens, vectors
+from tests.ranks import RankFailed
+from tests.train import Way, run, same
 
-SETUPS = [Setup(3, "interleaved", None, (9, 9)), Setup(2, "simple", 11, (8, 4))]
+# --- which module gets what -------------------------------------------------------------------------------------------
 
 
-def train(cases: dict[str, Case], setups: list[Setup]) -> int:
-    return len(run_all(cases, setups, 2))
+class Experts(nn.Module):
+    """A mixture of experts as it is written by hand; also found in code that comes with checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3, bias=False)
+        self.experts = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(x).softmax(-1), 2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if len(rows):
+                out.index_add_(0, rows, expert(x[rows]) * weights[rows, places, None])
+        return out
+
+
+class Mixing(nn.Module):
+    """Experts that are no child of a stack, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Experts()
+        self.layers = nn.ModuleList([Experts() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(TOKENS, WIDTH), block(), block())
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, TOKENS, [2, 6])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.body(ids).flatten(0, 1), labels.flatten())
+
+
+def adaptive_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    out = model(ids, labels)
+    model.backward(out.loss)
+    return out.loss, out.output
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean, and has nothing that would give it a place on one rank."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def averaging() -> nn.Module:
+    return nn.Sequential(block(), Averaging(), block(), Averaging())
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def ragged(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -109,19 +177,33 @@ class Sliced(nn.Module):
         return result
 
 
-def test_shapes_that_hang_on_values_which_every_rank_knows() -> None:
+CASES = {
+    "experts": Case(Mixing, vectors, mse_step),
+    "adaptive softmax": Case(Adaptive, tokens, adaptive_step),
+    "averages that all ranks keep": Case(averaging, vectors, mse_step),
     # Packed sequences were an AttributeError, masks that choose other numbers refused; a bound made ranks wait in vain.
-    cases = {
-        "packed": Case(Packed, ragged, length_step),
-        "packed by a layer": Case(PackedInside, even, length_step),
-        "masked": Case(Masked, ragged, length_step),
-        "sliced": Case(Sliced, ragged, length_step),
-    }
-    assert run_ranks(train, 2, cases, SETUPS, timeout=120) == [len(cases)] * 2
+    "packed": Case(Packed, ragged, length_step),
+    "packed by a layer": Case(PackedInside, even, length_step),
+    "masked": Case(Masked, ragged, length_step),
+    "sliced": Case(Sliced, ragged, length_step),
+}
+
+
+WAY = Way(pipeline=2, microbatches=2, batches=(8, 4))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_in_one_process(case: str) -> None:
+    same(CASES[case], replace(WAY, traced=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_wherever_its_layers_are(case: str) -> None:
+    same(CASES[case], replace(WAY, placement=11, config={"pipeline": "simple"}))
 
 
 def test_shapes_that_one_rank_alone_knows_are_refused() -> None:
-    with pytest.raises(
-        RankFailed, match=r"`first` returned float64\[\d+, 6\] the first time and float64\[\d+, 6\] now"
-    ):
-        run_ranks(train, 2, {"it": Case(PackedInside, ragged, length_step)}, SETUPS[1:])
+    message = r"`first` returned float64\[\d+, 6\] the first time and float64\[\d+, 6\] now"
+    with pytest.raises(RankFailed, match=message):
+        run(Case(PackedInside, ragged, length_step), replace(WAY, placement=11))
