@@ -94,10 +94,13 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.relu = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)
+        self.linear1, self.norm1 = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.linear2, self.norm2 = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.norm(self.linear(x)))
+        out = self.relu(self.norm1(self.linear1(x)))
+        out = self.norm2(self.linear2(out))
         out += x
         result: Tensor = self.relu(out)
         return result
