@@ -1,9 +1,9 @@
 """Leave out each synchronisation of the runtime, one at a time, and see that the simulated device finds it missing.
 
-`tests/sim/edges.py` finds them in the source, and `tests/sim/scenarios/` has what runs. First each scenario runs once
-with everything in place, which tells what edges it comes to. Then an edge is left out in processes of their own, each
-of which runs one of these scenarios under several orders of the device, until there is a race, a wrong value, an error
-or a hang (`tests/sim/hangs.py`, which no slow machine is mistaken for). The result is written to
+`tests/device/edges.py` finds them in the source, and `tests/device/scenarios/` has what runs. First each scenario runs
+once with everything in place, which tells what edges it comes to. Then an edge is left out in processes of their own,
+each of which runs one of these scenarios under several orders of the device, until there is a race, a wrong value, an
+error or a hang (`tests/device/hangs.py`, which no slow machine is mistaken for). The result is written to
 tests/sim_mutants.yaml; `why` there, of an edge that nothing finds, is written by hand and stays.
 """
 
@@ -25,11 +25,11 @@ import torch
 import yaml
 
 from smpkit.testing import simulated_device
+from tests.device.edges import Edge, edges, leave_out, watch
+from tests.device.hangs import HangWatch, join
+from tests.device.on_sim import ORDERS, run_on_sim
+from tests.device.scenarios import SCENARIOS, run_scenario
 from tests.ranks import RankFailed
-from tests.sim.edges import Edge, edges, leave_out, watch
-from tests.sim.hangs import HangWatch, join
-from tests.sim.on_sim import ORDERS, run_on_sim
-from tests.sim.scenarios import SCENARIOS, run_scenario
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULT: Final = "tests/sim_mutants.yaml"

@@ -1,22 +1,30 @@
-"""What every test gets: a scrubbed environment, and its turn: long ones first, so that no worker ends with one.
+"""What every test gets: a scrubbed environment, and a count of its CPU seconds.
 
 A test that fails leaves no process behind, which could hold a port or the CPU when the next one runs.
+
+The CPU seconds of each test are counted, since they decide how long all tests take, and differ less from run to run
+than what a clock on the wall shows. A test of the default suite may take 5.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
+import sys
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from tests.leftovers import kill_processes_of
-from tests.observe.report.browser import DRIVER, Browser
+
+pytest_plugins = ("tests.chosen_device",)
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
@@ -24,9 +32,6 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 # Ranks are forked from a server. Had that asked CUDA itself for GPUs, as `torch.cuda.is_available()` does otherwise,
 # its children could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-# Folders whose tests start whole jobs or worlds of ranks, longest tests first.
-LONG = ("end_to_end", "chaos", "transparency", "compat", "container", "torch")
 
 
 def pytest_configure() -> None:
@@ -63,15 +68,91 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long tests first; the order stays the same otherwise, and is the same in every worker."""
-    here = Path(__file__).parent
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="show the CPU seconds of the dearest tests and of each folder")
 
-    def turn(item: pytest.Item) -> int:
-        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        return LONG.index(folder) if folder in LONG else len(LONG)
 
-    items.sort(key=turn)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import now what tests import late, or the first one of each process would pay for it."""
+    if _shows_cpu(session.config) and "tests.ranks" in sys.modules:
+        importlib.import_module("tests.preloaded")
+
+
+@pytest.fixture(autouse=True)
+def cpu_seconds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Count the CPU seconds of a test, its own fixtures and all processes that it waits for.
+
+    This is the first of its fixtures and the last that ends. Only those that several tests share begin earlier.
+    """
+    before = _cpu()
+    yield
+    seconds = _cpu() - before
+    request.node.user_properties.append((_CPU, seconds))
+    if seconds > _MOST_CPU and _is_limited(request.node):
+        request.node.user_properties.append((_TOO_LONG, True))
+        if os.environ.get("CI"):
+            pytest.fail(f"This test took {seconds:.1f} CPU seconds. {_RULE}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Count the CPU seconds of fixtures that several tests share apart from the test that happens to come first."""
+    before = _cpu()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            shared = (f"{_CPU} of {fixturedef.argname}", _cpu() - before)
+            request._pyfuncitem.user_properties.append(shared)  # the test that comes first
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        _counted.append(report)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show what took the CPU: in CI and with `--cpu` all of it, elsewhere only tests that take too much."""
+    costs = list[tuple[float, str]]()
+    folders = defaultdict[str, float](float)
+    for report in _counted:
+        folder = "/".join(report.nodeid.partition("::")[0].split("/")[:-1][:3])
+        for name, seconds in report.user_properties:
+            if name.startswith(_CPU):
+                assert isinstance(seconds, float)
+                folders[folder] += seconds
+                costs.append((seconds, f"{report.nodeid}{name.removeprefix(_CPU)}"))
+            elif name == _TOO_LONG:
+                terminalreporter.write_line(f"{report.nodeid} takes too much CPU. {_RULE}", yellow=True)
+    if _shows_cpu(config):
+        terminalreporter.section(f"CPU seconds: {sum(folders.values()):.0f} in tests")
+        by_folder = sorted(((seconds, folder) for folder, seconds in folders.items()), reverse=True)
+        for seconds, text in [*sorted(costs, reverse=True)[:25], *by_folder]:
+            terminalreporter.write_line(f"{seconds:8.1f}  {text}")
+
+
+_CPU: Final = "CPU seconds"
+_TOO_LONG: Final = "took too long"
+_MOST_CPU: Final = 5.0
+_RULE: Final = "One of the default suite may take 5: make it smaller, or mark it as `slow`."
+_counted: list[pytest.TestReport] = []
+
+
+def _cpu() -> float:
+    """Return the CPU seconds of this process, all threads, of those it has waited for, and of ranks."""
+    ranks = sys.modules.get("tests.ranks")
+    return sum(os.times()[:4]) + (ranks.cpu_of_ranks() if ranks else 0)
+
+
+def _is_limited(item: pytest.Item) -> bool:
+    slow = any(item.get_closest_marker(mark) for mark in ("slow", "docker"))
+    return not slow and item.config.getoption("--device", "") != "cuda"
+
+
+def _shows_cpu(config: pytest.Config) -> bool:
+    return bool(config.getoption("--cpu") or os.environ.get("CI"))
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +163,3 @@ def scrubbed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("SMPKIT_SUMMARY", "0")  # the block at the end of a run, in tests of anything else
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One window for all tests that look at pages; where there is no Chromium they are skipped."""
-    if DRIVER is None:
-        pytest.skip("no chromedriver: apt-get install chromium chromium-driver")
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smpkit.modules import module_command
-from tests.ranks import FORKSERVER
+from tests.ranks import FORKSERVER, start_server
 
 __all__ = ["Script", "run_module"]
 
@@ -29,6 +29,7 @@ def run_module(command: Sequence[str], *, timeout: float, **_: Any) -> subproces
 
     Raises subprocess.TimeoutExpired.
     """
+    start_server()
     words = command[len(module_command("")) - 1 :]
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("out", "err"))
@@ -61,6 +62,7 @@ class Script:
     """
 
     def __init__(self, path: Path, *words: str, env: Mapping[str, str], reads: bool = False) -> None:
+        start_server()
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_err, their_err) = pipes
         arguments = ((str(path), *words), dict(env), their_in if reads else None, their_out, their_err)

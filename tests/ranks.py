@@ -1,20 +1,19 @@
-"""`run_ranks`, with what the ranks of these tests import loaded ahead; on simulated devices if told."""
+"""`run_ranks`, with what the ranks of these tests import loaded ahead; on the device that was chosen."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from multiprocessing import forkserver
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 from smpkit.testing.ranks import FORKSERVER, RankFailed, preload
 from smpkit.testing.ranks import run_ranks as run_on_this_machine
-from tests.simulated import order_from, run_in_order
+from tests.chosen_device import VARIABLE, chosen_device
+from tests.simulated import order_of, run_in_order
 
-__all__ = ["FORKSERVER", "RANKS_ON_SIM", "RankFailed", "run_ranks"]
-
-RANKS_ON_SIM: Final = "RANKS_ON_SIM"
-"""Has a policy and a seed, as "lazy:0": ranks have a simulated device each, and a race in one of them is an error."""
+__all__ = ["FORKSERVER", "RankFailed", "cpu_of_ranks", "run_ranks", "start_server"]
 
 preload("tests.preloaded")
 
@@ -27,15 +26,15 @@ def run_ranks(
     env: dict[str, str] | None = None,
     hosts: int = 1,
 ) -> list[Any]:
-    """Do what `smpkit.testing.run_ranks` does, whose arguments these are."""
-    _start_server()
-    order = order_from(RANKS_ON_SIM)
+    """Do what `smpkit.testing.run_ranks` does, whose arguments these are; `env` may have a device of its own."""
+    start_server()
+    order = order_of((env or {}).get(VARIABLE, chosen_device()))
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
     return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the server that ranks are forked from, and multiprocessing's tracker, so that they belong to no test.
 
     Otherwise they belong to the first test with ranks. If that one fails, they are killed with what it has left behind,
@@ -44,6 +43,39 @@ def _start_server() -> None:
     test = os.environ.pop("PYTEST_CURRENT_TEST", None)
     try:
         forkserver.ensure_running()
+        pid = _pid_of_server()
+        if pid not in _cpu_of_start:
+            first = FORKSERVER.Process(target=int)
+            first.start()  # once the server has imported everything
+            first.join()
+            _cpu_of_start[pid] = _cpu_of(pid)
     finally:
         if test is not None:
             os.environ["PYTEST_CURRENT_TEST"] = test
+
+
+def cpu_of_ranks() -> float:
+    """Return the seconds of CPU of the server and of all that has ended of what it forked, without those of its start.
+
+    No other clock has them: ranks are children of the server, not of the tests' process.
+    """
+    pid = _pid_of_server()
+    return _cpu_of(pid) - _cpu_of_start[pid] if pid in _cpu_of_start else 0
+
+
+_cpu_of_start: dict[int | None, float] = {}
+"""Of each server, by its process id."""
+
+
+def _pid_of_server() -> int | None:
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _cpu_of(pid: int | None) -> float:
+    """Return what `os.times()` sums up to in another process; 0 where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")

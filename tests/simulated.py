@@ -1,31 +1,37 @@
-"""Simulated devices for tests, which run in an order that a test or the environment chooses; a race is an error."""
+"""Simulated devices for tests, which run in an order that `tests.chosen_device` or a test chooses; no race may be."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import accelerator
 
 from smpkit.testing import simulated_device
+from smpkit.testing.simulated_device.build import Unavailable, library
 
-__all__ = ["Order", "in_order", "order_from", "run_in_order"]
+__all__ = ["Order", "in_order", "needs_sim", "order_of", "run_in_order"]
 
 _MOST_FAILED = 100
 Order = tuple[str, int]
 """A policy and its seed."""
 
 
-def order_from(variable: str) -> Order | None:
-    """Return the order that a variable of the environment has, as "lazy:0"; None if it is not set."""
-    text = os.environ.get(variable)
-    if not text:
-        return None
-    policy, _, seed = text.partition(":")
-    return policy, int(seed or 0)
+def order_of(device: str) -> Order | None:
+    """Return the order of a device such as "sim:lazy:0"; None if it is not simulated."""
+    kind, policy, seed, *_ = *device.split(":"), "", ""
+    return (policy or "lazy", int(seed or 0)) if kind == "sim" else None
+
+
+def needs_sim() -> None:
+    """Skip the test, with the reason, where the device cannot be compiled."""
+    try:
+        library()
+    except Unavailable as error:
+        pytest.skip(str(error))
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ ROOT: Final = Path(__file__).parents[2]
 JOURNAL: Final = "GPU_TESTS_JOURNAL"
 """The variable that names the file in which a part's tests are written down."""
 NCCL: Final = "RANKS_SHARE_A_GPU_OVER_NCCL"
-"""Tells tests/gpu to let its ranks do so; smpkit's own variables do not reach a test."""
+"""Tells tests/device to let its ranks do so; smpkit's own variables do not reach a test."""
 
 _PYTEST: Final = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "benchmarks.on_gpu.journal"),
-    *("-W", "default", "-m", "not slow and not docker"),
+    *("-W", "default", "-m", "not slow and not docker", "--device", "cuda"),
 )
 """Of plugins only these (PYTEST_DISABLE_PLUGIN_AUTOLOAD): those of a strange machine may warn, which is an error."""
 _WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")
@@ -81,7 +81,7 @@ _FILES: Final[Mapping[str, tuple[str, float, bool, tuple[str, ...]]]] = {
     "overlap": ("overlap, peaks and throughput, measured", 150, True, ("overlap", "peaks", "throughput")),
     "soak": ("two hundred steps with sleeping streams; compute-sanitizer", 200, False, ("soak",)),
 }
-"""Title, limit, whether it runs alone, and files of tests/gpu."""
+"""Title, limit, whether it runs alone, and files of tests/device."""
 
 _CHOSEN: Final = (
     "pipeline",
@@ -96,12 +96,13 @@ _CHOSEN: Final = (
 
 def _gpu_parts() -> list[Part]:
     """Return parts of the tests that there are; a file that nobody has named above is a part of the last one."""
-    found = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    found = {path.stem.removeprefix("test_") for path in (ROOT / "tests/device").glob("test_*.py")}
+    found = {name for name in found if not name.startswith("sim_")}  # they are about the simulated device
     named = {file for *_, files in _FILES.values() for file in files}
     groups = {**_FILES, "others": ("what is new", 120, False, tuple(sorted(found - named)))}
     parts = []
     for name, (title, seconds, alone, files) in groups.items():
-        paths = [f"tests/gpu/test_{file}.py" for file in files if file in found]
+        paths = [f"tests/device/test_{file}.py" for file in files if file in found]
         if paths:
             parts.append(_tests(name, title, seconds, paths, alone=alone))
     return parts
@@ -201,7 +202,7 @@ def over_nccl(library: str) -> Part:
         "nccl",
         "two ranks on the GPU over NCCL",
         200,
-        ["tests/gpu/test_pipeline.py", "tests/gpu/test_killed_rank.py", "tests/gpu/test_data_parallel.py"],
+        ["tests/device/test_pipeline.py", "tests/device/test_killed_rank.py", "tests/device/test_data_parallel.py"],
         alone=True,
     )
     return replace(part, environment=variables)

@@ -26,8 +26,8 @@ from smpkit_container.pod import lay_out, leave_message
 from smpkit_estimator.batch.backend import AwsBatch
 from smpkit_estimator.batch.status import status_of
 from smpkit_estimator.sagemaker import request_shape
-from tests.backend_body import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
 from tests.container.test_peers import free_ports
+from tests.job_contract import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
 
 REGION = "eu-west-1"
 QUEUE = "gpus"

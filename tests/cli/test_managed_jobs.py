@@ -22,8 +22,8 @@ from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.sagemaker_backend import SageMaker
-from tests.backend_body import a_job_that_fails, a_job_that_succeeds
 from tests.cli.conftest import Smpkit, process
+from tests.job_contract import a_job_that_fails, a_job_that_succeeds
 
 JOB = """\
 entry_point: train.py

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
 from tests.docker.engine import base_image, image_options, running_engine, why_not
+from tests.job_contract import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
 
 HERE = Path(__file__).parent
 

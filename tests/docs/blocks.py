@@ -9,7 +9,7 @@ A block runs unless the line before it says otherwise; readers of the page do no
     <!-- run: given plain -->           Python that goes on from given_plain.py, not from the blocks before it
     <!-- run: any output -->            what is shown is not compared
     <!-- file: train.py -->             it is written to that file, for the blocks after it
-    <!-- run by: tests/sim/test_page.py -->   that test runs it
+    <!-- run by: tests/device/test_sim_page.py -->   that test runs it
     <!-- not run: needs Docker -->      with the reason
 
 Several of `run` are parted by commas.

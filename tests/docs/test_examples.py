@@ -1,9 +1,8 @@
-"""Each example is a folder with a job file, short scripts, a README with its output and a picture, and a test."""
+"""Each example is a folder with a job file that names its script, and a test that runs it."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import nbformat
@@ -17,7 +16,6 @@ from tests.docs.blocks import ROOT, blocks_of
 
 FOLDERS = sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("[!_.]*.*")))
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-_MOST_LINES = 119
 _WRITES_JOB = "%%writefile runs/job.yaml\n"
 
 
@@ -32,20 +30,6 @@ def test_it_has_a_job_file_that_names_its_script(folder: Path) -> None:
     (written,) = (cell.removeprefix(_WRITES_JOB) for cell in cells if cell.startswith(_WRITES_JOB))
     job = validated(JobConfig, yaml.safe_load(written), subject=folder.name)
     assert any(cell.startswith(f"%%writefile runs/{job.entry_point}\n") for cell in cells)
-
-
-@each_folder
-def test_its_scripts_are_short(folder: Path) -> None:
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")}
-    assert {name: count for name, count in lengths.items() if count > _MOST_LINES} == {}
-
-
-@each_folder
-def test_its_readme_has_a_picture_and_its_output(folder: Path) -> None:
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"^!\[[^]]{20,}\]\(../../docs/assets/example-[\w-]+\.svg\)$", text, re.MULTILINE)
-    said = [line for block in blocks_of(folder / "README.md") for line in block.text.splitlines()]
-    assert len([line for line in said if not line.startswith(("$ ", "#", " "))]) >= 5
 
 
 @each_folder

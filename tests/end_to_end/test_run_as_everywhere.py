@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backend_body import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
+from tests.job_contract import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
 
 pytestmark = pytest.mark.slow
 

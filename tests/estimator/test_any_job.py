@@ -125,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=jobs())
 def test_what_validates_is_refused_in_words_or_accepted_by_the_service(folder: Path, written: dict[str, Any]) -> None:
     before = sorted(map(str, folder.parent.rglob("*")))
@@ -149,7 +149,7 @@ def test_what_validates_is_refused_in_words_or_accepted_by_the_service(folder: P
     assert sorted(map(str, folder.parent.rglob("*"))) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     hyperparameters=st.dictionaries(
         name.filter(lambda key: not key.startswith("sagemaker_")),

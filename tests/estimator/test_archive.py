@@ -282,7 +282,7 @@ def test_extra_files_come_first_and_may_hide_nothing(tmp_path: Path) -> None:
         pack(collect(tmp_path), io.BytesIO(), {"train.py": b""})
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.dictionaries(
         st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=40).filter(

@@ -112,9 +112,12 @@ def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path
     modules.mkdir()
     if there:
         (modules / "smpkit_container").mkdir()
+        (modules / "smpkit_container" / "__init__.py").touch()
         (modules / "smpkit_container" / "__main__.py").write_text(LAUNCHER)
     path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {Path(sys.executable).resolve()} "$@"\n')
+    # That of the virtual environment has smpkit, the one it was made from has not.
+    python = Path(sys.executable) if there else Path(sys.executable).resolve()
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     (tmp_path / "pip3").symlink_to("python3")
     script = CONTAINER.format(tree=tree, path=path, modules=modules)

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from smpkit.errors import ConfigError
-from tests.backend_body import PIPELINE, SCRIPT, uninterrupted
 from tests.container.test_peers import free_ports
+from tests.job_contract import PIPELINE, SCRIPT, uninterrupted
 
 ROOT = Path(__file__).parents[2]
 COMPONENT = ROOT / "estimator" / "smpkit_estimator" / "torchx.py"

@@ -10,7 +10,7 @@ import yaml
 
 from smpkit.config.backend import Slurm
 from smpkit.testing import FakeKubernetes
-from tests.backend_body import uninterrupted
+from tests.job_contract import uninterrupted
 from tests.kubernetes.conftest import PIPELINE, User
 
 __all__ = ["PIPELINE"]

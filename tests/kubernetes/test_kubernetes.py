@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from smpkit.testing import FakeKubernetes
-from tests.backend_body import (
+from tests.job_contract import (
     OnCluster,
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,

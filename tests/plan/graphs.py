@@ -9,7 +9,7 @@ from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
 
 # Machines that run tests are shared; a slow example is no failure, the timeout of the test is.
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TIED_HEAD = SegmentGraph.path([Segment(0, 0), Segment(1, 0), Segment(2, 0), Segment(3, 0), Segment(0, 1)])
 ENCODER_DECODER = SegmentGraph(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.backend_body import PIPELINE, SCRIPT
+from tests.job_contract import PIPELINE, SCRIPT
 from tests.leftovers import processes_with
 from tests.slurm.cluster import Cluster, missing, start
 

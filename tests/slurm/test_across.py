@@ -19,8 +19,8 @@ from smpkit.cli.main import cli
 from smpkit.testing import FakeKubernetes, FakeSageMaker
 from smpkit_estimator import sagemaker_backend
 from smpkit_estimator.sagemaker_backend import SageMaker
-from tests.backend_body import a_report_of_it, uninterrupted
 from tests.container.test_peers import free_ports
+from tests.job_contract import a_report_of_it, uninterrupted
 from tests.slurm.conftest import PIPELINE, User
 from tests.slurm.test_slurm import losses
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from smpkit_estimator.slurm.folder import read_json
-from tests.backend_body import (
+from tests.job_contract import (
     OnCluster,
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,

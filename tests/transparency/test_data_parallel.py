@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
 from smpkit.torch.core import devices
-from tests.gpu.device import sleep
+from tests.device.device import sleep
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same, batch, build, loss_of, optimizer_of, record, train_plainly
 
@@ -179,7 +179,7 @@ def train_with_hook(name: str, view: bool) -> tuple[Trace, list[str]]:
 @pytest.mark.parametrize("name", HOOKS)
 def test_training_with_a_communication_hook_equals_plain_pytorch(name: str, view: bool) -> None:
     if name == "torch's" and torch.cuda.is_available():
-        pytest.skip("over gloo a future does not order the streams of a GPU: tests/gpu runs this over NCCL")
+        pytest.skip("over gloo a future does not order the streams of a GPU: tests/device runs this over NCCL")
     plain = train_plainly(STEPS, 1)
     for trace, seen in run_ranks(train_with_hook, 2, name, view):
         assert len(seen) > STEPS  # several buckets a step

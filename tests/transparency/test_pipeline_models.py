@@ -33,7 +33,10 @@ OTHERS = {
     ),
     Way(pipeline=2, replicas=2, placement=11, config=SIMPLE): ("tied modules", "BatchNorm"),
     Way(pipeline=3, placement=13, microbatches=2, config=SPLIT): ("skip connections", "parameters of the root"),
-    Way(pipeline=4, placement=12, microbatches=8, batches=CHANGING): ("encoder and decoder", "a module used twice"),
+    Way(pipeline=4, placement=12, microbatches=8, batches=CHANGING): (
+        "a module in several layers",
+        "a module used twice",
+    ),
     Way(pipeline=4, placement=-1, microbatches=1, config=SIMPLE): ("returns a dict", "changes in place"),
 }
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import inspect
 import textwrap
 
 import pytest
 
-from smpkit.plan.schedule import draw as draw_module
 from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.draw import draw
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
@@ -28,12 +26,6 @@ def test_unit_time_is_one_column_per_action() -> None:
         stage 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 .  .  .
         """
     )
-
-
-def test_the_pictures_in_the_documentation_are_ours() -> None:
-    text = inspect.getdoc(draw_module) or ""
-    for found in (draw(one_f_one_b(3, 4)), draw(simulate(one_f_one_b(3, 4)))):
-        assert textwrap.indent(found, "    ") in text
 
 
 def test_segments_of_a_rank_are_told_apart() -> None:

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import inspect
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smpkit.errors import UsageError
-from smpkit.plan.schedule import search, templates
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.checker import check
-from smpkit.plan.schedule.draw import draw
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved, lower_bounds, simple
@@ -33,18 +29,6 @@ def test_simple_runs_all_forwards_before_any_backward() -> None:
     for actions in simple(TIED_HEAD, 3).actions:
         kinds = [action.kind for action in actions]
         assert kinds == sorted(kinds, key=lambda kind: kind is Kind.BACKWARD)
-
-
-def test_the_pictures_in_the_documentation_are_ours() -> None:
-    text = inspect.getdoc(search) or ""
-    pictures = [draw(make) for make in (simple(SegmentGraph.chain(3), 4), interleaved(SegmentGraph.chain(3), 4, 5))]
-    assert all(picture.replace("\n", "\n    ") in text for picture in pictures)
-
-
-def test_the_picture_of_virtual_stages_is_ours() -> None:
-    """The pages have pictures of their own, which tests/docs/test_pictures.py compares."""
-    loop = draw(looped(SegmentGraph.loop(2, 2), 4))
-    assert loop.replace("\n", "\n    ") in (inspect.getdoc(templates) or "")
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 8), (4, 2), (4, 16), (8, 32)])

@@ -1,6 +1,6 @@
 """`devices`: on a CPU there is nothing to order, and what torch does not unify is looked up, or replaced.
 
-What it does on a GPU is tested in `tests/gpu`.
+What it does on a GPU is tested in `tests/device`.
 """
 
 from __future__ import annotations

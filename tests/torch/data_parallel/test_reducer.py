@@ -90,6 +90,7 @@ def use_different_layers(overlap: bool, view: bool) -> list[list[torch.Tensor | 
     return results
 
 
+@pytest.mark.also_on("sim:copies:0")
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
 def test_parameters_unused_on_some_ranks_or_all_end_as_in_one_process(overlap: bool, view: bool) -> None:
@@ -113,6 +114,7 @@ def two_backwards() -> list[list[torch.Tensor | None]]:
     return results
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_several_backwards_in_a_step_are_all_reduced() -> None:
     def backward(model: nn.Module, rank: int) -> None:
         for half in inputs(rank).chunk(2):
@@ -140,6 +142,7 @@ def one_backward_more_than_last_time() -> list[torch.Tensor | None]:
     return gradients(model)
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_more_backwards_than_the_step_before_made_stay_right() -> None:
     def backward(model: nn.Module, rank: int) -> None:
         for _ in range(3):
@@ -195,6 +198,7 @@ def freeze_and_cast() -> tuple[list[torch.Tensor | None], list[torch.Tensor | No
     return frozen, first
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
     def backward(model: nn.Module, rank: int) -> None:
         model(inputs(rank), (0, 1)).backward()
@@ -252,6 +256,7 @@ def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     return gradients(model)
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wrong_result() -> None:
     with pytest.raises(RankFailed, match=r"`layer\.(weight|bias)` received another gradient in the same backward"):
         run_ranks(train_reentrant, 2, True)
@@ -286,6 +291,7 @@ def train_with_hook() -> tuple[list[torch.Tensor | None], list[int]]:
     return gradients(model), seen
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_communication_hook_replaces_the_reduction_and_averages_itself() -> None:
     def backward(model: nn.Module, rank: int) -> None:
         for half in inputs(rank).chunk(2):
@@ -307,6 +313,7 @@ def fail_in_a_step() -> list[torch.Tensor | None]:
     return gradients(model)
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
     plain = averages(2, lambda model, rank: model(inputs(rank), (0, 1)).backward())
     for ours in run_ranks(fail_in_a_step, 2):
@@ -360,6 +367,7 @@ def views_share_memory() -> tuple[bool, bool]:
     return inside, same
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_gradients_as_views_live_in_the_buckets_also_when_zeroed_in_place() -> None:
     assert run_ranks(views_share_memory, 2) == [(True, True)] * 2
 
@@ -376,6 +384,7 @@ def accumulate_and_join(batches: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_join_lets_ranks_end_at_different_steps_and_leaves_them_equal() -> None:
     first, second, third = run_ranks(accumulate_and_join, 3, 1)
     for left, middle, right in zip(first, second, third, strict=True):
@@ -444,5 +453,6 @@ def count_messages_per_step() -> list[int]:
     return counts
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_accumulation_sends_nothing_until_its_last_step() -> None:
     assert run_ranks(count_messages_per_step, 2) == [[0, 4, 0, 4]] * 2

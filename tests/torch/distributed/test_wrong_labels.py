@@ -1,4 +1,4 @@
-"""A label that is no class, on the CPU; tests/gpu has the same job on a GPU, and reads what it says with this."""
+"""A label that is no class, on the CPU; tests/device has the same job on a GPU, and reads what it says with this."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The ways in which offloading has gone wrong elsewhere, each by its number in our list of them.
+"""The ways in which offloading has gone wrong in other libraries.
 
-7 to 10 (reloading, freeing, cloning and using without order) are in `test_races`, streams of DDP and FSDP (10) and the
-cache of autocast (16) in `test_around`, 20 (CUDA graphs) in `tests/gpu`, as is all that needs streams. What
-checkpointing itself must do, 12 to 24, is in `tests/torch/checkpointing/test_exactness`.
+Values that are used before they are back are the subject of `test_races`, streams of DDP and FSDP and the cache of
+autocast that of `test_around`, and all that needs real streams that of tests/device. What checkpointing itself must do
+is in `tests/torch/recompute/test_exactness`.
 """
 
 from __future__ import annotations

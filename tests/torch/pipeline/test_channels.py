@@ -93,6 +93,7 @@ def values_in_any_order() -> Any:
     return result
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
     gradients, num_messages = run_ranks(values_in_any_order, 2)
     assert gradients == [(VALUES[0] * 2).tolist(), None]
@@ -116,6 +117,7 @@ def after_a_step_that_was_given_up() -> list[float]:
     return found
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_what_a_given_up_step_has_sent_is_not_taken_for_the_next_ones() -> None:
     assert run_ranks(after_a_step_that_was_given_up, 2)[1] == [27.0, 27.0]
 
@@ -132,6 +134,7 @@ def changed_on_its_way(copy: bool) -> None:
     smp.shutdown()
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_travels() -> None:
     run_ranks(changed_on_its_way, 2, True)
     with pytest.raises(RankFailed, match="changed in place on its way to pipeline rank 1: forward of microbatch 0"):
@@ -214,6 +217,7 @@ def test_delays_change_nothing_over_channels(seed: int) -> None:
     same(CASES["skip connections"], way, by=functools.partial(train_late_over_channels, seed))
 
 
+@pytest.mark.also_on("sim:copies:0", way=WAYS[2])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_microbatches_that_leave_the_record_leave_the_channels(way: Way) -> None:
     same(SKIPPING, way, by=train_over_channels)
@@ -251,6 +255,7 @@ def gives_up_in_the_middle() -> list[float]:
     return losses
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver() -> None:
     for losses in run_ranks(gives_up_in_the_middle, 2):
         assert losses == [losses[0], losses[0], 0.0, losses[0], losses[0]]

@@ -111,6 +111,7 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
     return got, seen, len(set(tags))
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
     (gradients, sender, tags), (values, receiver, _) = run_ranks(values_and_gradients, 2)
     assert values == [(VALUE + 1).tolist(), VALUE.tolist()]
@@ -138,6 +139,7 @@ def gradients_that_are_none() -> list[Any]:
     return found
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_value_may_have_no_gradient() -> None:
     received, sent = run_ranks(gradients_that_are_none, 2)
     double = VALUE[0, 1].item() * 2
@@ -205,6 +207,7 @@ def lets_go() -> list[int]:
     return held
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_receive_lets_go_of_what_the_sender_has_taken_before() -> None:
     # The first value is of microbatch 9, which comes after everything in the list, so the gradient says nothing of it.
     assert run_ranks(lets_go, 2)[0] == [4, 1, 0]
@@ -230,6 +233,7 @@ def abandons(times: int) -> list[list[list[float]]]:
     return found
 
 
+@pytest.mark.also_on("sim:copies:0")
 @pytest.mark.parametrize("times", [1, 64])
 def test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one(times: int) -> None:
     assert run_ranks(abandons, 2, times)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
@@ -256,6 +260,7 @@ def gives_up_sooner() -> list[list[float]]:
     return found
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_rank_that_gave_up_sooner_still_takes_what_is_on_its_way() -> None:
     # A receive that had gone away would block the connection, and write into memory that is somebody else's by now.
     assert run_ranks(gives_up_sooner, 2)[1] == VALUE.tolist()
@@ -275,6 +280,7 @@ def objects_and_bytes() -> tuple[Any, list[int]]:
     return found
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_objects_and_bytes_arrive() -> None:
     assert run_ranks(objects_and_bytes, 2)[1] == ({"shape": (2, 3)}, [0, 1, 2, 3, 4])
 
@@ -285,6 +291,7 @@ def gives_up() -> None:
         transport.receive(4, move_of(2))
 
 
+@pytest.mark.also_on("sim:copies:0")
 def test_a_value_that_never_comes_is_named() -> None:
     with pytest.raises(AssertionError, match=r"forward of microbatch 4 \(float32\[2, 3\]\)"):
         run_ranks(gives_up, 2)

@@ -1,0 +1,283 @@
+"""The device under test: a GPU, or the simulated one of smpkit.testing, on which these tests run anywhere.
+
+Tests name their device, its streams and its memory through this module alone. On a GPU its functions are torch.cuda's.
+On the simulated device (`--device sim`) they are that device's, and `checked` finds races. The CPU does the arithmetic
+there, so sizes are smaller by one factor (`scaled`), and time is virtual (`in_device_time`).
+
+A test that needs the real thing has a marker: `@pytest.mark.real_gpu("captures a graph")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from smpkit.testing import simulated_device
+from smpkit.torch.offload.accelerator import AcceleratorLink
+from tests.chosen_device import VARIABLE, chosen_device
+from tests.simulated import in_order, order_of
+
+__all__ = [
+    "CPU_ONLY",
+    "IS_SIMULATED",
+    "allocated_bytes",
+    "cannot_be_used",
+    "checked",
+    "current_stream",
+    "default_stream",
+    "gpu",
+    "in_device_time",
+    "memory_stats",
+    "new_event",
+    "new_stream",
+    "on_stream",
+    "peak_bytes",
+    "reserved_bytes",
+    "reset_peak",
+    "rng_state",
+    "scaled",
+    "select",
+    "sleep",
+    "synchronize",
+    "waiting_is_an_error",
+    "waits_of",
+]
+
+_ORDER: Final = order_of(chosen_device())
+IS_SIMULATED: Final = _ORDER is not None
+CPU_ONLY: Final = {"CUDA_VISIBLE_DEVICES": "", VARIABLE: "cpu"}
+"""For the environment of ranks that shall see no GPU, and have no simulated one either."""
+
+_SCALE: Final = 4
+_CYCLES_PER_SECOND: Final = 2e9
+
+
+# --- which one --------------------------------------------------------------------------------------------------------
+
+
+def gpu() -> torch.device:
+    """Return the device under test; the first call in a process loads the simulated one."""
+    if not IS_SIMULATED:
+        return torch.device("cuda")
+    _load()
+    return torch.device("sim")
+
+
+@functools.cache
+def _load() -> None:
+    simulated_device.load()
+    # Where lengths are smaller by a factor, memory is by its square and work by its cube. A device that is as much
+    # smaller and slower takes the times of a GPU at the full sizes, and copies what a GPU finds worth a copy.
+    plain = simulated_device.Speeds()
+    links = {name: getattr(plain, name) / _SCALE**2 for name in ("memory", "out", "back", "peer")}
+    simulated_device.set_speeds(replace(plain, flops=plain.flops / _SCALE**3, **links))
+    AcceleratorLink.min_bytes //= _SCALE**2
+
+
+def _module() -> Any:
+    return torch.get_device_module(gpu())
+
+
+def select() -> None:
+    """Make the first device the current one."""
+    _module().set_device(0)
+
+
+def cannot_be_used() -> bool:
+    """Return whether this process has not touched the device, and cannot any more."""
+    return not _module().is_initialized() or _module()._is_in_bad_fork()
+
+
+def scaled(number: int, *, to: int = _SCALE) -> int:
+    """Return a size, which is smaller on the simulated device: by 4, or by `to`."""
+    return max(1, number // to) if IS_SIMULATED else number
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Run a test. On the simulated device in the order asked for, and a race is an error."""
+    if _ORDER is None:
+        yield
+        return
+    gpu()
+    with in_order(_ORDER):
+        yield
+
+
+# --- streams and time -------------------------------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    _module().synchronize()
+
+
+def sleep(cycles: int) -> None:
+    """Keep the current stream busy for so many cycles of a GPU's clock; about two billion are a second."""
+    if IS_SIMULATED:
+        simulated_device.sleep(cycles / _CYCLES_PER_SECOND)
+    else:
+        torch.cuda._sleep(cycles)
+
+
+@contextlib.contextmanager
+def in_device_time() -> Iterator[None]:
+    """Decorate a test that measures time or peaks of memory: they mean nothing in other orders than that of time.
+
+    On the simulated device all is done when its time has come, whatever order was asked for, and the clock by which
+    smpkit measures the host is the device's: the host's own work takes no time.
+    """
+    if not IS_SIMULATED:
+        yield
+        return
+    gpu()
+    simulated_device.set_policy("timed")
+    with (
+        mock.patch.object(time, "perf_counter", simulated_device.now),
+        mock.patch.object(time, "perf_counter_ns", _now_ns),
+    ):
+        yield
+
+
+def _now_ns() -> int:
+    return round(simulated_device.now() * 1e9)
+
+
+def new_stream() -> Any:
+    """Return a new stream."""
+    return _module().Stream()
+
+
+def new_event() -> Any:
+    """Return an event that keeps time."""
+    return _module().Event(enable_timing=True)
+
+
+def current_stream() -> Any:
+    """Return the current stream."""
+    return _module().current_stream()
+
+
+def default_stream() -> Any:
+    """Return the stream that is the current one unless somebody has set another."""
+    return _module().default_stream()
+
+
+def on_stream(stream: Any) -> AbstractContextManager[object]:
+    """Return a context in which a stream is the current one."""
+    context: AbstractContextManager[object] = _module().stream(stream)
+    return context
+
+
+# --- memory and random numbers ----------------------------------------------------------------------------------------
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of all tensors on the device."""
+    return int(_module().memory_allocated())
+
+
+def reserved_bytes() -> int:
+    """Return the bytes that torch's allocator has taken of the device."""
+    return int(_module().memory_reserved())
+
+
+def peak_bytes() -> int:
+    """Return the most bytes of tensors since `reset_peak`."""
+    return int(_module().max_memory_allocated())
+
+
+def reset_peak() -> None:
+    """Let `peak_bytes` begin anew."""
+    _module().reset_peak_memory_stats()
+
+
+def memory_stats() -> dict[str, Any]:
+    """Return all that torch's allocator tells."""
+    return dict(_module().memory_stats())
+
+
+def rng_state() -> torch.Tensor:
+    """Return the state of the device's generator."""
+    state: torch.Tensor = _module().get_rng_state()
+    return state
+
+
+# --- waits of the host ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Run a block in which the host must not wait for the device.
+
+    As `torch.cuda.set_sync_debug_mode`, it finds reads of values, copies from and to memory that is not pinned, and
+    waits for streams; not waits for events.
+    """
+    synchronize()
+    if IS_SIMULATED:
+        before = _waits()
+        yield
+        if found := _since(before):
+            raise AssertionError("the host waits for " + "; ".join(f"{each.what} at {each.lines}" for each in found))
+        return
+    with _sync_debug_mode("error"):
+        yield
+
+
+def waits_of(work: Callable[[], object], name: Callable[[list[tuple[str, str]], str], str]) -> list[str]:
+    """Return the waits of the host in a piece of work, each as it is named.
+
+    Args:
+        work: what is done.
+        name: is given the file and the function of each line of Python, innermost first, and what was waited for.
+    """
+    synchronize()
+    if IS_SIMULATED:
+        before = _waits()
+        work()
+        return [name([_file_and_function(line) for line in each.lines], each.what) for each in _since(before)]
+    found: list[str] = []
+
+    def note(message: object, category: object, *_: object, **__: object) -> None:
+        frames = [(frame.filename, frame.name) for frame in reversed(traceback.extract_stack())]
+        found.append(name(frames, str(message)))
+
+    with _sync_debug_mode("warn"), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        work()
+    return found
+
+
+@contextlib.contextmanager
+def _sync_debug_mode(mode: str) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that not all waits are found
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _waits() -> dict[tuple[str, tuple[str, ...]], int]:
+    return {(each.what, each.lines): each.times for each in simulated_device.waits()}
+
+
+def _since(before: dict[tuple[str, tuple[str, ...]], int]) -> list[simulated_device.Wait]:
+    return [each for each in simulated_device.waits() if each.times > before.get((each.what, each.lines), 0)]
+
+
+def _file_and_function(line: str) -> tuple[str, str]:
+    file, _, function = line.rsplit(":", 2)
+    return file, function

@@ -1,0 +1,54 @@
+"""Run functions on ranks that have simulated devices, whatever device was chosen, and fail where there is a race."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from smpkit.testing import simulated_device
+from tests.chosen_device import VARIABLE
+from tests.ranks import run_ranks
+from tests.simulated import Order, needs_sim, run_in_order
+
+__all__ = ["ORDERS", "call_by_name", "naming", "run_on_sim"]
+
+ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
+"""Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
+
+
+def run_on_sim(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 1,
+    devices: int = 1,
+    order: Order | None = ("lazy", 0),
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
+    needs_sim()
+    own = {VARIABLE: "cpu", **(env or {})}  # or they would have the chosen device already
+    if order is None:
+        return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
+    return run_ranks(run_in_order, size, order, devices, function, args, timeout=timeout, env=own)
+
+
+def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    simulated_device.load(devices)
+    return function(*args)
+
+
+def call_by_name(module: str, function: str, arguments: dict[str, Any]) -> None:
+    """Call a function of a module that is imported now: what that asks about its device is told by the environment."""
+    getattr(importlib.import_module(module), function)(**arguments)
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say what was tried if it fails."""
+    try:
+        yield
+    except BaseException as error:
+        raise AssertionError(what) from error

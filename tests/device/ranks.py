@@ -1,0 +1,35 @@
+"""Ranks that share the GPU: processes of their own, gloo between them, or a NCCL that allows it.
+
+On the simulated device each has a device of its own, and the process group for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.on_gpu.parts import NCCL
+from tests.device.device import gpu
+from tests.ranks import run_ranks
+
+__all__ = ["run_on_gpu"]
+
+
+def run_on_gpu(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call `function(*args)` on ranks and return their results, tensors on the host; see `tests.ranks.run_ranks`."""
+    shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}
+    return run_ranks(_with_gpu, size, function, args, timeout=timeout, env={**shared, **(env or {})})
+
+
+def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    assert torch.get_device_module(gpu()).is_available(), "this rank sees no GPU"
+    return function(*args)

@@ -1,0 +1,86 @@
+"""Layers that keep, recompute or offload as a job chooses while it runs: on one simulated device and over ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import smpkit.torch as smp
+from smpkit.torch.offload import accelerator
+from tests.device.scenarios.common import WIDTH, add, assert_same
+from tests.device.scenarios.steps import Stack, smp_step
+
+
+def smp_choose(config: Mapping[str, Any], strategy: str, room: int = 0) -> tuple[list[Tensor], int, dict[str, str]]:
+    """Train for seven steps; return losses and gradients of all, the peak of a late one, and what layers do then.
+
+    Args:
+        room: bytes for all of it; 0: no bound.
+    """
+    gc.collect()
+    before = torch.accelerator.memory_allocated()  # trainings before this one may have left something
+    smp.init({**config, **({"memory_budget_gib": (before + room) / 2**30} if room else {})})
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        module = Stack(0.3)
+        x = torch.randn(8, 32, WIDTH)
+    smp.set_activation_checkpointing(module.layers, strategy=strategy)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), foreach=False))
+    found = []
+    for number in range(7):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        loss = smp_step(model, x.clone())
+        found.append(loss.reduce_mean().detach().cpu())
+        found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
+        optimizer.step()
+    torch.accelerator.synchronize()
+    peak, choices = torch.accelerator.max_memory_allocated() - before, model.activation_choices()
+    smp.shutdown()
+    return found, peak, choices
+
+
+def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) -> None:
+    """Compare a training whose layers are chosen for with one that recomputes all of them.
+
+    Args:
+        share: of the memory between what the smallest choice takes and what all layers kept would take.
+        words: each of them must be the choice for a layer.
+    """
+    plain = {"microbatches": 2}
+    expected, least, _ = smp_choose(plain, "each")
+    _, most, _ = smp_choose(plain, "auto")
+    room = int(least + share * (most - least))
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        found, peak, choices = smp_choose({**plain, "offload_activations": offloads}, strategy, room)
+    assert_same(found, expected)
+    assert peak <= room, f"a peak of {peak} within {room}"
+    assert set(words.split()) <= set(choices.values()), choices
+
+
+def smp_chosen_over_ranks(**config: Any) -> None:
+    """Compare a training that keeps, recomputes and offloads over two ranks with one that recomputes."""
+    plain = {"microbatches": 4} | config
+    expected, _, _ = smp_choose(plain, "each")
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        kept, _, choices = smp_choose({**plain, "offload_activations": "auto"}, "auto")
+        none, _, least = smp_choose({**plain, "offload_activations": True, "memory_budget_gib": 1e-6}, "auto")
+    assert_same(kept, expected)
+    assert_same(none, expected)
+    assert (set(choices.values()), set(least.values())) == ({"keep"}, {"offload"})
+
+
+add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
+add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
+add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"))
+add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
+add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)

@@ -1,0 +1,179 @@
+"""Times that the runtime measures of a device, where all times are known: those of the work, not of its launch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.schedule.actions import Costs
+from smpkit.plan.schedule.graph import Segment
+from smpkit.testing import simulated_device
+from smpkit.testing.simulated_device import Speeds
+from smpkit.torch.memory import fit
+from smpkit.torch.memory.chooser import Chooser
+from smpkit.torch.pipeline import replan
+from smpkit.torch.placement.measure import MeasureOptions, measure
+from smpkit.torch.placement.trace import TrialStep
+from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
+from tests.device.scenarios.steps import smp_step
+
+_FORWARD, _BACKWARD, _MESSAGE = 1e-3, 2e-3, 5e-3
+"""Seconds; of a layer, and of a message between two ranks."""
+_LAYERS, _MICROBATCHES = 4, 4
+
+
+class _Long(torch.autograd.Function):
+    """Takes time on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        simulated_device.sleep(_FORWARD)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        simulated_device.sleep(_BACKWARD)
+        return gradient.clone()
+
+
+class Layer(nn.Module):
+    """Whatever it computes, its device is busy with it for a known time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Long.apply(self.linear(x))
+        return out
+
+
+def _now_ns() -> int:
+    return round(1e9 * simulated_device.now())
+
+
+@contextlib.contextmanager
+def in_virtual_time(**speeds: float) -> Iterator[None]:
+    """Let devices take no time but for what sleeps, and for what is given; the host's clock is theirs."""
+    simulated_device.set_policy("timed")
+    simulated_device.set_speeds(Speeds(**{"latency": 1e-9, "launch": 1e-9} | speeds))
+    try:
+        with (
+            mock.patch.object(time, "perf_counter", simulated_device.now),
+            mock.patch.object(time, "perf_counter_ns", _now_ns),
+        ):
+            yield
+    finally:
+        torch.accelerator.synchronize()
+        simulated_device.set_speeds(Speeds())
+        simulated_device.set_policy(*present_order())
+
+
+def layers(*, on: str = "cpu") -> nn.Sequential:
+    """Return a model of equal layers."""
+    with torch.device(on):
+        torch.manual_seed(0)
+        return nn.Sequential(*[Layer() for _ in range(_LAYERS)])
+
+
+def units_for_a_partition() -> None:
+    """Measure the forward of each unit; each runs while the host is at the next one already."""
+    model = layers()
+    names = [str(index) for index in range(_LAYERS)]
+
+    def step(x: Tensor) -> None:
+        model(x)
+
+    with in_virtual_time():
+        found = measure(
+            model,
+            [UnitCost(name) for name in names],
+            MeasureOptions(times=True),
+            TrialStep(step, (torch.zeros(2, WIDTH),), {}),
+            torch.device(DEVICE),
+        )
+    assert {each.name: each.flops for each in found} == pytest.approx(dict.fromkeys(names, _FORWARD), rel=0.01)
+
+
+add("measured, units", units_for_a_partition, is_quick=True)
+
+
+def steps_to_choose_from() -> None:
+    """Measure steps whose loads are late, for `fit`: nothing of the step before belongs to them."""
+    steps: list[Any] = []
+    measured = Chooser._measured_step
+
+    def noted(chooser: Chooser) -> Any:
+        steps.append(measured(chooser))
+        return steps[-1]
+
+    model = layers(on=DEVICE)
+    x = torch.zeros(64, WIDTH, device=DEVICE)
+    with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)), mock.patch.object(Chooser, "_measured_step", noted):
+        fitted = fit(model, lead=1, min_bytes=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(8):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fitted.remove()
+    computed = _LAYERS * (_FORWARD + _BACKWARD)
+    assert [each.busy_seconds for each in steps] == pytest.approx([computed] * 3, rel=0.01)
+    assert [each.stall_seconds for each in steps] == pytest.approx([steps[-1].stall_seconds] * 3, rel=0.01)
+    assert steps[-1].stall_seconds > _BACKWARD
+
+
+add("measured, steps to choose from", steps_to_choose_from, is_quick=True)
+
+
+def pipeline() -> None:
+    """Measure actions, messages and steps over two ranks, to plan them again."""
+    costs: list[Costs] = []
+    seconds: list[float] = []
+    made, note = replan._costs, replan.Trial.note
+
+    def noted_costs(*arguments: Any) -> Costs:
+        costs.append(made(*arguments))
+        return costs[-1]
+
+    def noted_seconds(trial: replan.Trial[Any], of_step: float) -> None:
+        seconds.append(of_step)
+        note(trial, of_step)
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": _MICROBATCHES, "ddp": True})
+    model: Any = smp.DistributedModel(layers())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.zeros(2 * _MICROBATCHES, WIDTH)
+    message = 2 * WIDTH * x.itemsize
+    with (
+        in_virtual_time(peer=message / _MESSAGE),
+        mock.patch.object(replan, "_costs", noted_costs),
+        mock.patch.object(replan.Trial, "note", noted_seconds),
+    ):
+        for _ in range(6):
+            optimizer.zero_grad()
+            smp_step(model, x)
+            optimizer.step()
+    smp.shutdown()
+    each = _LAYERS // 2
+    if costs:  # of rank 0, which plans
+        (found,) = costs
+        segments = [Segment(rank, 0) for rank in range(2)]
+        assert found.forward_seconds == pytest.approx(dict.fromkeys(segments, each * _FORWARD), rel=0.05)
+        assert found.backward_seconds == pytest.approx(dict.fromkeys(segments, each * _BACKWARD), rel=0.05)
+        assert found.latency_seconds + found.seconds_per_byte * message == pytest.approx(_MESSAGE, rel=0.05)
+    assert seconds
+    least = _MICROBATCHES * each * (_FORWARD + _BACKWARD)
+    assert min(seconds) > least, "it has not waited for the step that it measured"
+
+
+add("measured, a pipeline", pipeline, ranks=2)

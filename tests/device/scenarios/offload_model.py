@@ -1,0 +1,408 @@
+"""OffloadModel and its optimizer on a simulated device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.testing import simulated_device
+from smpkit.torch.offload_model import counted_link
+from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, slow_updates
+from tests.device.scenarios.steps import broken
+
+
+def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0, normalized: bool = False) -> nn.Sequential:
+    """Return layers for an OffloadModel."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()) for _ in range(6)]
+    if tied:
+        layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
+    if unused:
+        layers[3][0].weight.requires_grad_(False)
+    if normalized:
+        with torch.device("cpu"):
+            for layer in layers:
+                layer.append(nn.LayerNorm(WIDTH))
+    for layer in layers[:frozen]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+def inputs_of(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the batch of a step, on the host: the model copies it."""
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), device="cpu").to(dtype)
+
+
+Step = Callable[[Any, Any, int], Tensor]
+
+
+def plain_step(
+    model: Any, optimizer: Any, number: int, *, backwards: int = 1, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Run one step, and return its loss."""
+    optimizer.zero_grad()
+    total = torch.zeros((), device=DEVICE)
+    for part in range(backwards):
+        x = inputs_of(10 * number + part, dtype or torch.float32)
+        loss = model(x.to(DEVICE) if not isinstance(model, OffloadModel) else x).float().square().mean()
+        x.data.fill_(float("nan"))  # the user's memory is the user's again; `.data`, because the model refuses this
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Return all weights, on the host."""
+    return [each.detach().cpu().float().clone() for each in model.parameters()]
+
+
+def offload_model(
+    *,
+    overlap: str = "torch",
+    rule: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = 3,
+    backwards: int = 1,
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+    tied: bool = False,
+    unused: bool = False,
+    evaluates: bool = False,
+    evaluates_late: bool = False,
+    reads: bool = False,
+    writes: str = "",
+    frozen: int = 0,
+    normalized: bool = False,
+    saves: bool = False,
+    fails: bool = False,
+    optimizer_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Compare an OffloadModel with the plain model on the device, whose dropout draws the same numbers."""
+    plain = make_chain(tied=tied, unused=unused, frozen=frozen, normalized=normalized)
+    source = copy.deepcopy(plain)
+    plain.to(DEVICE)
+    if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
+        one, other = (next(plain[index].children()) for index in (1, 4))
+        other.register_parameter("weight", one.get_parameter("weight"))
+    rates = {"lr": 0.01} | dict(optimizer_options or {})
+    is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
+    theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
+    model = OffloadModel(source, DEVICE, dtype=dtype, **{"num_slices": 3} | options)
+    held = [each for each in model.parameters() if not frozen or not each.requires_grad]
+    ours: Any
+    if overlap == "torch":
+        ours = rule(model.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
+    else:
+        ours = OffloadOptimizer(model, rule, overlap=overlap, max_grad_norm=clip, num_threads=1, **rates)  # type: ignore[arg-type]
+    cast = partial(torch.autocast, "sim", dtype) if dtype is not None else contextlib.nullcontext
+
+    halved = [each for each in plain.parameters() if not frozen or not each.requires_grad] if writes else []
+    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip, halved=halved)
+    found = []
+    for number in range(steps):
+        if evaluates:  # a forward whose loads no backward follows
+            _evaluate(model, dtype)
+        if fails and number == 1:
+            with pytest.raises(ZeroDivisionError), broken(model, nn.GELU):
+                plain_step(model, ours, 77, dtype=dtype)
+            ours.zero_grad()
+        torch.manual_seed(number)
+        loss = plain_step(model, ours, number, backwards=backwards, dtype=dtype)
+        if frozen and writes:  # after backward, before anybody waits for the device
+            _halve(held, writes, model)
+        found.append(loss.cpu())
+        if overlap == "torch" and clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if evaluates_late:
+            _evaluate(model, dtype)
+        ours.step()
+        _use_between(model, ours, held, reads=reads, writes="" if frozen else writes, saves=saves)
+    model.synchronize()
+    torch.accelerator.synchronize()
+    if is_exact:
+        assert_same([*found, *weights_of(model)], [*losses, *weights_of(plain)])
+        return
+    if options.get("num_microbatches", 1) > 1 or dtype is not None:
+        # Dropout draws other numbers for pieces of a batch, and autocast rounds elsewhere. What is early or late is
+        # poisoned memory, which is NaN.
+        assert all(each.isfinite().all() for each in [*found, *weights_of(model)])
+        return
+    for left, right in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def _evaluate(model: OffloadModel, dtype: torch.dtype | None) -> None:
+    model(inputs_of(99, dtype or torch.float32))
+
+
+def _use_between(
+    model: OffloadModel, ours: Any, held: Sequence[nn.Parameter], *, reads: bool, writes: str, saves: bool
+) -> None:
+    """Use the weights as users do between two steps."""
+    if writes:
+        _evaluate(model, None)
+        _halve(held, writes, model)
+    if reads:
+        assert all(each.isfinite().all() for each in weights_of(model))
+    if saves:
+        saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
+        model.load_state_dict(saved[0])
+        ours.load_state_dict(saved[1])
+
+
+def _train_plain(
+    model: nn.Module,
+    optimizer: Any,
+    cast: Callable[[], Any],
+    *,
+    steps: int,
+    backwards: int,
+    clip: float | None,
+    halved: Sequence[nn.Parameter],
+) -> list[Tensor]:
+    """Return the losses of the plain model."""
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        with cast():
+            losses.append(plain_step(model, optimizer, number, backwards=backwards).cpu())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        _halve(halved, "in place", model)
+    return losses
+
+
+@torch.no_grad()
+def _halve(parameters: Sequence[nn.Parameter], how: str, model: Any) -> None:
+    """Write to weights in one of the ways in which users do."""
+    if how == "in place, synchronized":
+        model.synchronize()
+    elif how == "in place, asked for":
+        for _ in model.parameters():  # waits for whoever still reads or writes them
+            break
+    for parameter in parameters:
+        if how == "replaced":
+            parameter.data = parameter.data * 0.5
+        else:
+            parameter.mul_(0.5)
+
+
+for _is_checkpointed in (False, True):
+    _kind = "checkpointed" if _is_checkpointed else "graph"
+    _options: dict[str, Any] = {"checkpoint_activation": _is_checkpointed}
+    for _overlap in ("torch", "forward", "backward"):
+        _common = partial(offload_model, overlap=_overlap, **_options)
+        _title = f"OffloadModel, {_kind}, {_overlap}"
+        add(_title, _common, is_quick=_overlap == "backward")
+        add(f"{_title}, evaluated between", partial(_common, evaluates=True), is_quick=_title.endswith("ed, forward"))
+        add(f"{_title}, read between", partial(_common, reads=True))
+        add(f"{_title}, saved between", partial(_common, saves=True))
+        add(f"{_title}, tied", partial(_common, tied=True))
+        add(f"{_title}, partly frozen", partial(_common, unused=True))
+        add(f"{_title}, 6 slices", partial(_common, num_slices=6))
+        add(f"{_title}, no prefetch", partial(_common, prefetch=False))
+        add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
+        add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
+        add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
+        add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
+        if _overlap != "backward":  # which has updated some slices when others raise
+            _is_quick = _is_checkpointed and _overlap == "torch"
+            add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_is_quick)
+            add(f"{_title}, clipped", partial(_common, clip=0.1))
+            add(f"{_title}, two backwards", partial(_common, backwards=2))
+        if _overlap != "torch":
+            _sgd = {"lr": 0.1, "momentum": 0.9}
+            add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
+        add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
+        add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
+        for _how in ("in place, synchronized", "in place, asked for", "replaced"):
+            add(f"{_title}, written {_how}", partial(_common, writes=_how))
+    _torch = partial(offload_model, **_options)
+    add(f"OffloadModel, {_kind}, torch, written in place", partial(_torch, writes="in place"))
+    add(f"OffloadModel, {_kind}, torch, frozen and written", partial(_torch, writes="in place", frozen=2))
+
+
+def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list[Any]]:
+    """Return a model and its optimizer right after a step, and what its threads still do."""
+    model = OffloadModel(make_chain(), DEVICE, num_slices=3, checkpoint_activation=True, **options)
+    ours: Any = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, num_threads=1, lr=0.01)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    plain_step(model, ours, 0, dtype=options.get("dtype"))
+    ours.step()
+    return model, ours, [each for some in ours._updates for each in some]
+
+
+def _values(state: Any) -> list[Tensor]:
+    return [each.detach().cpu().clone() for each in tree_flatten(state)[0] if isinstance(each, Tensor)]
+
+
+def copied_in_pieces() -> None:
+    """Copy weights and gradients in several pieces each."""
+    with mock.patch.object(counted_link, "_CHUNK_BYTES", 200):
+        offload_model(overlap="forward", checkpoint_activation=True)
+
+
+add("OffloadModel, copied in pieces", copied_in_pieces)
+
+_READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
+    "its state dict": lambda model, _, __: model.state_dict(),
+    "its parameters": lambda model, _, __: list(model.parameters()),
+    "parameters that are held": lambda model, _, held: _synchronized(model, held),
+    "a copy": lambda model, _, __: list(copy.deepcopy(model).parameters()),
+    "the optimizer's state dict": lambda _, ours, __: ours.state_dict(),
+}
+
+
+def _synchronized(model: OffloadModel, held: list[nn.Parameter]) -> list[nn.Parameter]:
+    model.synchronize()
+    return held
+
+
+def read_at_once(how: str, overlap: str) -> None:
+    """Read something right after a step; threads still update it."""
+    with slow_updates():
+        model, ours, updates = updated_model(overlap)
+        held = [parameter for piece in model._engine.slices for parameter in piece.weights.layout.parameters]
+        found = _values(_READS[how](model, ours, held))
+        for each in updates:
+            each.result()
+        assert_same(found, _values(_READS[how](model, ours, held)))
+
+
+def loaded_at_once() -> None:
+    """Load a state of the optimizer right after a step; threads still write it."""
+    with slow_updates():
+        model, ours, updates = updated_model("forward")
+        saved = copy.deepcopy(ours.state_dict())
+        torch.manual_seed(1)
+        plain_step(model, ours, 1)
+        ours.step()
+        updates = [each for some in ours._updates for each in some]
+        ours.load_state_dict(saved)
+        for each in updates:
+            each.result()
+        assert_same(_values(ours.state_dict()), _values(saved))
+
+
+def replaced_at_once(*, is_dropped: bool) -> None:
+    """Make another optimizer right after a step of the first, which may be gone by then."""
+    found = []
+    for waits in (True, False):
+        with slow_updates():
+            model, ours, updates = updated_model("forward", dtype=torch.bfloat16)
+            if waits:
+                for each in updates:
+                    each.result()
+            if is_dropped:
+                del ours
+            # Not `model.parameters()`, which waits.
+            held = [each for piece in model._engine.slices for each in piece.weights.layout.parameters]
+            other: Any = OffloadOptimizer(model, torch.optim.AdamW, [{"params": held}], num_threads=1, lr=0.01)
+            torch.manual_seed(1)
+            plain_step(model, other, 1, dtype=torch.bfloat16)
+            other.step()
+            found.append(weights_of(model))
+    assert_same(found[1], found[0])
+
+
+for _how in _READS:
+    for _overlap in ("forward", "backward"):
+        add(f"OffloadOptimizer, {_overlap}, {_how} read at once", partial(read_at_once, _how, _overlap))
+add("OffloadOptimizer, a state loaded at once", loaded_at_once)
+add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
+add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
+
+
+def freed_between_backwards() -> None:
+    """Freeze a layer between two backwards of a step, so that the buffers of gradients become smaller."""
+    found = []
+    for order in (("eager", 0), present_order()):
+        simulated_device.set_policy(*order)
+        model = OffloadModel(make_chain(), DEVICE, num_slices=2, checkpoint_activation=True)
+        ours = OffloadOptimizer(model, torch.optim.AdamW, num_threads=1, lr=0.01)
+        held = list(model.parameters())
+        for number in range(2):
+            torch.manual_seed(number)
+            for part in range(2):
+                for each in held[:6]:
+                    each.requires_grad_(not part)
+                loss = model(inputs_of(10 * number + part)).square().mean()
+                loss.backward()
+            ours.step()
+        found.append(weights_of(model))
+    assert_same(found[1], found[0])
+
+
+add("OffloadModel, frozen between backwards", freed_between_backwards)
+
+
+class Clamped(nn.Linear):
+    """Writes to its weight in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x).tanh()
+
+
+def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
+    """Train an embedding that scales its rows in forward, and layers that write to their weights."""
+
+    def step(model: Any, optimizer: Any, number: int) -> Tensor:
+        optimizer.zero_grad()
+        ids = torch.randint(16, (8,), generator=torch.Generator().manual_seed(number), device="cpu")
+        loss: Tensor = model(ids if isinstance(model, OffloadModel) else ids.to(DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach().cpu()
+
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(16, WIDTH, max_norm=0.5)
+        plain = nn.Sequential(embedding, Clamped(WIDTH, WIDTH), Clamped(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    source = copy.deepcopy(plain)
+    plain.to(DEVICE)
+    model = OffloadModel(source, DEVICE, num_slices=3, checkpoint_activation=recomputes, num_microbatches=parts)
+    found = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=False)
+        losses = [step(each, optimizer, number) for number in range(3)]
+        if isinstance(each, OffloadModel):
+            each.synchronize()
+        torch.accelerator.synchronize()
+        found.append([*losses, *weights_of(each)])
+    if parts == 1:
+        assert_same(found[1], found[0])
+    for left, right in zip(*found, strict=True):  # gradients of microbatches are added up in another order
+        torch.testing.assert_close(left, right)
+
+
+for _recomputes in (False, True):
+    _title = f"OffloadModel, written in forward{', recomputed' if _recomputes else ''}"
+    add(_title, partial(written_in_forward, recomputes=_recomputes))
+    add(f"{_title}, microbatches", partial(written_in_forward, recomputes=_recomputes, parts=2))
+
+
+def gone() -> None:
+    """Let go of a model, whose memory is unpinned then."""
+    for _ in range(2):
+        updated_model("forward")
+        gc.collect()
+        torch.accelerator.synchronize()  # raises what the device has to say of the memory
+
+
+add("OffloadModel, gone", gone)

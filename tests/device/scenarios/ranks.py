@@ -1,0 +1,250 @@
+"""Pipelines, tensor and data parallelism over ranks, each of which has a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import smpkit.torch as smp
+from smpkit.testing import simulated_device
+from smpkit.torch.offload import accelerator
+from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order
+from tests.device.scenarios.steps import smp_fails, smp_step
+from tests.torch import small_steps
+from tests.torch.pipeline import test_channel_order
+
+
+def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
+    """Return the losses of a small training, and its last weights."""
+    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
+    net = small_steps.Net
+    device = "cpu" if kind.marked else DEVICE
+    found = []
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(device)),
+        small_steps.begin(kind) as training,
+    ):
+        for number in range(steps):
+            torch.manual_seed(number)
+            found.append(training.step(small_steps.batch(number)).detach().cpu())
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
+    """Return the losses of a small training whose batches are results of the device, and on a stream of the user's."""
+    net = small_steps.Net
+    found = []
+    stream = torch.Stream(DEVICE)
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
+        small_steps.begin(kind) as training,
+        stream,
+    ):
+        for number in range(3):
+            torch.manual_seed(number)
+            x = small_steps.batch(number).to(DEVICE)
+            for _ in range(3):
+                x = x * 1.5
+            found.append(training.step(x).detach())
+        found = [each.cpu() for each in found]
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_offloaded(horizon: int | str) -> list[Tensor]:
+    """Return what a small training over a pipeline gives whose activations leave the device."""
+    config = {"offload_activations": True, "activation_loading_horizon": horizon}
+    kind = replace(small_steps.KINDS["pipeline"], config={**small_steps.KINDS["pipeline"].config, **config})
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        return trained(replace(kind, checkpointed=True))
+
+
+def trained_with_a_hook() -> list[Tensor]:
+    """Return the weights after a training whose gradients are averaged by a communication hook."""
+    smp.init({"ddp": True, "microbatches": 2})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(2 * number + smp.dp_rank()))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_on_uneven_inputs() -> list[Tensor]:
+    """Return the weights after a training in which one rank has more batches than the other."""
+    smp.init({"ddp": True, "microbatches": 1})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for number in range(2 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            smp_step(model, small_steps.batch(number))
+            optimizer.step()
+            torch.ones(WIDTH, device=DEVICE).add_(1)
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_after_an_exception() -> list[Tensor]:
+    """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
+    smp.init(dict(small_steps.KINDS["pipeline"].config))
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = small_steps.Net()
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                smp_fails(model, small_steps.batch(number))
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(number))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+class Halves(nn.Module):
+    """Two layers, which lie on a rank each; returns what both have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        return first, self.second(first)
+
+
+@smp.step
+def both_halves(model: Any, x: Tensor) -> Tensor:
+    """Run one microbatch."""
+    loss = model(x)[1].square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluated_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value that went from one rank to the other, and what became of it."""
+    first, second = model(x)
+    return first, second
+
+
+@smp.step
+def second_half(model: Any, x: Tensor) -> Tensor:
+    """Return what the second rank makes, which then waits for nothing of the first."""
+    second: Tensor = model(x)[1]
+    return second
+
+
+@smp.step
+def no_half(model: Any, x: Tensor) -> None:
+    """Raise before a rank asks the other for anything but its batch."""
+    raise ZeroDivisionError
+
+
+def trained_with_waits_of_others() -> list[Tensor]:
+    """Return the weights after steps behind each of which ranks wait for each other without a pipeline's message.
+
+    What an evaluation returns is written to at once.
+    """
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = Halves()
+    smp.set_partition(module.second, 1)
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for number in range(4):
+        x = small_steps.batch(number).to(DEVICE) * 1.5
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                no_half(model, x)
+            smp.barrier()
+        optimizer.zero_grad()
+        found += both_halves(model, x).outputs
+        smp.barrier()
+        optimizer.step()
+        with torch.no_grad():
+            first, second = evaluated_halves(model, x)
+        for each in first.outputs:
+            each.zero_()
+        with torch.no_grad():
+            found += [*second.outputs, *second_half(model, x).outputs]
+        smp.barrier()
+    found = [each.detach().cpu() for each in [*found, *(each for _, each in model.local_named_parameters())]]
+    smp.shutdown()
+    return found
+
+
+def over_a_model_of_nccl() -> None:
+    """Send messages over connections of which any may start first, which the simulated device does not do."""
+    for seed in range(3):
+        test_channel_order.play(seed)
+
+
+def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
+    """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
+    if run not in _in_order:
+        simulated_device.set_policy("eager")
+        _in_order[run] = run()
+        simulated_device.set_policy(*present_order())
+    assert_same(run(), _in_order[run])
+
+
+_in_order: dict[Callable[[], list[Tensor]], list[Tensor]] = {}
+"""What trainings give there, once for all orders in which this process runs them."""
+
+_of_pipelines = small_steps.KINDS["pipeline"]
+_over_four = {**_of_pipelines.config, "pipeline_parallel_degree": 4}
+_KINDS = {
+    **small_steps.KINDS,
+    "pipeline, masters": replace(_of_pipelines, config={**_of_pipelines.config, "fp16": True}),
+    "pipeline, zero bubble": replace(_of_pipelines, config={**_of_pipelines.config, "pipeline": "zero_bubble"}),
+    "pipeline over four": replace(_of_pipelines, config=_over_four, ranks=4),
+    "simple pipeline over four": replace(_of_pipelines, config={**_over_four, "pipeline": "simple"}, ranks=4),
+}
+_NOT_QUICK = ("data, one parameter unused",)
+for _kind, _of_kind in _KINDS.items():
+    if _of_kind.ranks > 1:
+        _run = partial(same_as_in_order, partial(trained, _of_kind))
+        add(f"ranks, {_kind}", _run, ranks=_of_kind.ranks, is_quick=_kind not in _NOT_QUICK)
+for _kind in ("pipeline", "interleaved"):
+    _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
+    add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
+_run = partial(same_as_in_order, trained_after_an_exception)
+add("ranks, pipeline, an exception", _run, ranks=2, is_quick=True)
+_run = partial(same_as_in_order, trained_with_waits_of_others)
+add("ranks, pipeline, waits of others", _run, ranks=2)
+for _horizon in (2, "auto"):
+    _trains = partial(trained_offloaded, _horizon)
+    _run = partial(same_as_in_order, _trains)
+    add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
+add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
+add("ranks, pipeline, over a model of NCCL", over_a_model_of_nccl)
+_run = partial(same_as_in_order, trained_on_uneven_inputs)
+add("ranks, data, uneven inputs", _run, ranks=2)

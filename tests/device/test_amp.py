@@ -1,0 +1,153 @@
+"""Mixed precision on the GPU: autocast with a scaler that ranks share, half-precision weights with masters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
+from tests.device.device import gpu
+from tests.device.ranks import run_on_gpu
+from tests.torch.test_amp import INIT, batch, build, overflow_on_the_last_rank, spoil, spoils
+
+_SCALES = [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
+
+
+def train_plainly(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
+    model = build().to(gpu())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(gpu().type, init_scale=INIT, growth_interval=2)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        spoil(model, spoils(step))
+        for part in batch(step).to(gpu()).chunk(2):
+            with torch.autocast(gpu().type, dtype):
+                loss = model(part).float().square().mean()
+            (scaler.scale(loss) / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {name: value.cpu() for name, value in model.state_dict().items()}, scales
+
+
+@smp.step
+def train_step(model: Any, inputs: Tensor, scaler: Any, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(gpu().type, dtype):
+        loss = model(inputs).float().square().mean()
+    model.backward(scaler.scale(loss))
+    return loss
+
+
+def train(degree: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
+    by_hand = {"auto_partition": False, "default_partition": 0} if degree == 2 else {}
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, **by_hand})
+    module = build()
+    if degree == 2:
+        smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler(INIT, growth_interval=2)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        spoil(module, spoils(step))
+        train_step(model, batch(step), scaler, dtype)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    held = {name: value for name, value in model.local_state_dict().items() if isinstance(value, Tensor)}
+    smp.shutdown()
+    return held, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_training_equals_torchs_scaler(degree: int, dtype: torch.dtype) -> None:
+    """An overflow of one rank skips the step of both, and the scale is torch's."""
+    weights, scales = train_plainly(dtype)
+    assert scales == _SCALES
+    for held, ours in run_on_gpu(train, degree, dtype, size=degree):
+        assert ours == scales
+        for name, value in held.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-3)
+
+
+def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
+    assert run_on_gpu(overflow_on_the_last_rank, True) == [(INIT / 2, 0.0, True)] * 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())], nn.Linear(64, 1))
+
+
+@smp.step
+def fit(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = (model(x.to(next(model.parameters()).dtype)).float() - y).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def train_half(half: str | None, degree: int) -> tuple[list[float], list[bool], list[float]]:
+    """Return losses, which steps overflowed, and loss scales; the first steps do, under fp16."""
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True, **({half: True} if half else {})})
+    model = smp.DistributedModel(net())
+    dynamic = {"init_scale": 2.0**30, "scale_window": 100, "scale_factor": 4.0, "min_scale": 1.0, "delayed_shift": 1}
+    options: dict[str, Any] = {"dynamic_loss_scale": True, "dynamic_loss_args": dynamic} if half == "fp16" else {}
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    losses: list[float] = []
+    overflows: list[bool] = []
+    scales: list[float] = []
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 64, generator=generator)
+    y = x[:, :1].sin()
+    for _ in range(40):
+        optimizer.zero_grad()
+        losses.append(fit(model, x, y).reduce_mean().item())
+        optimizer.step()
+        overflows.append(bool(getattr(optimizer, "overflow", False)))
+        scales.append(float(getattr(optimizer, "loss_scale", 1.0)) if half == "fp16" else 1.0)
+    smp.shutdown()
+    return losses, overflows, scales
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+@pytest.mark.parametrize("degree", [1, 2], ids=["replicas", "pipeline"])
+def test_masters_learn_what_float32_learns(degree: int, half: str) -> None:
+    ranks = run_on_gpu(train_half, half, degree)
+    losses, overflows, scales = ranks[0]
+    assert all(rank == ranks[0] for rank in ranks)
+    assert overflows[0] == (half == "fp16")
+    assert scales[-1] < 2.0**30
+    assert all(map(math.isfinite, losses))
+    (expected, _, _), _ = run_on_gpu(train_half, None, degree)
+    assert losses[-1] < 0.1 * losses[0]
+    assert expected[-1] < 0.1 * expected[0]
+
+
+def test_an_offload_optimizer_skips_what_overflows_and_goes_on() -> None:
+    model = OffloadModel(net(), gpu(), num_slices=3)
+    optimizer = OffloadOptimizer(model, lr=1e-2)
+    scaler = smp.amp.GradScaler(2.0**24, growth_interval=100, device=gpu().type)
+    x = torch.randn(32, 64, device=gpu(), generator=torch.Generator(gpu()).manual_seed(1))
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast(gpu().type, torch.float16):
+            loss = (model(x).float() - x[:, :1].sin()).square().mean()
+        scaler.scale(loss).backward()
+        scale, before = scaler.get_scale(), [each.detach().clone() for each in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        model.synchronize()
+        same = all(map(torch.equal, before, model.parameters()))
+        losses.append(loss.item())
+        assert same == (scaler.get_scale() < scale)
+    assert scaler.get_scale() < 2.0**24
+    assert losses[-1] < 0.5 * losses[0]

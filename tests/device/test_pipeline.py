@@ -1,0 +1,111 @@
+"""Training over two ranks on the GPU equals training in one process there: every schedule, values through gloo."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit.torch.offload.accelerator import AcceleratorLink
+from tests.device.device import gpu, sleep
+from tests.device.on_sim import naming
+from tests.device.ranks import run_on_gpu
+from tests.models import CASES, Case
+from tests.train import Way, check_same, train, train_plainly
+from tests.transparency.checkpointed_models import Variant, differences
+from tests.transparency.checkpointed_models import train as train_checkpointed
+from tests.transparency.test_pipeline_schedules import SHAPES
+
+_TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
+
+SPLIT_VIRTUAL = Way(pipeline=2, microbatches=8, config={"pipeline": "zero_bubble", "virtual_pipeline_degree": 2})
+WAYS = (
+    Way(pipeline=2),
+    Way(pipeline=2, config={"pipeline": "simple"}),
+    Way(pipeline=2, config={"pipeline": "zero_bubble"}),
+    Way(pipeline=2, microbatches=8, config={"virtual_pipeline_degree": 2}),
+    SPLIT_VIRTUAL,
+    Way(pipeline=2, microbatches=8, config={"active_microbatches": 2}),
+)
+
+
+def there(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().to(gpu())
+
+
+def moved(batch: Callable[..., tuple[Any, ...]], size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    values = batch(size, generator)
+    return tuple(value.to(gpu()) if isinstance(value, Tensor) else value for value in values)
+
+
+def on_gpu(case: Case) -> Case:
+    return replace(case, build=functools.partial(there, case.build), batch=functools.partial(moved, case.batch))
+
+
+def train_all(cases: dict[str, Case], ways: tuple[Way, ...]) -> int:
+    """Train each case over this pipeline, built on the CPU, and compare it with one that has always been on the GPU."""
+    for name, case in cases.items():
+        for way in ways:
+            with naming(f"`{name}` with {way}"):
+                check_same(train(case, way), train_plainly(on_gpu(case), way)[0], _TOLERANCE)
+    return len(cases) * len(ways)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_schedules(name: str) -> None:
+    assert run_on_gpu(train_all, {name: SHAPES[name]}, WAYS, timeout=150) == [len(WAYS)] * 2
+
+
+def test_models_of_every_shape() -> None:
+    # The one that is left out makes a mask on the CPU, wherever its input is: plain PyTorch refuses it on a GPU, too.
+    cases = {name: case for name, case in CASES.items() if name != "encoder and decoder"}
+    assert run_on_gpu(train_all, cases, WAYS[:1], timeout=150) == [len(cases)] * 2
+
+
+def sleeping(seeds: range) -> int:
+    """Train while the GPU sleeps in layers at random, so that hosts run ahead of it by different amounts."""
+    case, way = SHAPES["skip connections"], SPLIT_VIRTUAL
+    [expected] = train_plainly(on_gpu(case), way)
+    linear = nn.Linear.forward
+    for seed in seeds:
+        dice = random.Random(f"{seed} {os.environ['RANK']}")
+
+        def late(self: nn.Linear, x: Tensor, dice: random.Random = dice) -> Tensor:
+            if dice.random() < 0.3 and x.device.type == gpu().type:
+                sleep(dice.randrange(8_000_000))
+            return linear(self, x)
+
+        nn.Linear.forward = late  # type: ignore[method-assign, assignment]
+        try:
+            check_same(train(case, way), expected, _TOLERANCE)
+        finally:
+            nn.Linear.forward = linear  # type: ignore[method-assign]
+    return len(seeds)
+
+
+def test_a_gpu_that_comes_late_changes_nothing() -> None:
+    assert run_on_gpu(sleeping, range(5), timeout=150) == [5, 5]
+
+
+def train_variants(variants: tuple[Variant, ...]) -> list[dict[str, Any]]:
+    with mock.patch.object(AcceleratorLink, "min_bytes", 0):  # these boundaries are smaller than what is worth a copy
+        return [train_checkpointed(variant, 2) for variant in variants]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_offloaded_boundaries_of_checkpointed_layers(dropout: float) -> None:
+    """1F1B with recomputation and the offload engine gives the bits of 1F1B without either."""
+    plain = Variant(None, 8, dropout=dropout)
+    ours = tuple(Variant(strategy, 8, dropout=dropout, horizon=1) for strategy in ("each", "contiguous"))
+    ranks = run_on_gpu(train_variants, (plain, *ours), timeout=150)
+    expected, *found = [dict(item for rank in ranks for item in rank[index].items()) for index in range(1 + len(ours))]
+    for variant, values in zip(ours, found, strict=True):
+        assert not differences(values, expected), variant

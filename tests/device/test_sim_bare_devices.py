@@ -1,0 +1,220 @@
+"""What the runtime does where a device's module lacks what torch does not require, or its driver refuses memory.
+
+`tests/torch/core/test_devices.py` has the same for imaginary devices; here copies, streams and random numbers run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from smpkit.errors import DeadlineError, UsageError
+from smpkit.testing import simulated_device
+from smpkit.torch.core import devices
+from smpkit.torch.core.devices import backends
+from smpkit.torch.offload import accelerator, activations
+from smpkit.torch.offload.arena import Arena, Progress, SlabProvider, make_arena
+from smpkit.torch.offload.link import link_for
+from tests.device.on_sim import ORDERS, naming, run_on_sim
+from tests.device.scenarios import run_scenario
+from tests.device.scenarios.activations import loss_of, make, train_step
+
+CPU = torch.device("cpu")
+
+
+def sim() -> torch.device:
+    """Return the device; its name is known only to processes that have loaded it."""
+    return torch.device("sim", 0)
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Take functions away from the device's module, and measure the link anew."""
+    module = vars(torch.get_device_module("sim"))
+    kept = {name: module.pop(name) for name in names}
+    accelerator._speeds.clear()
+    try:
+        yield
+    finally:
+        module.update(kept)
+
+
+def instead(**functions: Any) -> contextlib.AbstractContextManager[Any]:
+    """Put functions in the place of some of the device's module."""
+    return mock.patch.dict(vars(torch.get_device_module("sim")), functions)
+
+
+def generators() -> None:
+    """A module without a list of generators has functions for them."""
+    drawn = []
+    for names in ((), ("default_generators",)):
+        with without(*names):
+            generator = devices.default_generator(torch.device("sim"))
+            generator.manual_seed(5)
+            before = generator.get_state()
+            first = torch.rand(3, device=sim())
+            generator.set_state(before)
+            drawn += [first.cpu(), torch.rand(3, device=sim()).cpu()]
+    assert all(torch.equal(each, drawn[0]) for each in drawn)
+
+
+def memory_without_registration() -> None:
+    """A driver that registers nothing: torch pins memory, and copies run as before."""
+    with without("host_register", "host_unregister", "is_current_stream_capturing"):
+        assert not devices.is_capturing(sim())
+        run_scenario("activations, nothing checkpointed", ORDERS[2])
+
+
+def memory_that_is_refused() -> None:
+    """A driver that takes no memory: activations stay where they are, and the link is measured all the same."""
+
+    def refuse(address: int, num_bytes: int) -> int:
+        raise RuntimeError("too much is locked")
+
+    model, tokens = make(is_checkpointed=False)
+    expected = train_step(model, tokens)
+    for register in (refuse, lambda address, num_bytes: 12):
+        accelerator._speeds.clear()
+        with instead(host_register=register), mock.patch.object(accelerator, "_MEASURED_BYTES", 4096):
+            offload = activations(model, min_bytes=0, lead=1)
+            found = train_step(model, tokens, offload)
+        assert offload.report().bytes_out == 0
+        offload.close()
+        assert all(map(torch.equal, found, expected))
+    accelerator._speeds.clear()
+
+
+def captures() -> None:
+    """While a graph is captured nothing leaves, and a wait for a copy is refused."""
+    is_capturing = [False]
+    model, tokens = make(is_checkpointed=False)
+    expected = train_step(model, tokens)
+    with (
+        instead(is_current_stream_capturing=lambda: is_capturing[0]),
+        mock.patch.object(accelerator, "_MEASURED_BYTES", 4096),
+    ):
+        offload = activations(model, min_bytes=0, lead=1)
+        for captured in (False, True, False):
+            torch.manual_seed(5)
+            model.zero_grad(set_to_none=True)
+            before = offload.report().bytes_out
+            with offload:
+                first = loss_of(model, tokens) if captured else None
+                is_capturing[0] = captured
+                loss = loss_of(model, tokens)
+                is_capturing[0] = False
+            loss.backward()
+            assert torch.equal(loss.detach().cpu(), expected[0])
+            assert offload.report().bytes_out > before or captured
+            del first
+        link = link_for(sim(), 5.0)
+        simulated_device.sleep(10.0)
+        event = link.now()
+        is_capturing[0] = True
+        with pytest.raises(UsageError, match=r"a test would have to wait for a copy, while a CUDA graph is captured"):
+            link.synchronize(event, "a test")
+        is_capturing[0] = False
+        offload.close()
+
+
+def arenas() -> None:
+    """Pinned memory is prepared ahead by a thread: what it raises is told, and what nobody takes goes back."""
+    link = link_for(sim(), 5.0)
+    pinned = partial(accelerator.pinned_memory, sim())
+    released: list[int] = []
+    is_broken = [False]
+
+    def counted(num_bytes: int) -> tuple[torch.Tensor, Callable[[], object]]:
+        if is_broken[0]:
+            raise ValueError("a driver that is broken")
+        tensor, release = pinned(num_bytes)
+
+        def give_back() -> None:
+            released.append(num_bytes)
+            release()
+
+        return tensor, give_back
+
+    provider = SlabProvider(counted, partial(devices.make_current, sim()))
+    arena = Arena(None, counted, synchronize=link.close, provider=provider)
+    for size in (200 << 10, 1 << 20):  # the second is more than is prepared
+        block = arena.take(size)
+        assert block is not None
+        arena.free(block)
+    arena.reserve([64 << 10] * 3)  # cut from what came back
+    arena.close()
+    with pytest.raises(UsageError, match="a host memory budget of 0 bytes holds nothing"):
+        make_arena(link, 0)
+    ordinary = make_arena(link_for(CPU, 1.0), 1 << 20)
+    ordinary.reserve([8 << 20])  # beyond the budget
+    assert ordinary.take(100) is not None
+    ordinary.close()
+
+    Progress("a test", every_seconds=0.0).add(1 << 20, 1.0)
+
+    is_broken[0] = True
+    provider = SlabProvider(counted)
+    provider.prepare(4096)
+    with pytest.raises(RuntimeError, match="the thread that prepares host memory has failed"):
+        provider.take()
+    provider.give_back(1, lambda: released.append(1))  # nobody is left who would do it later
+    assert released[-1] == 1
+    assert len(released) > 1
+
+
+def a_copy_that_does_not_end() -> None:
+    """A wait of the host ends, and says what has waited."""
+    link = link_for(sim(), 0.2)
+    simulated_device.set_policy("timed")
+    simulated_device.sleep(1e9)
+    with pytest.raises(DeadlineError, match=r"a test waited 0\.2 s for a copy between device and host memory"):
+        link.synchronize(link.now(), "a test")
+    torch.accelerator.synchronize()
+
+
+def a_cpu_beside_it() -> None:
+    """A CPU has no streams, also in a process with an accelerator; copies in its place are made by the host."""
+    assert devices.record_event(CPU) is None
+    assert devices.default_generator(CPU) is torch.default_generator
+    assert not devices.is_capturing(CPU)
+    with devices.on_stream(None), devices.fork_rng(CPU):
+        torch.rand(3)
+    link = link_for(CPU, 1.0)
+    assert not link.is_stream_ordered
+    link.close()
+
+
+def names_and_numbers() -> None:
+    """What errors and reports name."""
+    before = devices.memory_bytes(sim())
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device=sim())
+    assert devices.memory_bytes(sim()) == before + (1 << 20)
+    with without("memory_allocated"):
+        assert devices.memory_bytes(sim()) == before + kept.nbytes
+    assert "cpu" in backends.gloo_devices()
+    assert {"gloo", "nccl"} <= set(backends.backend_names())
+    assert "cuda" in backends.device_names()
+    with pytest.raises(UsageError, match="every operation of nccl would wait for all that its GPU was given before"):
+        backends.refuse_launch_order(torch.device("cuda"), {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"})
+
+
+CHECKS: list[Callable[[], None]] = [
+    generators, memory_without_registration, memory_that_is_refused, captures, arenas, a_copy_that_does_not_end,
+    a_cpu_beside_it, names_and_numbers,
+]  # fmt: skip
+
+
+def run_all() -> None:
+    for check in CHECKS:
+        with naming(check.__name__), simulated_device.no_races("random", 1):
+            check()
+
+
+def test_what_a_device_lacks_is_replaced_or_refused() -> None:
+    run_on_sim(run_all, order=None)

@@ -1,0 +1,260 @@
+"""Operators on the simulated device give what the CPU's give, whatever the order in which streams run."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from smpkit.testing import simulated_device
+from tests.device.on_sim import naming, run_on_sim
+
+
+def arithmetic() -> None:
+    a = torch.arange(12.0, device="sim").view(3, 4)
+    b = torch.arange(12.0, device="cpu").view(3, 4)
+    assert functional.mse_loss(a, a + 2).item() == 4
+    assert ((a @ a.T + 1).relu().sum()).item() == ((b @ b.T + 1).relu().sum()).item()
+
+
+def gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    x, labels = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+    functional.cross_entropy(model(x), labels).backward()
+    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    model.zero_grad()
+    model.to("sim")
+    functional.cross_entropy(model(x.to("sim")), labels.to("sim")).backward()
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    assert {each.device.type for each in found} == {"sim"}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
+def optimizers() -> None:
+    makes: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=False),
+        lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+        lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    ]
+    for make in makes:
+        found = []
+        for device in ("cpu", "sim"):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 8).to(device)
+            x = torch.ones(2, 8, device=device)
+            optimizer = make(model.parameters())
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            found.append(model.weight.detach().cpu())
+        torch.testing.assert_close(*found)
+
+
+def random_numbers() -> None:
+    torch.manual_seed(3)
+    first = torch.randn(4, device="sim")
+    state = torch.get_device_module("sim").get_rng_state()
+    second = torch.rand(4, device="sim")
+    torch.get_device_module("sim").set_rng_state(state)
+    assert torch.equal(second.cpu(), torch.rand(4, device="sim").cpu())
+    torch.manual_seed(3)
+    assert torch.equal(first.cpu(), torch.randn(4, device="sim").cpu())
+    x = torch.ones(1000, device="sim")
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        masks.append(functional.dropout(x).cpu())
+    assert torch.equal(*masks)
+    assert 300 < int((masks[0] == 0).sum()) < 700
+    generator = torch.Generator("sim").manual_seed(5)
+    torch.randn(3, device="sim", generator=generator)
+    torch.randperm(5, device="sim")
+
+
+def checkpointing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("sim")
+    x = torch.randn(64, 8, device="sim", requires_grad=True)
+    found = []
+    for run in (
+        model,
+        lambda x: checkpoint(model, x, use_reentrant=False),
+    ):
+        torch.manual_seed(7)
+        (gradient,) = torch.autograd.grad(run(x).square().sum(), x)
+        found.append(gradient.cpu())
+    assert torch.equal(found[0], found[1])
+
+
+def autocast() -> None:
+    model = nn.Linear(8, 8).to("sim")
+    with torch.autocast("sim", torch.bfloat16):
+        y = model(torch.ones(2, 8, device="sim"))
+        assert (y.dtype, y.softmax(-1).dtype) == (torch.bfloat16, torch.float32)
+    y.sum().backward()
+
+
+def foreach() -> None:
+    many = [torch.full((3,), float(i), device="sim") for i in range(3)]
+    torch._foreach_add_(many, 1.0)
+    hosts = [torch.empty(3, device="cpu").pin_memory() for _ in many]
+    torch._foreach_copy_(hosts, many, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert [int(each[0]) for each in hosts] == [1, 2, 3]
+
+
+def views() -> None:
+    def change(a: Tensor) -> list[Tensor]:
+        a[:, 1, ::2] += 100
+        a.transpose(0, 2)[1] *= 2
+        found = [a.unfold(2, 2, 1).contiguous(), a[a > 50]]
+        a[a > 50] = 0
+        return [*found, a, torch.cat([a, a]).view(-1)[torch.tensor([3, 5])], torch.view_as_complex(a.view(-1, 2))]
+
+    ours = change(torch.arange(24.0, device="sim").view(2, 3, 4))
+    theirs = change(torch.arange(24.0).view(2, 3, 4))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+    storage = ours[2].untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    out = torch.empty(0, device="sim")
+    torch.add(ours[0], ours[0], out=out)
+    assert torch.equal(out.cpu(), theirs[0] * 2)
+    assert torch.tensor([1, 2], device="sim").tolist() == [1, 2]
+    assert "sim" in str(ours[2])
+
+
+def asked_before() -> None:
+    """Shapes and dtypes that were asked once depend on all arguments, and on the default dtype.
+
+    Of many operators torch itself makes the outputs first. These are some that must be asked.
+    """
+    default = torch.get_default_dtype()
+    whole = torch.arange(1, 5, device="sim").view(2, 2)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert whole.angle().dtype is dtype
+            assert (whole / 2).dtype is dtype
+            assert (whole * 2.5).dtype is dtype
+            assert (whole * 2).dtype is torch.int64
+    finally:
+        torch.set_default_dtype(default)
+    assert whole[:1].angle().shape == (1, 2)
+    assert whole.trace().shape == ()
+    a = torch.arange(6.0, device="sim").view(2, 3)
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float64):
+            assert functional.layer_norm(a.to(dtype), (3,)).dtype is dtype
+        for size in (2, 3):
+            assert functional.adaptive_avg_pool2d(a.view(1, 2, 3), size).shape == (1, size, size)
+        for dim, size in ((0, 3), (1, 2)):
+            assert a.sum(dim).shape == (size,)
+            out = torch.empty(0, device="sim")
+            torch.sum(a, dim, out=out)
+            assert out.shape == (size,)
+            assert out.cpu().equal(a.cpu().sum(dim))
+        assert (a @ a.T).shape == (2, 2)
+        assert (a.T @ a).shape == (3, 3)
+        assert a[a > 2].shape == (3,)
+        with pytest.raises(RuntimeError, match=r"tensor size|size mismatch|cannot be multiplied"):
+            a @ a
+
+
+def convolution() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+    x = torch.randn(2, 3, 8, 8)
+    other = copy.deepcopy(model).to("sim")
+    model(x).sum().backward()
+    other(x.to("sim")).sum().backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        torch.testing.assert_close(one.grad, two.grad.cpu())
+
+
+def moving() -> None:
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    model.to("sim")
+    assert weight is model.weight
+    assert weight.device.type == "sim"
+    weight.data = torch.zeros(4, 4, device="cpu")
+    assert weight.device.type == "cpu"
+
+
+def saving() -> None:
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(3, device="sim")}, file)
+    for to, kind in ((None, "sim"), ("cpu", "cpu")):
+        file.seek(0)
+        found = torch.load(file, map_location=to)["a"]
+        assert found.device.type == kind
+        assert torch.equal(copy.deepcopy(found).cpu(), torch.ones(3))
+
+
+def attention() -> None:
+    found = []
+    for device in ("cpu", "sim"):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(50, 32).to(device)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).to(device)
+        x = torch.arange(20).view(2, 10).to(device)
+        q = layer(embedding(x))
+        a = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        functional.cross_entropy((a @ embedding.weight.T).view(-1, 50), x.view(-1)).backward()
+        assert embedding.weight.grad is not None
+        found.append(embedding.weight.grad.cpu())
+    torch.testing.assert_close(*found)
+
+
+def errors() -> None:
+    torch.ones(3, device="sim")[torch.tensor([7], device="sim")]
+    with pytest.raises(
+        RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_operators.py:\d+:errors .*\)"
+    ):
+        torch.accelerator.synchronize()
+    with pytest.raises(RuntimeError, match=r"tensor size|size mismatch"):
+        torch.ones(3, device="sim") @ torch.ones(4, device="sim")
+    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
+        torch.ones(3, device="sim") + torch.ones(3, device="cpu")
+    with pytest.raises(RuntimeError, match="there is no sim:5, only 1"):
+        torch.ones(3, device="sim:5")
+    table = nn.Embedding(8, 4, sparse=True).to("sim")
+    with pytest.raises(NotImplementedError, match=r"sim: sparse tensors are not simulated \(aten::"):
+        table(torch.tensor([1, 2], device="sim")).sum().backward()
+    simulated_device.configure(memory=1 << 20)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2097152 bytes"):
+        torch.empty(2 << 20, dtype=torch.uint8, device="sim")
+    simulated_device.configure()
+
+
+CHECKS = [
+    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, asked_before,
+    convolution, moving, saving, attention, errors,
+]  # fmt: skip
+
+
+def run_all() -> None:
+    for policy in simulated_device.POLICIES:
+        for check in CHECKS:
+            with naming(f"{check.__name__} under {policy}"), simulated_device.no_races(policy, 1):
+                check()
+
+
+def test_operators_give_what_those_of_the_cpu_give() -> None:
+    run_on_sim(run_all, order=None)

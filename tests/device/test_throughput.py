@@ -1,0 +1,136 @@
+"""How fast an offloaded model trains beside its parts: the link, the optimizer on the host, the computation."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit import OffloadModel, OffloadOptimizer
+from tests.device.device import gpu, in_device_time, new_event, new_stream, on_stream, scaled, synchronize
+
+_WIDTH, _LAYERS, _TOKENS = 2048, 16, 16384
+
+Note = Callable[[str, Any], None]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    grow, shrink = (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)
+    with gpu():
+        made = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
+    return nn.Sequential(*made)
+
+
+def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> float:
+    times = []
+    for _ in range(warm_up + steps):
+        synchronize()
+        start = time.perf_counter()
+        step()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[warm_up:])[steps // 2]
+
+
+@pytest.mark.real_gpu("compares with the time that the optimizer takes on a real host")
+def test_throughput_beside_the_plain_model(record_property: Note) -> None:
+    plain = layers().to(torch.bfloat16)
+    x = torch.randn(_TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
+
+    def plain_step() -> None:
+        plain.zero_grad()
+        plain(x).float().square().mean().backward()
+
+    compute = seconds_of(plain_step)
+    host = [nn.Parameter(each.detach().float().cpu()) for each in plain.parameters()]
+    for each in host:
+        each.grad = torch.zeros_like(each)
+    adam = torch.optim.AdamW(host, lr=1e-4, fused=True)
+    update = seconds_of(adam.step)
+    num_bytes = sum(each.nbytes for each in plain.parameters())
+    model = OffloadModel(
+        copy.deepcopy(plain).cpu().float(),
+        gpu(),
+        num_slices=_LAYERS,
+        checkpoint_activation=True,
+        num_microbatches=2,
+        dtype=torch.bfloat16,
+    )
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, overlap="backward", lr=1e-4)
+
+    def step() -> None:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+    traffic = model.traffic
+    ours = seconds_of(step)
+    into = 2 * num_bytes / ours
+    record_property("compute alone s", compute)
+    record_property("torch's fused AdamW on the host s", update)
+    record_property("step of OffloadModel s", ours)
+    record_property("GB/s of weights in", into / 1e9)
+    record_property("traffic", str(traffic))
+    # One after the other, with recomputation, and copies at a tenth of a link of 50 GB/s, it would take longer.
+    assert ours <= 1.5 * compute + update + 3 * num_bytes / 5e9
+
+
+def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times: int = 10) -> float:
+    copy_once()
+    return num_bytes / seconds_of(copy_once, 1, times) / 1e9
+
+
+@in_device_time()
+def test_small_copies_behind_large_ones(record_property: Note) -> None:
+    """Copy engines do not preempt: how long 4 MiB wait behind 1 GiB of the same direction, whole and in chunks."""
+    most = scaled(1 << 30, to=16)
+    large = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+    small = torch.empty(scaled(4 << 20, to=16), dtype=torch.uint8, pin_memory=True)
+    there, little = torch.empty_like(large, device=gpu()), torch.empty_like(small, device=gpu())
+    lanes = [new_stream(), new_stream()]
+
+    def waited(chunk: int) -> float:
+        synchronize()
+        first, last = (new_event() for _ in range(2))
+        with on_stream(lanes[0]):
+            for start in range(0, large.numel(), chunk):
+                there[start : start + chunk].copy_(large[start : start + chunk], non_blocking=True)
+        with on_stream(lanes[1]):
+            first.record()
+            little.copy_(small, non_blocking=True)
+            last.record()
+        synchronize()
+        return float(first.elapsed_time(last))
+
+    for name, chunk in (("whole", most), ("64 MiB", most // 16), ("32 MiB", most // 32)):
+        record_property(f"ms for 4 MiB behind 1 GiB, {name}", min(waited(chunk) for _ in range(5)))
+    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), most))
+    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), most))
+
+
+@in_device_time()
+def test_pinned_memory_is_as_fast_as_torchs(record_property: Note) -> None:
+    from smpkit.torch.offload.accelerator import pinned_memory
+
+    num_bytes = scaled(1 << 30, to=16)
+    start = time.perf_counter()
+    ours, release = pinned_memory(gpu(), num_bytes)
+    record_property("seconds to pin 1 GiB", time.perf_counter() - start)
+    theirs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
+    found = {}
+    for name, host in (("ours", ours), ("torch's", theirs)):
+        found[name] = speeds(host, there)
+        record_property(f"GB/s out and in, {name}", f"{found[name][0]:.1f}, {found[name][1]:.1f}")
+    release()
+    assert min(found["ours"]) >= 0.9 * min(found["torch's"])
+
+
+def speeds(host: Tensor, there: Tensor) -> tuple[float, float]:
+    out = gigabytes_per_second(lambda: host.copy_(there, non_blocking=True), host.numel())
+    return out, gigabytes_per_second(lambda: there.copy_(host, non_blocking=True), host.numel())
