@@ -28,23 +28,19 @@ MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""
 
 
-class Switch(nn.Module):
+class Switch(nn.Linear):
     """Does what it is told, where it lies."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.trouble: Callable[[], object] | None = None
+    trouble: Callable[[], object] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trouble is not None:
             self.trouble()
-        result: Tensor = self.linear(x)
-        return result
+        return super().forward(x)
 
 
 def begin() -> tuple[Any, Switch]:
-    switch = Switch()
+    switch = Switch(WIDTH, WIDTH)
     return begin_with(block(), switch), switch
 
 
@@ -117,17 +113,13 @@ class Refusing(torch.autograd.Function):
         return grad
 
 
-class Refuser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Refuser(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Refusing.apply(self.linear(x))
+        return Refusing.apply(super().forward(x))
 
 
 def fail_in_backward() -> tuple[str, float]:
-    model = begin_with(Refuser(), block(), block(), degree=3)
+    model = begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
     return told(lambda: [train_step(model, *data()) for _ in range(3)])
 
 

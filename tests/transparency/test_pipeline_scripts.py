@@ -206,31 +206,31 @@ def test_what_scripts_do_around_steps_gives_what_it_gives_in_one_process(script:
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-class Sharing(nn.Module):
+class Sharing(nn.Linear):
     """Changes a buffer in place that another layer has, too."""
 
-    def __init__(self, book: Tensor) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("book", book)
+    book: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = super().forward(x)
         with torch.no_grad():
             self.book.lerp_(x.mean(0), 0.1)
         return x + self.book
 
 
-def sharing(book: Tensor) -> nn.Module:
-    return nn.Sequential(Sharing(book), Sharing(book))
+def sharing() -> nn.Module:
+    book, layers = torch.zeros(WIDTH), [Sharing(WIDTH, WIDTH) for _ in range(2)]
+    for layer in layers:
+        layer.register_buffer("book", book)
+    return nn.Sequential(*layers)
 
 
 class Two(nn.Module):
     """Lets `function` do something with two layers."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], layer: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.layers = nn.ModuleList([layer(WIDTH, WIDTH) for _ in range(2)])
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,51 +282,37 @@ class Memory:
     first: Tensor
 
 
-class Recalling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        return torch.add(memory.first, self.linear(x))
+class Recalling(nn.Linear):
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:  # type: ignore[override]
+        return torch.add(memory.first, super().forward(x))
 
 
-class Caching(nn.Module):
-    """Hands its layers an object with a value in it, as caches of keys and values are handed on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Recalling() for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = Memory()
-        memory.first = x
-        for layer in self.layers:
-            x = memory.first = layer(x, memory)
-        return x
+def handed_on_in_an_object(layers: Any, x: Tensor) -> Tensor:
+    """Hand layers an object with a value in it, as caches of keys and values are handed on."""
+    memory = Memory()
+    memory.first = x
+    for layer in layers:
+        x = memory.first = layer(x, memory)
+    return x
 
 
-class Nesting(nn.Module):
+class Nesting(nn.Linear):
     """Returns a tensor of rows of several lengths."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = super().forward(x)
         return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
-    "buffer": (
-        lambda: sharing(torch.zeros(WIDTH)),
+    "buffer": (sharing, mse_step, "book`, which modules on pipeline ranks 0 and 1 share"),
+    "in an object": (
+        lambda: Two(handed_on_in_an_object, Recalling),
         mse_step,
-        "book`, which modules on pipeline ranks 0 and 1 share",
+        "`add` was called inside a layer on a value that another pipeline",
     ),
-    "in an object": (Caching, mse_step, "`add` was called inside a layer on a value that another pipeline"),
     "nested": (
-        lambda: nn.Sequential(Nesting(), nn.Linear(WIDTH, WIDTH)),
+        lambda: nn.Sequential(Nesting(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
         mse_step,
         "`0` returned a nested tensor, which has no shape",
     ),
@@ -380,23 +366,12 @@ def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> 
         assert optimized.startswith("LBFGS looks at all parameters at once")
 
 
-class Recording(nn.Module):
-    """Takes what hooks on its layers have put into a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.made: dict[int, Tensor] = {}
-        for number, layer in enumerate(self.layers):
-            layer.register_forward_hook(lambda _layer, _given, made, number=number: self.made.update({number: made}))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.layers(x)
-        return self.made[0] + self.made[1]
-
-
 def record_by_hooks() -> str:
-    model = Run(2).model(Recording())
+    """Take what hooks on layers have put into a dict."""
+    made: dict[int, Tensor] = {}
+    module = Two(lambda layers, x: layers[1](layers[0](x)) + made[0])
+    module.layers[0].register_forward_hook(lambda _layer, _given, out: made.update({0: out}))
+    model = Run(2).model(module)
     with pytest.raises((KeyError, RemoteError)) as caught:
         smp.step(mse_step)(model, *batch(0))
     deadline.report_failure(caught.value)
@@ -458,19 +433,15 @@ def test_torchs_clipping_says_that_it_sees_a_part_only() -> None:
 # --- what goes wrong on one rank ----------------------------------------------------------------------------------
 
 
-class Fragile(nn.Module):
+class Fragile(nn.Linear):
     """Raises when told to."""
 
     broken = ""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         if self.broken == "forward":
             raise ValueError("no such layer")
-        x = self.linear(x)
+        x = super().forward(x)
         if self.broken == "backward":
             x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("no such layer")))
         return x
@@ -479,7 +450,7 @@ class Fragile(nn.Module):
 def go_on(where: str) -> list[str]:
     """Catch what a step raises, and call the next one."""
     run = Run(2)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile())
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile(WIDTH, WIDTH))
     model, step = run.model(module), run.step(mse_step)
     step(model, *batch(0))
     module[1].broken = where  # type: ignore[assignment]

@@ -69,16 +69,13 @@ class Remembering(nn.Module):
         return x + WIDTH * len(self.seen)
 
 
-class Stateful(nn.Module):
+class Stateful(nn.Linear):
     """A layer with a hidden state."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.hidden: Tensor | None = None
+    hidden: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = super().forward(x)
         x = torch.tanh(x if self.hidden is None else x + self.hidden)
         self.hidden = x.detach()
         return x
@@ -102,7 +99,7 @@ class Ring(nn.Module):
 
 
 def stateful() -> nn.Module:
-    return Ring([Stateful() for _ in range(4)])
+    return Ring([Stateful(WIDTH, WIDTH) for _ in range(4)])
 
 
 def normed() -> nn.Module:
@@ -141,22 +138,20 @@ def test_it_trains_as_in_one_process(row: str) -> None:
 # --- how often what is called, and where ------------------------------------------------------------------------------
 
 
-class Counted(nn.Module):
+class Counted(nn.Linear):
     """Counts its calls, the backwards through it, and the hooks on its input."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
         self.calls: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append("forward")
         if x.requires_grad:
             x.register_hook(lambda _: self.calls.append("input"))
-        out = self.linear(x)
+        out = super().forward(x)
         out.register_hook(lambda _: self.calls.append("output"))
-        result: Tensor = out.tanh()
-        return result
+        return out.tanh()
 
 
 def begin(*layers: nn.Module, around: nn.Module | None = None, **more: Any) -> Any:
@@ -255,16 +250,13 @@ def test_buffers_around_a_unit_are_those_of_the_rank_that_changes_them() -> None
 # --- what cannot work is refused --------------------------------------------------------------------------------------
 
 
-class Noting(nn.Module):
+class Noting(nn.Linear):
     """Keeps a loss of its own as an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.loss = torch.zeros(())
+    loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = super().forward(x)
         self.loss = x.pow(2).mean()
         return x.tanh()
 
@@ -297,7 +289,7 @@ REFUSED = {
 
 
 def take_step(step: Any) -> None:
-    smp.step(step)(begin(Noting(), Noting()), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)]), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
 
 
 @pytest.mark.parametrize("name", REFUSED)

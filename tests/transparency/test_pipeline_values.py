@@ -123,13 +123,9 @@ class Packed(nn.Module):
         return result
 
 
-class Packing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> rnn.PackedSequence:
-        return rnn.pack_padded_sequence(self.linear(x), lengths, batch_first=True, enforce_sorted=False)
+class Packing(nn.Linear):
+    def forward(self, x: Tensor, lengths: Tensor) -> rnn.PackedSequence:  # type: ignore[override]
+        return rnn.pack_padded_sequence(super().forward(x), lengths, batch_first=True, enforce_sorted=False)
 
 
 class PackedInside(Packed):
@@ -137,7 +133,7 @@ class PackedInside(Packed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Packing()  # type: ignore[assignment]
+        self.first = Packing(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed, _ = self.gru(self.first(x, lengths))

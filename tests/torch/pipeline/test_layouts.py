@@ -82,18 +82,11 @@ def changed_there(model: Any, x: Tensor) -> Tensor:
     return result
 
 
-def conjugated(model: Any, x: Tensor) -> Tensor:
-    spectrum = torch.fft.fft(x.to(torch.complex128)).conj()
-    result: Tensor = model.far(torch.ones_like(spectrum) * spectrum).real + model.far(spectrum).imag + x
-    return result
-
-
 CASES = {
     "transposed": transposed,
     "channels last": channels_last,
     "the same operation on both ranks": on_both,
     "changed in place": changed_there,
-    "conjugated": conjugated,
 }
 
 
