@@ -349,7 +349,7 @@ def test_what_ranks_cannot_follow_is_refused(name: str) -> None:
 def refused_around() -> list[str]:
     run = Run(2)
     with pytest.raises(UsageError) as lazy:
-        run.model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
+        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
     model = run.model(chain())
     with pytest.raises(SmpkitError) as copied:
         copy.deepcopy(model)
@@ -369,8 +369,14 @@ def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> 
 def record_by_hooks() -> str:
     """Take what hooks on layers have put into a dict."""
     made: dict[int, Tensor] = {}
-    module = Two(lambda layers, x: layers[1](layers[0](x)) + made[0])
-    module.layers[0].register_forward_hook(lambda _layer, _given, out: made.update({0: out}))
+
+    def recorded(layers: Any, x: Tensor) -> Tensor:
+        layers[1](layers[0](x))
+        return made[0] + made[1]
+
+    module = Two(recorded)
+    for number, layer in enumerate(module.layers):
+        layer.register_forward_hook(lambda _layer, _given, out, number=number: made.update({number: out}))
     model = Run(2).model(module)
     with pytest.raises((KeyError, RemoteError)) as caught:
         smp.step(mse_step)(model, *batch(0))
