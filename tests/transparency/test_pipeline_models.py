@@ -31,7 +31,7 @@ OTHERS = {
         "tied by a function",
         "several losses",
     ),
-    Way(pipeline=2, replicas=2, placement=11, config=SIMPLE): ("tied modules", "BatchNorm"),
+    Way(pipeline=2, replicas=2, placement=11, config=SIMPLE): ("BatchNorm",),
     Way(pipeline=3, placement=13, microbatches=2, config=SPLIT): ("skip connections", "parameters of the root"),
     Way(pipeline=4, placement=12, microbatches=8, batches=CHANGING): (
         "a module in several layers",

@@ -174,7 +174,7 @@ def dropping() -> nn.Module:
 @pytest.mark.parametrize(
     ("dtype", "way"),
     [
-        (torch.float64, MORE[3]),
+        (torch.float64, ANYWHERE),
         (SINGLE, ANYWHERE),
         *[pytest.param(dtype, way, marks=pytest.mark.slow) for dtype in (torch.float64, SINGLE) for way in MORE],
     ],

@@ -92,14 +92,7 @@ def needs_values(case: Case, way: Way) -> bool:
     return False
 
 
-FEW = {
-    "skip connections",
-    "tied modules",
-    "encoder and decoder",
-    "several losses",
-    "returns nested tuples",
-    "BatchNorm",
-}
+FEW = {"skip connections", "tied modules", "encoder and decoder", "several losses"}
 
 
 @pytest.mark.parametrize("model", sorted({*FEW, *NEED_VALUES, "GPT-2"}))

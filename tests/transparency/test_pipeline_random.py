@@ -80,7 +80,6 @@ ROWS = [
     (RecomputedInside, Way()),
     (RecomputedAround, Way()),
     (Dropping, Way(pipeline=2, placement=5)),
-    (RecomputedInside, Way(pipeline=2)),
     (RecomputedAround, Way(pipeline=2, placement=5)),
     (Dropping, Way(pipeline=4, placement=3)),
     (RecomputedAround, Way(pipeline=4, placement=-1, config={"pipeline": "simple"})),

@@ -67,14 +67,11 @@ WAYS = (
     Way(pipeline=2, microbatches=8, config=VIRTUAL | SPLIT),
 )
 ROWS = [(shape, WAYS[2]) for shape in CASES] + [
-    ("chain", WAYS[0]),
     ("GPT-2", WAYS[0]),
-    ("partly recomputed", WAYS[1]),
     ("tied", WAYS[1]),
     ("chain", Way(pipeline=2, microbatches=1, config=VIRTUAL)),
     ("chain", Way(pipeline=2, microbatches=1, config=SPLIT)),
     ("tied", Way(pipeline=2, replicas=2, config=VIRTUAL)),
-    ("chain", Way(pipeline=2, replicas=2, config=SPLIT)),
     ("skip connections", Way(pipeline=4, microbatches=8, config=VIRTUAL | SPLIT)),
 ]
 

@@ -150,7 +150,6 @@ SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
 EVENLY = Way(pipeline=2, placement=-1, **SHORT)
 SPLIT = Way(pipeline=2, placement=5, config={"pipeline": "zero_bubble", "active_microbatches": 2}, **SHORT)
 ROWS = [(case, SPLIT) for case in CASES] + [
-    ("one of two outputs", EVENLY),
     ("in some microbatches, asked", EVENLY),
     # That there is none is handed on from rank to rank.
     ("layers in a row", Way(pipeline=4, placement=-1, config={"pipeline": "simple"}, **SHORT)),
