@@ -105,9 +105,9 @@ class UShape(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([block() for _ in range(3)])
+        self.down = nn.ModuleList([block() for _ in range(4)])
         self.middle = block()
-        self.up = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(3)])
+        self.up = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         kept = []

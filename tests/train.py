@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
 from smpkit.torch.core.tree import children
+from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
@@ -41,6 +45,7 @@ __all__ = [
     "check_same",
     "differ",
     "flat",
+    "in_turn",
     "part",
     "place",
     "reference",
@@ -49,6 +54,7 @@ __all__ = [
     "trace_of",
     "train",
     "train_plainly",
+    "train_with_sleeps",
     "whole",
     "world",
 ]
@@ -293,7 +299,8 @@ def train_plainly(case: Case, way: Way) -> list[Trace]:
         for replica in range(way.replicas):
             # Replicas begin a step with the buffers (running statistics) of the first, and change their own.
             _restore(model, first)
-            outputs[replica].append(flat(collate(_microbatches(case, model, way, batch(case, number, size, replica)))))
+            arguments = batch(case, number, size, replica)
+            outputs[replica].append(flat(in_turn(case.step, way.microbatches)(model, *arguments)))
             buffers[replica] = _buffers(model)
         if (number + 1) % way.accumulation == 0:
             if way.clip:
@@ -306,9 +313,13 @@ def train_plainly(case: Case, way: Way) -> list[Trace]:
     return traces
 
 
-def _microbatches(case: Case, model: nn.Module, way: Way, arguments: tuple[Any, ...]) -> list[Any]:
-    count = way.microbatches
-    return [case.step(model, *[part(each, index, count) for each in arguments]) for index in range(count)]
+def in_turn(step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return what `smp.step` makes of a step, in one process: it takes one microbatch after the other."""
+
+    def run_step(model: Any, *whole: Any) -> Any:
+        return collate([step(model, *[part(each, index, count) for each in whole]) for index in range(count)])
+
+    return run_step
 
 
 def part(value: Any, index: int, count: int) -> Any:
@@ -375,6 +386,26 @@ class Script:
                 smp.clip_grad_norm_(self.model, way.clip)
             self.optimizer.step()
         return output
+
+
+def train_with_sleeps(seed: int, case: Case, way: Way) -> Trace:
+    """Train while sends, receives and layers sleep at random, each rank by dice of its own."""
+    dice = random.Random(f"{seed} {os.environ['RANK']}")
+    called: list[tuple[Any, str]] = [(nn.Linear, "forward")]
+    called += [(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")]
+    with contextlib.ExitStack() as patches:
+        for owner, name in called:
+            patches.enter_context(mock.patch.object(owner, name, _late(getattr(owner, name), dice)))
+        return train(case, way)
+
+
+def _late(function: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if dice.random() < 0.3:
+            time.sleep(dice.random() * 0.004)
+        return function(*args, **kwargs)
+
+    return called
 
 
 class _Seen:

@@ -16,22 +16,24 @@ from torch import Tensor, nn
 
 from smpkit.torch.offload.accelerator import AcceleratorLink
 from tests.device.device import gpu, sleep
+from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
 from tests.models import CASES, Case
-from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
+from tests.train import Way, check_same, train, train_plainly
 from tests.transparency.checkpointed_models import Variant, differences
 from tests.transparency.checkpointed_models import train as train_checkpointed
 from tests.transparency.test_pipeline_schedules import SHAPES
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
 
-SETUPS = (
-    Setup(4),
-    Setup(4, "simple"),
-    Setup(4, "zero_bubble"),
-    Setup(8, options={"virtual_pipeline_degree": 2}),
-    Setup(8, "zero_bubble", options={"virtual_pipeline_degree": 2}),
-    Setup(8, options={"active_microbatches": 2}),
+SPLIT_VIRTUAL = Way(pipeline=2, microbatches=8, config={"pipeline": "zero_bubble", "virtual_pipeline_degree": 2})
+WAYS = (
+    Way(pipeline=2),
+    Way(pipeline=2, config={"pipeline": "simple"}),
+    Way(pipeline=2, config={"pipeline": "zero_bubble"}),
+    Way(pipeline=2, microbatches=8, config={"virtual_pipeline_degree": 2}),
+    SPLIT_VIRTUAL,
+    Way(pipeline=2, microbatches=8, config={"active_microbatches": 2}),
 )
 
 
@@ -48,35 +50,30 @@ def on_gpu(case: Case) -> Case:
     return replace(case, build=functools.partial(there, case.build), batch=functools.partial(moved, case.batch))
 
 
-def train_all(names: dict[str, Case], setups: tuple[Setup, ...]) -> int:
+def train_all(cases: dict[str, Case], ways: tuple[Way, ...]) -> int:
     """Train each case over this pipeline, built on the CPU, and compare it with one that has always been on the GPU."""
-    count = 0
-    for name, case in names.items():
-        for setup in setups:
-            try:
-                check_same(train(case, setup, 2), train_plainly(on_gpu(case), setup), _TOLERANCE)
-            except BaseException as error:
-                raise AssertionError(f"`{name}` with {setup}") from error
-            count += 1
-    return count
+    for name, case in cases.items():
+        for way in ways:
+            with naming(f"`{name}` with {way}"):
+                check_same(train(case, way), train_plainly(on_gpu(case), way)[0], _TOLERANCE)
+    return len(cases) * len(ways)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_schedules(name: str) -> None:
-    count = len(SETUPS)
-    assert run_on_gpu(train_all, {name: SHAPES[name]}, SETUPS, timeout=150) == [count, count]
+    assert run_on_gpu(train_all, {name: SHAPES[name]}, WAYS, timeout=150) == [len(WAYS)] * 2
 
 
 def test_models_of_every_shape() -> None:
     # The one that is left out makes a mask on the CPU, wherever its input is: plain PyTorch refuses it on a GPU, too.
     cases = {name: case for name, case in CASES.items() if name != "encoder and decoder"}
-    assert run_on_gpu(train_all, cases, (Setup(4),), timeout=150) == [len(cases)] * 2
+    assert run_on_gpu(train_all, cases, WAYS[:1], timeout=150) == [len(cases)] * 2
 
 
 def sleeping(seeds: range) -> int:
     """Train while the GPU sleeps in layers at random, so that hosts run ahead of it by different amounts."""
-    case, setup = SHAPES["skip connections"], Setup(8, "zero_bubble", options={"virtual_pipeline_degree": 2})
-    expected = train_plainly(on_gpu(case), setup)
+    case, way = SHAPES["skip connections"], SPLIT_VIRTUAL
+    [expected] = train_plainly(on_gpu(case), way)
     linear = nn.Linear.forward
     for seed in seeds:
         dice = random.Random(f"{seed} {os.environ['RANK']}")
@@ -88,7 +85,7 @@ def sleeping(seeds: range) -> int:
 
         nn.Linear.forward = late  # type: ignore[method-assign, assignment]
         try:
-            check_same(train(case, setup, 2), expected, _TOLERANCE)
+            check_same(train(case, way), expected, _TOLERANCE)
         finally:
             nn.Linear.forward = linear  # type: ignore[method-assign]
     return len(seeds)

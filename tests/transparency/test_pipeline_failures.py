@@ -18,46 +18,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.errors import SmpkitError, UsageError
+from smpkit.errors import RemoteError, SmpkitError, UsageError
 from smpkit.torch.distributed import deadline
 from tests.deadlines import facts, wait_shortly
-from tests.models import WIDTH, block
+from tests.models import WIDTH, block, vectors
 from tests.ranks import run_ranks
 
 MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""
 
 
-class Switch(nn.Module):
+class Switch(nn.Linear):
     """Does what it is told, where it lies."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.trouble: Callable[[], object] | None = None
+    trouble: Callable[[], object] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trouble is not None:
             self.trouble()
-        result: Tensor = self.linear(x)
-        return result
+        return super().forward(x)
 
 
 def begin() -> tuple[Any, Switch]:
-    options = {"microbatches": 4, "ddp": True, "timeout_seconds": MANY_SECONDS, "skip_tracing": True}
-    smp.init({"pipeline_parallel_degree": 2, **options})
-    torch.manual_seed(3)
-    switch = Switch()
-    module = nn.Sequential(block(), switch)
-    return smp.DistributedModel(module.double()), switch
+    switch = Switch(WIDTH, WIDTH)
+    return begin_with(block(), switch), switch
 
 
-def data(size: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
-        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
-    )
+def begin_with(*layers: nn.Module, degree: int = 2, around: nn.Module | None = None) -> smp.DistributedModel:
+    """Put one layer on each of the first ranks; without a module around them they follow each other."""
+    options = {"microbatches": 4, "ddp": True, "timeout_seconds": MANY_SECONDS, "auto_partition": False}
+    smp.init({"pipeline_parallel_degree": degree, "default_partition": 0, "skip_tracing": True, **options})
+    for rank, layer in enumerate(layers):
+        smp.set_partition(layer, rank)
+    return smp.DistributedModel((around or nn.Sequential(*layers)).double())
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x, y = vectors(8, torch.Generator().manual_seed(1))
+    return x, y
 
 
 @smp.step
@@ -115,27 +113,13 @@ class Refusing(torch.autograd.Function):
         return grad
 
 
-class Refuser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Refuser(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Refusing.apply(self.linear(x))
-
-
-def begin_with(*layers: nn.Module, degree: int = 2) -> smp.DistributedModel:
-    """Put one layer on each of the first ranks."""
-    options = {"microbatches": 4, "ddp": True, "timeout_seconds": MANY_SECONDS, "auto_partition": False}
-    smp.init({"pipeline_parallel_degree": degree, "default_partition": 0, **options})
-    torch.manual_seed(3)
-    for rank, layer in enumerate(layers):
-        smp.set_partition(layer, rank)
-    return smp.DistributedModel(nn.Sequential(*layers).double())
+        return Refusing.apply(super().forward(x))
 
 
 def fail_in_backward() -> tuple[str, float]:
-    model = begin_with(Refuser(), block(), block(), degree=3)
+    model = begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
     return told(lambda: [train_step(model, *data()) for _ in range(3)])
 
 
@@ -153,8 +137,6 @@ class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList([block(), block()])
-        smp.set_partition(self.parts[0], 0)
-        smp.set_partition(self.parts[1], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.parts[0](x)
@@ -165,9 +147,8 @@ class Branching(nn.Module):
 
 
 def fail_between_units() -> tuple[str, float]:
-    options = {"microbatches": 4, "ddp": True, "timeout_seconds": MANY_SECONDS, "auto_partition": False}
-    smp.init({"pipeline_parallel_degree": 2, "default_partition": 0, **options})
-    model = smp.DistributedModel(nn.Sequential(Branching()).double())
+    branching = Branching()
+    model = begin_with(*branching.parts, around=nn.Sequential(branching))
     return told(lambda: train_step(model, *data()))
 
 
@@ -178,22 +159,19 @@ def test_an_error_between_units_names_the_module_around_them() -> None:
     assert second[1] < MANY_SECONDS / 4
 
 
-def shown_traceback() -> list[str]:
+def notes() -> str:
     model, switch = begin()
-    train_step(model, *data())
     switch.trouble = lambda: dict[str, int]()["nothing"]
-    try:
+    with pytest.raises((KeyError, RemoteError)) as caught:
         train_step(model, *data())
-    except (KeyError, SmpkitError) as error:
-        deadline.report_failure(error)
-        return traceback.format_exception(error)
-    return []
+    deadline.report_failure(caught.value)
+    return "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
 def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
-    _, second = run_ranks(shown_traceback, 2)
-    assert second[-2:] == ["KeyError: 'nothing'\n", "raised in forward of microbatch 0, module `1`\n"]
+    _, second = run_ranks(notes, 2)
+    assert second.endswith("KeyError: 'nothing'\nraised in forward of microbatch 0, module `1`\n")
 
 
 def die() -> tuple[str, float]:
@@ -218,27 +196,27 @@ def die_and_tell() -> None:
     raise AssertionError(f"{message} after {seconds:.0f} s")
 
 
-def wait_too_long() -> tuple[str, float]:
+def wait_in_vain(calls: bool) -> tuple[str, float]:
+    """Let rank 1 call its second step too late, or not at all, while rank 0 waits for a second."""
     model, switch = begin()
     train_step(model, *data())
     if smp.pp_rank() == 0:
-        return given_up(model)
+        wait_shortly()
+        found = told(lambda: train_step(model, *data()))
+        facts().set("given up", "")
+        return found
+    if not calls:
+        facts().wait(["given up"])
+        return "", 0.0
     switch.trouble = lambda: facts().wait(["given up"])
     return told(lambda: train_step(model, *data()))
 
 
-def given_up(model: Any) -> tuple[str, float]:
-    """Train as a rank that waits for a second, and tell the one that comes late."""
-    wait_shortly()
-    message = told(lambda: train_step(model, *data()))
-    facts().set("given up", "")
-    return message
-
-
-def test_a_rank_that_takes_too_long_is_named() -> None:
-    first, _ = run_ranks(wait_too_long, 2)
+@pytest.mark.parametrize("calls", [True, False], ids=["takes too long", "misses a call"])
+def test_a_rank_that_others_wait_for_is_named(calls: bool) -> None:
+    first, _ = run_ranks(wait_in_vain, 2, calls)
     assert first[0].startswith("DeadlineError: rank 0 waited")
-    assert "for rank 1" in first[0]
+    assert "for rank 1" in first[0] or not calls
     assert first[1] < MANY_SECONDS / 4
 
 
@@ -287,7 +265,6 @@ def test_after_an_exception_on_all_ranks_the_next_step_is_right() -> None:
     assert run_ranks(recover, 2) == [True, True]
 
 
-@smp.step
 def diverging_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out = model(x)
     loss = functional.mse_loss(out, y) if smp.pp_rank() == 0 else functional.l1_loss(out, y)
@@ -295,18 +272,6 @@ def diverging_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def diverge() -> tuple[str, float]:
-    model, _ = begin()
-    return told(lambda: [diverging_step(model, *data()) for _ in range(3)])
-
-
-def test_a_step_that_branches_on_the_rank_is_an_error() -> None:
-    messages = run_ranks(diverge, 2)
-    assert any("took another way through microbatch 0" in message for message, _ in messages)
-    assert all(message and seconds < MANY_SECONDS / 4 for message, seconds in messages)
-
-
-@smp.step
 def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = functional.mse_loss(model(x), y)
     if smp.pp_rank() == 0:
@@ -314,30 +279,19 @@ def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def forget_backward() -> tuple[str, float]:
+def diverge(body: Any) -> tuple[str, float]:
     model, _ = begin()
-    return told(lambda: forgetful_step(model, *data()))
+    return told(lambda: smp.step(body)(model, *data()))
 
 
-def test_a_backward_that_one_rank_leaves_out_is_named() -> None:
-    for message, _ in run_ranks(forget_backward, 2):
+@pytest.mark.parametrize(
+    ("body", "call"), [(diverging_step, "l1_loss"), (forgetful_step, "model.backward")], ids=["loss", "backward"]
+)
+def test_ranks_whose_steps_differ_are_named_with_the_call(body: Any, call: str) -> None:
+    for message, seconds in run_ranks(diverge, 2, body):
         assert "pipeline rank 1 took another way through microbatch 0" in message
-        assert "not `model.backward`" in message
-
-
-def miss_a_call() -> tuple[str, float]:
-    model, _ = begin()
-    train_step(model, *data())
-    if smp.pp_rank() == 0:
-        return given_up(model)
-    facts().wait(["given up"])
-    return "", 0.0
-
-
-def test_a_missing_call_is_named() -> None:
-    first, _ = run_ranks(miss_a_call, 2)
-    assert first[0].startswith("DeadlineError: rank 0 waited")
-    assert first[1] < MANY_SECONDS / 4
+        assert f"`{call}`" in message
+        assert seconds < MANY_SECONDS / 4
 
 
 # --- fences -------------------------------------------------------------------------------------------------------
@@ -365,49 +319,24 @@ def add_into_plain(model: Any, x: Tensor) -> Any:
     return total
 
 
-def copy_deeply(model: Any, x: Tensor) -> Any:
-    return copy.deepcopy(model(x))
-
-
-def save(model: Any, x: Tensor) -> Any:
-    return pickle.dumps(model(x))
-
-
 def assign_data(model: Any, x: Tensor) -> Any:
     out = model(x)
     out.data = x
     return out
 
 
-def bare_backward(model: Any, x: Tensor) -> Any:
-    model(x).mean().backward()
-
-
-def hook(model: Any, x: Tensor) -> Any:
-    model(x).register_hook(print)
-
-
-def retain(model: Any, x: Tensor) -> Any:
-    model(x).retain_grad()
-
-
-KEPT: list[Tensor] = []
-
-
-def keep(model: Any, x: Tensor) -> Any:
-    KEPT.append(model(x))
-    return x
-
-
 FENCES: dict[str, tuple[Callable[..., Any], str]] = {
     "a custom Function": (custom_function, "put the code that calls it"),
     "into a plain tensor": (add_into_plain, "write `x = x + y` instead of `x += y`"),
-    "deepcopy": (copy_deeply, "cannot be copied deeply"),
-    "pickle": (save, "cannot be saved inside the step"),
+    "deepcopy": (lambda model, x: copy.deepcopy(model(x)), "cannot be copied deeply"),
+    "pickle": (lambda model, x: pickle.dumps(model(x)), "cannot be saved inside the step"),
     "assigning data": (assign_data, "was assigned"),
-    "a bare backward": (bare_backward, "call `model.backward(loss)` instead"),
-    "a hook": (hook, "`register_hook` was called on a value that another pipeline rank may hold"),
-    "retain_grad": (retain, "inside a torch.nn.Module"),
+    "a bare backward": (lambda model, x: model(x).mean().backward(), "call `model.backward(loss)` instead"),
+    "a hook": (
+        lambda model, x: model(x).register_hook(print),
+        "`register_hook` was called on a value that another pipeline rank may hold",
+    ),
+    "retain_grad": (lambda model, x: model(x).retain_grad(), "inside a torch.nn.Module"),
 }
 
 
@@ -423,10 +352,11 @@ def run_into_fences() -> dict[str, str]:
         smp.barrier()
         losses = train_step(model, *data()).outputs
         assert len(losses) == 4, name
-    smp.step(keep)(model, data()[0])
-    with pytest.raises(UsageError) as kept:
-        KEPT[0].sum()
-    said["kept"] = str(kept.value)
+    kept: list[Tensor] = []
+    smp.step(lambda model, x: kept.append(model(x)))(model, data()[0])
+    with pytest.raises(UsageError) as caught:
+        kept[0].sum()
+    said["kept"] = str(caught.value)
     return said
 
 

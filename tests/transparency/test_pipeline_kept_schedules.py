@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +12,7 @@ from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
 from tests.models import TOKENS, WIDTH, Case, block, tokens
-from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, compare
-
-SETUP = Setup(4, seed=-1, batches=(8, 8, 8, 8, 8))
+from tests.train import Trace, Way, same, train
 
 
 class Tagger(nn.Module):
@@ -48,14 +43,6 @@ def masked_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     loss = functional.cross_entropy(logits[mask], labels[mask])
     model.backward(loss)
     return loss
-
-
-def masked_module_step(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logits, mask = model(ids), labels != -100
-    chosen = logits.masked_select(mask[..., None]).view(-1, TOKENS)
-    loss = nn.CrossEntropyLoss(reduction="none")(chosen, labels[mask]).mean()
-    model.backward(loss)
-    return loss, chosen
 
 
 def masked_in_bfloat16_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -106,81 +93,27 @@ CASES = {
     "branch": Case(Tagger, some_labels, branching_step),
     "skipped backward": Case(Tagger, some_labels, skipping_step),
     "masked": Case(Tagger, some_labels, masked_step),
-    "masked, losses returned": Case(Tagger, some_labels, masked_module_step),
     "masked under autocast": Case(Tagger, some_labels, masked_in_bfloat16_step, torch.float32),
 }
 
 
-@contextmanager
-def watched(schedules: list[str]) -> Iterator[list[int]]:
-    """Collect what each step followed, and count the plans that were abandoned."""
-    abandoned: list[int] = []
-    run, record_again = Executor.run, Executor._record_again
+def train_on_schedule(case: Case, way: Way) -> Trace:
+    """Train, and see that every step followed a schedule to its end."""
+    followed = []
+    run = Executor.run
 
     def noting_run(self: Executor, *args: Any) -> list[Any]:
         outputs = run(self, *args)
-        schedules.append(str(self.last_schedule))
+        followed.append(self.last_schedule is not None)
         return outputs
 
-    def noting_abandoned(self: Executor, *args: Any) -> None:
-        abandoned.append(len(schedules))
-        record_again(self, *args)
-
-    Executor.run, Executor._record_again = noting_run, noting_abandoned  # type: ignore[assignment, method-assign]
-    try:
-        yield abandoned
-    finally:
-        Executor.run, Executor._record_again = run, record_again  # type: ignore[method-assign]
+    with mock.patch.object(Executor, "run", noting_run), mock.patch.object(Executor, "_record_again") as given_up:
+        trace = train(case, way)
+    assert followed == [True] * len(way.batches)
+    assert not given_up.called
+    return trace
 
 
-def train(cases: dict[str, Case], setups: list[Setup], degree: int) -> dict[str, tuple[list[int], bool]]:
-    """Compare with one process; return by case in which steps plans were abandoned, and whether all steps had one."""
-    found = {}
-    for name, case in cases.items():
-        for setup in setups:
-            schedules: list[str] = []
-            with watched(schedules) as abandoned:
-                compare(case, setup, degree)
-            found[f"{name}, {setup.pipeline}"] = (abandoned, "None" not in schedules)
-    return found
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-def test_the_schedule_is_kept(degree: int) -> None:
-    setups = [SETUP, replace(SETUP, pipeline="simple")][: 2 if degree == 2 else 1]
-    for found in run_ranks(train, degree, CASES, setups, degree, timeout=120):
-        assert found == dict.fromkeys(found, ([], True))
-        assert len(found) == len(CASES) * len(setups)
-
-
-class Detour(Tagger):
-    """Calls other layers where a value or a number says so."""
-
-    def forward(self, ids: Tensor, depth: int = 4) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers[:depth]:
-            x = layer(x) + x
-        if x.square().mean() > 2.5:
-            x = self.layers[0](x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def deep_step(model: Any, ids: Tensor, labels: Tensor, depth: int) -> Tensor:
-    loss = functional.cross_entropy(model(ids, depth).flatten(0, 1), labels.flatten())
-    model.backward(loss)
-    return loss
-
-
-def of_any_depth(size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    return *tokens(size, generator), int(torch.randint(2, 5, (1,), generator=generator))
-
-
-def train_on_detours(setups: list[Setup], degree: int) -> int:
-    return len(train({"detour": Case(Detour, of_any_depth, deep_step)}, setups, degree))
-
-
-@pytest.mark.parametrize("degree", [2, 3])
-def test_branches_after_which_other_layers_are_called_train_right(degree: int) -> None:
-    setups = [replace(SETUP, seed=seed, pipeline=name) for seed, name in ((-1, "interleaved"), (5, "simple"))]
-    assert run_ranks(train_on_detours, degree, setups, degree, timeout=120) == [2] * degree
+@pytest.mark.parametrize("case", CASES)
+def test_the_schedule_is_kept(case: str) -> None:
+    same(CASES[case], Way(pipeline=2, placement=-1, batches=(8, 8, 8, 8, 8)), by=train_on_schedule)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,23 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.step import collate
-from tests.models import Case, Loop, Normed, gpt2, mse_step, tokens, vectors
+from tests.models import Case, Normed, gpt2, mse_step, tokens, vectors
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import (
-    Plain,
-    Setup,
-    Trace,
-    batch,
-    build,
-    check_same,
-    flat,
-    optimizer_of,
-    part,
-    place,
-    trace_of,
-    world,
-)
+from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, place, trace_of, world
 
 MICROBATCHES = 2
 
@@ -103,7 +89,7 @@ class _WithoutBackward:
 
 def play(case: Case, model: nn.Module, train: Callable[..., Any], evaluate: Callable[..., Any]) -> list[Any]:
     """Run the script and return what each call returned."""
-    optimizer = optimizer_of(list(model.parameters()))
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
     outputs = []
     for number, turn in enumerate(SCRIPT):
         optimizer.zero_grad()
@@ -116,27 +102,20 @@ def play(case: Case, model: nn.Module, train: Callable[..., Any], evaluate: Call
 
 
 def played_plainly(case: Case) -> Trace:
-    def over_microbatches(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(model: Any, *whole: Any) -> Any:
-            parts = [[part(each, index, MICROBATCHES) for each in whole] for index in range(MICROBATCHES)]
-            return collate([step(model, *arguments) for arguments in parts])
-
-        return run
-
     model = Plain(build(case), MICROBATCHES)
-    outputs = play(case, model, over_microbatches(case.step), over_microbatches(evaluation(case)))
+    outputs = play(case, model, in_turn(case.step, MICROBATCHES), in_turn(evaluation(case), MICROBATCHES))
     module = model.module
     values = {name: each.detach() for name, each in [*module.named_parameters(), *module.named_buffers()]}
-    return Trace(outputs, {name: each.grad for name, each in module.named_parameters()}, values)
+    return Trace(0, outputs, {name: each.grad for name, each in module.named_parameters()}, values)
 
 
-def played(case: Case, setup: Setup, degree: int) -> Trace:
-    with world(setup, degree):
+def played(case: Case, way: Way) -> Trace:
+    with world(way):
         module = build(case)
-        if setup.seed is not None:
-            place(module, setup.seed, degree)
+        if way.placement is not None:
+            place(module, way.placement, way.pipeline)
         model = smp.DistributedModel(module)
-        smp.DistributedOptimizer(optimizer_of(list(model.parameters())))
+        smp.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()))
         return trace_of(play(case, model, smp.step(case.step), smp.step(evaluation(case))), model)
 
 
@@ -164,34 +143,25 @@ def gpt2_step(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SINGLE = torch.float32
-PLAIN_CASES = {
-    "float64": (Case(Loop, vectors, mse_step), 1e-12),
+CASES = {
     "BatchNorm": (Case(Normed, vectors, mse_step), 1e-12),
-    "autocast in the step": (Case(Loop, singles, autocast_step, SINGLE), 1e-6),
     "BatchNorm, autocast in the step": (Case(Normed, singles, autocast_step, SINGLE), 1e-6),
     "GPT-2": (Case(gpt2, tokens, gpt2_step, SINGLE), 1e-5),
 }
-SETUPS = {1: (None,), 2: (None, 5), 4: (-1, 3)}
+ANYWHERE = Way(pipeline=2, microbatches=MICROBATCHES, placement=5)
+MORE = [
+    replace(ANYWHERE, pipeline=degree, placement=placement)
+    for degree, placement in ((1, None), (2, None), (4, -1), (4, 3))
+]
 
 
-def compare_all(degree: int) -> int:
-    done = 0
-    for name, (case, tolerance) in PLAIN_CASES.items():
-        expected = played_plainly(case)
-        for seed in SETUPS[degree]:
-            try:
-                check_same(played(case, Setup(MICROBATCHES, seed=seed), degree), expected, tolerance)
-            except AssertionError as error:
-                raise AssertionError(f"`{name}` at seed {seed}: {error}") from error
-            done += 1
-    return done
-
-
-@pytest.mark.parametrize(
-    "degree", [pytest.param(1, id="pp1"), pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.slow)]
-)
-def test_modes_in_turn_give_what_plain_pytorch_gives(degree: int) -> None:
-    assert run_ranks(compare_all, degree, degree, timeout=170) == [len(PLAIN_CASES) * len(SETUPS[degree])] * degree
+@pytest.mark.parametrize("way", [ANYWHERE, *[pytest.param(way, marks=pytest.mark.slow) for way in MORE]], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_modes_in_turn_give_what_plain_pytorch_gives(name: str, way: Way) -> None:
+    case, tolerance = CASES[name]
+    [expected] = run_ranks(played_plainly, 1, case)
+    for trace in run_ranks(played, way.ranks, case, way):
+        check_same(trace, expected, tolerance)
 
 
 # --- with dropout: the same for any number of ranks -----------------------------------------------------------------
@@ -201,18 +171,18 @@ def dropping() -> nn.Module:
     return gpt2(0.1)
 
 
-DROPPING = (Case(dropping, tokens, gpt2_step), Case(dropping, tokens, gpt2_step, SINGLE))
-
-
-def play_dropping(degree: int) -> list[Trace]:
-    return [played(case, Setup(MICROBATCHES, seed=seed), degree) for seed in SETUPS[degree] for case in DROPPING]
-
-
-def test_dropout_is_the_same_on_any_number_of_ranks_with_other_modes_between() -> None:
-    first = run_ranks(play_dropping, 1, 1)[0]
-    assert first[0].outputs[0] != first[0].outputs[2]
-    for degree in (2, 4):
-        for rank in run_ranks(play_dropping, degree, degree, timeout=120):
-            for index, trace in enumerate(rank):
-                expected = first[index % len(DROPPING)]
-                check_same(trace, expected, 1e-10 if index % len(DROPPING) == 0 else 1e-4)
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        (torch.float64, ANYWHERE),
+        (SINGLE, ANYWHERE),
+        *[pytest.param(dtype, way, marks=pytest.mark.slow) for dtype in (torch.float64, SINGLE) for way in MORE],
+    ],
+    ids=str,
+)
+def test_dropout_is_the_same_on_any_number_of_ranks_with_other_modes_between(dtype: torch.dtype, way: Way) -> None:
+    case = Case(dropping, tokens, gpt2_step, dtype)
+    [expected] = run_ranks(played, 1, case, Way(microbatches=MICROBATCHES))
+    assert expected.outputs[0] != expected.outputs[2]
+    for trace in run_ranks(played, way.ranks, case, way):
+        check_same(trace, expected, 1e-10 if dtype is torch.float64 else 1e-4)

@@ -25,11 +25,10 @@ from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
 from smpkit.torch.placement.trace import measure_units, units_of
-from tests.models import Case
+from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, batch, build, part, place, world
-from tests.transparency.test_pipeline_models import MODELS
+from tests.train import Way, batch, build, part, place, world
 
 MICROBATCHES = 2
 NEED_VALUES = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
@@ -51,12 +50,12 @@ class WithBackward(nn.Module):
         current_microbatch().backward(roots, [None] * len(roots) if gradients is None else gradients)
 
 
-def run(case: Case, degree: int, seed: int | None) -> tuple[SegmentGraph | None, Assignment]:
+def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
     """Run one step over ranks; return the graph that they have scheduled, if it has one, and the assignment."""
-    with world(Setup(MICROBATCHES, seed=seed), degree):
+    with world(way):
         module = build(case)
-        if seed is not None:
-            place(module, seed, degree)
+        if way.placement is not None:
+            place(module, way.placement, way.pipeline)
         model = smp.DistributedModel(module)
         smp.step(case.step)(model, *batch(case, 0, 4))
         pipeline = model.pipeline
@@ -80,35 +79,35 @@ def record(case: Case, assignment: Assignment) -> RecordedGraph:
     return record_on_fakes(module, assignment, [call], torch.device("cpu"))[0]
 
 
-def compare(cases: dict[str, Case], degree: int, seed: int | None) -> set[str]:
-    """Return the cases that need values; raise AssertionError where the two graphs of another one differ."""
-    found = set()
-    for name, case in cases.items():
-        graph, assignment = run(case, degree, seed)
-        if int(os.environ["RANK"]):
-            continue  # all ranks have one graph, and one process records it
-        try:
-            planned = record(case, assignment).graph(assignment.num_partitions, has_backward=True)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            found.add(name)
-            continue
-        assert planned == graph, f"`{name}` over {degree} ranks, placed by seed {seed}"
-    return found
+def needs_values(case: Case, way: Way) -> bool:
+    """Return whether the case cannot be recorded; raise AssertionError where the plan's graph is not that of ranks."""
+    graph, assignment = run(case, way)
+    if int(os.environ["RANK"]):
+        return False  # all ranks have one graph, and one process records it
+    try:
+        planned = record(case, assignment).graph(assignment.num_partitions, has_backward=True)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return True
+    assert planned == graph
+    return False
 
 
-FEW = {name: case for number, (name, case) in enumerate(MODELS.items()) if number % 4 == 1 or name in NEED_VALUES}
+FEW = {"skip connections", "tied modules", "encoder and decoder", "several losses"}
 
 
-def test_a_plan_records_what_ranks_send() -> None:
-    assert run_ranks(compare, 4, FEW, 4, 3, timeout=110)[0] == NEED_VALUES
+@pytest.mark.parametrize("model", sorted({*FEW, *NEED_VALUES, "GPT-2"}))
+def test_a_plan_records_what_ranks_send(model: str) -> None:
+    way = Way(pipeline=4, microbatches=MICROBATCHES, placement=3)
+    assert run_ranks(needs_values, 4, MODELS[model], way)[0] == (model in NEED_VALUES)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_plan_records_what_ranks_send_of_every_model(degree: int, seed: int | None) -> None:
-    assert run_ranks(compare, degree, MODELS, degree, seed, timeout=250)[0] == NEED_VALUES
+@pytest.mark.parametrize("placement", [None, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_records_what_ranks_send_of_every_model(model: str, placement: int | None, degree: int) -> None:
+    way = Way(pipeline=degree, microbatches=MICROBATCHES, placement=placement, traced=True)
+    assert run_ranks(needs_values, degree, MODELS[model], way)[0] == (model in NEED_VALUES)
 
 
 NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
@@ -116,10 +115,11 @@ NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", [2, 4])
-def test_a_plan_records_what_ranks_send_of_families_of_huggingface(degree: int) -> None:
-    assert run_ranks(compare, degree, TRANSFORMERS, degree, None, timeout=800)[0] == NEED_TOKENS
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_a_plan_records_what_ranks_send_of_families_of_huggingface(model: str, degree: int) -> None:
+    way = Way(pipeline=degree, microbatches=MICROBATCHES, traced=True)
+    assert run_ranks(needs_values, degree, TRANSFORMERS[model], way)[0] == (model in NEED_TOKENS)
 
 
 def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
@@ -130,38 +130,26 @@ def units_called(recorded: RecordedGraph) -> dict[Segment, set[str]]:
     return {segment: set(names) for segment, names in recorded.segments}
 
 
-def compare_joined(cases: dict[str, Case]) -> set[str]:
-    """Return the cases in which what units on ranks of their own send does not tell what ranks send that hold several.
-
-    Ranks hold neighbouring units, as those that are placed by cost do.
-    """
-    cuts, found = random.Random(0), set()
-    for name, case in cases.items():
-        module = build(case)
-        names = [cost.name for cost in measure_units(module, units_of(module), None)]
-        try:
-            apart = record(case, placed(names, range(len(names))))
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            continue
-        for degree in range(2, min(4, len(names)) + 1):
-            starts = sorted(cuts.sample(range(1, len(names)), degree - 1))
-            assignment = placed(names, [bisect(starts, index) for index in range(len(names))])
-            joined, alone = apart.under(assignment), record(case, assignment)
-            assert joined is not None
-            if (joined.graph(degree, True), units_called(joined)) != (alone.graph(degree, True), units_called(alone)):
-                found.add(name)
-    return found
-
-
 BRANCHES = {"parallel branches"}
 """A job adds several branches up where most of their bytes are, and that depends on which of them share a rank."""
 
 
-def test_units_apart_tell_what_ranks_send_that_hold_several() -> None:
-    assert compare_joined(FEW) <= BRANCHES
+NEIGHBOURS = [name for name in MODELS if name not in NEED_VALUES | BRANCHES]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_units_apart_of_every_model_tell_what_ranks_send_that_hold_several() -> None:
-    assert compare_joined(MODELS) <= BRANCHES
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in NEIGHBOURS]
+)
+def test_units_apart_tell_what_ranks_send_that_hold_several(model: str) -> None:
+    """Ranks hold neighbouring units, as those that are placed by cost do."""
+    case, cuts = MODELS[model], random.Random(0)
+    module = build(case)
+    names = [cost.name for cost in measure_units(module, units_of(module), None)]
+    apart = record(case, placed(names, range(len(names))))
+    for degree in range(2, min(4, len(names)) + 1):
+        starts = sorted(cuts.sample(range(1, len(names)), degree - 1))
+        assignment = placed(names, [bisect(starts, index) for index in range(len(names))])
+        joined, alone = apart.under(assignment), record(case, assignment)
+        assert joined is not None
+        assert joined.graph(degree, True) == alone.graph(degree, True)
+        assert units_called(joined) == units_called(alone)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, Trace, batch, build, train, world
+from tests.train import Trace, Way, batch, build, check_same, run, whole, world
 
 
 class Recomputed(nn.Module):
@@ -75,30 +75,37 @@ class RecomputedAround(Dropping):
         return result
 
 
-CASES = tuple(Case(model, vectors, mse_step) for model in (Dropping, RecomputedInside, RecomputedAround))
-SETUPS = {1: (Setup(4),), 2: (Setup(4), Setup(4, seed=5)), 4: (Setup(4, "simple", -1), Setup(4, seed=3))}
+DROPPING = Case(Dropping, vectors, mse_step)
+ROWS = [
+    (RecomputedInside, Way()),
+    (RecomputedAround, Way()),
+    (Dropping, Way(pipeline=2, placement=5)),
+    (RecomputedAround, Way(pipeline=2, placement=5)),
+    (Dropping, Way(pipeline=4, placement=3)),
+    (RecomputedAround, Way(pipeline=4, placement=-1, config={"pipeline": "simple"})),
+]
 
 
-def train_all(degree: int) -> list[Trace]:
-    return [train(case, setup, degree) for setup in SETUPS[degree] for case in CASES]
+@pytest.fixture(scope="module")
+def on_one_rank() -> Trace:
+    [trace] = whole(run(DROPPING, Way()))
+    assert len({float(loss) for step in trace.outputs for loss in step}) == 12, "microbatches drop alike"
+    return trace
 
 
-def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation() -> None:
-    traces = [trace for degree in SETUPS for rank in run_ranks(train_all, degree, degree) for trace in rank]
-    first = traces[0]
-    assert len({float(loss) for step in first.outputs for loss in step}) == 12, "microbatches drop alike"
-    for trace in traces[1:]:
-        torch.testing.assert_close(trace.outputs, first.outputs, rtol=1e-11, atol=1e-11)
-        for name, gradient in trace.gradients.items():
-            torch.testing.assert_close(gradient, first.gradients[name], rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize(("model", "way"), ROWS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(
+    model: type[nn.Module], way: Way, on_one_rank: Trace
+) -> None:
+    for trace in run(Case(model, vectors, mse_step), way):
+        check_same(trace, on_one_rank)
 
 
 def generator_after_a_step() -> bool:
-    case, setup = CASES[0], Setup(2)
-    with world(setup, 1):
-        model = smp.DistributedModel(build(case))
+    with world(Way(microbatches=2)):
+        model = smp.DistributedModel(build(DROPPING))
         before = torch.get_rng_state()
-        smp.step(case.step)(model, *batch(case, 0, 4))
+        smp.step(mse_step)(model, *batch(DROPPING, 0, 4))
         return torch.equal(before, torch.get_rng_state())
 
 
@@ -109,14 +116,11 @@ def test_a_step_gives_the_generators_back_as_they_were() -> None:
 class FunctionRecomputed(nn.Module):
     """Recomputes operations between units: possible where one rank holds everything."""
 
-    def __init__(self, recompute: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.recompute:
-            return self._inside(x)
         result: Tensor = checkpoint(self._inside, x, use_reentrant=False)
         return result
 
@@ -127,8 +131,8 @@ class FunctionRecomputed(nn.Module):
 
 def gradient_beside_difference() -> tuple[float, float]:
     """Return a gradient as backward computes it and as the losses of two steps with the same dropout tell it."""
-    case = Case(lambda: FunctionRecomputed(True), vectors, mse_step)
-    with world(Setup(1), 1):
+    case = Case(FunctionRecomputed, vectors, mse_step)
+    with world(Way(microbatches=1)):
         model = smp.DistributedModel(build(case))
         step, losses, weight = smp.step(case.step), [], next(model.parameters())
         for change in (1e-6, -2e-6):
@@ -146,31 +150,24 @@ def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
     assert gradient == pytest.approx(difference, rel=1e-6)
 
 
-def interrupted(folder: str, degree: int, replicas: int, *, resume: bool) -> list[float]:
+def interrupted(folder: str, way: Way, *, resume: bool) -> list[float]:
     """Return the losses of four steps, the last two after a checkpoint: in the same job or in another one."""
-    case, losses = Case(Dropping, vectors, mse_step), []
+    losses = []
     for steps in (range(2), range(2, 4)):
-        with world(Setup(4, replicas=replicas), degree):
-            model = smp.DistributedModel(build(case))
+        with world(way):
+            model = smp.DistributedModel(build(DROPPING))
             if steps[0]:
                 smp.resume_from_checkpoint(folder)
-            step = smp.step(case.step)
+            step = smp.step(mse_step)
             numbers = steps if resume else range(4)
-            losses += [step(model, *batch(case, number, 8)).reduce_mean().item() for number in numbers]
+            losses += [step(model, *batch(DROPPING, number, 8)).reduce_mean().item() for number in numbers]
             if not resume:
                 return losses
             smp.save_checkpoint(folder, f"after {steps[-1]}")
     return losses
 
 
-@pytest.mark.parametrize(("degree", "replicas"), [(1, 1), (2, 1), (1, 2)])
-def test_dropout_goes_on_after_a_checkpoint_as_if_nothing_had_happened(
-    degree: int, replicas: int, tmp_path: Path
-) -> None:
-    size = degree * replicas
-    for whole, parts in zip(
-        run_ranks(functools.partial(interrupted, resume=False), size, "", degree, replicas),
-        run_ranks(functools.partial(interrupted, resume=True), size, str(tmp_path), degree, replicas),
-        strict=True,
-    ):
-        assert whole == parts
+@pytest.mark.parametrize("way", [Way(), Way(pipeline=2), Way(replicas=2)], ids=str)
+def test_dropout_goes_on_after_a_checkpoint_as_if_nothing_had_happened(way: Way, tmp_path: Path) -> None:
+    expected = run_ranks(functools.partial(interrupted, resume=False), way.ranks, "", way)
+    assert run_ranks(functools.partial(interrupted, resume=True), way.ranks, str(tmp_path), way) == expected

@@ -6,7 +6,8 @@ examples are the same in every run; `-m slow` tries many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pytest
@@ -17,25 +18,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import WIDTH, Case, vectors
-from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
+from tests.train import Way, same, train_with_sleeps
 
 # No shrinking: each attempt starts ranks, and a failure that hangs would take its deadline again and again.
 FEW = settings(
-    max_examples=3,
+    max_examples=5,
     derandomize=True,
     deadline=None,
     database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=70)
+MANY = settings(FEW, max_examples=250)
 
 Branch: TypeAlias = tuple[str, tuple["Branch", ...]]
 """A module: its kind and what is in it."""
 
 
-@dataclass(frozen=True, eq=False)  # ranks remember the plain run of a recipe by its identity
+@dataclass(frozen=True)
 class Recipe:
     """How to make a model, and how to train it.
 
@@ -46,7 +46,7 @@ class Recipe:
         functional_tie: use the first linear layer's weight once more, at the end.
         frozen: index of a linear layer that is not trained; -1 for none.
         outputs: what the model returns: a tensor, or a nest of them.
-        setup: microbatches, schedule and placement.
+        way: microbatches, schedule and placement.
     """
 
     layers: tuple[Branch, ...]
@@ -55,7 +55,7 @@ class Recipe:
     functional_tie: bool
     frozen: int
     outputs: str
-    setup: Setup
+    way: Way
 
 
 LEAVES = st.sampled_from([("linear", ()), ("block", ()), ("pair", ())])
@@ -73,12 +73,11 @@ STEPS = st.tuples(
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
-    setup = Setup(
-        draw(st.sampled_from([1, 2, 4, 8])),
-        draw(st.sampled_from(["interleaved", "simple"])),
-        draw(st.one_of(st.none(), st.integers(0, 99))),
-        draw(st.sampled_from([(8, 8), (8, 16, 8)])),
-        {"timeout_seconds": 60},
+    way = Way(
+        microbatches=draw(st.sampled_from([1, 2, 4, 8])),
+        batches=draw(st.sampled_from([(8, 8), (8, 16, 8)])),
+        placement=draw(st.one_of(st.none(), st.integers(0, 99))),
+        config={"pipeline": draw(st.sampled_from(["interleaved", "simple"])), "timeout_seconds": 60},
     )
     return Recipe(
         # Two linear layers at least: every rank of three wants a unit.
@@ -88,7 +87,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         draw(st.booleans()),
         draw(st.integers(-1, 2)),
         draw(st.sampled_from(["tensor", "tuple", "dict", "nested"])),
-        setup,
+        way,
     )
 
 
@@ -203,55 +202,40 @@ class Grow:
         return Grown(self.recipe)
 
 
-def train_recipes(drawn: list[Recipe], degree: int) -> int:
-    for recipe in drawn:
-        run_all({str(recipe): Case(Grow(recipe), vectors, loss_step)}, [recipe.setup], degree)
-    return len(drawn)
-
-
-def trains_as_in_one_process(drawn: list[Recipe], degree: int) -> None:
-    assert run_ranks(train_recipes, degree, drawn, degree, timeout=150) == [len(drawn)] * degree
-
-
-# A world of ranks costs more than a model: an example is a few of them.
 @pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.slow)])
 @FEW
-@given(drawn=st.lists(recipes(), min_size=1, max_size=4))
-def test_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:
-    trains_as_in_one_process(drawn, degree)
+@given(recipe=recipes())
+def test_random_models_train_as_in_one_process(degree: int, recipe: Recipe) -> None:
+    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 3, 4], ids=["pp2", "pp3", "pp4"])
 @MANY
-@given(drawn=st.lists(recipes(), min_size=1, max_size=6))
-def test_many_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:
-    trains_as_in_one_process(drawn, degree)
+@given(recipe=recipes())
+def test_many_random_models_train_as_in_one_process(degree: int, recipe: Recipe) -> None:
+    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree))
 
 
-# --- chaos --------------------------------------------------------------------------------------------------------
+# --- with delays ------------------------------------------------------------------------------------------------------
 
 
-def train_recipe_with_sleeps(recipe: Recipe, seeds: range, degree: int) -> int:
-    return train_with_sleeps(Case(Grow(recipe), vectors, loss_step), recipe.setup, seeds, degree)
-
-
-def survives_sleeps(recipe: Recipe, start: int, degree: int) -> None:
-    seeds = range(start, start + 4)
-    assert run_ranks(train_recipe_with_sleeps, degree, recipe, seeds, degree, timeout=150) == [4] * degree
+def survives_sleeps(recipe: Recipe, seed: int, degree: int) -> None:
+    by = functools.partial(train_with_sleeps, seed)
+    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree), by=by)
 
 
 @settings(FEW, max_examples=2)
-@given(recipe=recipes(), start=st.integers(0, 10**6))
-def test_random_sleeps_neither_hang_nor_change_a_result(recipe: Recipe, start: int) -> None:
-    survives_sleeps(recipe, start, 3)
+@given(recipe=recipes(), seed=st.integers(0, 10**6))
+def test_random_sleeps_neither_hang_nor_change_a_result(recipe: Recipe, seed: int) -> None:
+    survives_sleeps(recipe, seed, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
-@settings(MANY, max_examples=50)
-@given(recipe=recipes(), start=st.integers(0, 10**6))
-def test_two_hundred_seeds_of_sleeps_neither_hang_nor_change_a_result(degree: int, recipe: Recipe, start: int) -> None:
-    survives_sleeps(recipe, start, degree)
+@settings(MANY, max_examples=200)
+@given(recipe=recipes(), seed=st.integers(0, 10**6))
+def test_two_hundred_seeds_of_sleeps_neither_hang_nor_change_a_result(degree: int, recipe: Recipe, seed: int) -> None:
+    survives_sleeps(recipe, seed, degree)

@@ -1,7 +1,8 @@
-"""What scripts do besides calling layers works over pipelines as in one process, or is refused in a clear sentence."""
+"""What models and steps do besides calling layers works over pipelines as in one process, or is refused."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,22 +12,9 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
+from tests.models import WIDTH, Case, Loop, block, doubled, mse_step, tokens, vectors
 from tests.ranks import RankFailed, run_ranks
-from tests.torch.pipeline.training import Setup, run_all
-
-SETUPS = [
-    Setup(3, "interleaved", None, (9, 9)),
-    Setup(3, "zero_bubble", 13, (9, 9), {"active_microbatches": 2}),
-    Setup(2, "interleaved", -1, (8, 4)),
-]
-
-
-def train(cases: dict[str, Case], setups: list[Setup]) -> int:
-    return len(run_all(cases, setups, 2))
-
-
-# --- Hugging Face's outputs by hooks ----------------------------------------------------------------------------------
+from tests.train import Way, same
 
 
 def mixtral() -> nn.Module:
@@ -46,15 +34,6 @@ def collecting_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
     return loss, out.aux_loss, out.router_logits, out.hidden_states
 
 
-def test_what_hugging_face_models_collect_by_hooks_comes_from_all_ranks() -> None:
-    # Each rank had what its own layers had collected: the loss of the routers missed all others'.
-    case = Case(mixtral, tokens, collecting_step)
-    assert run_ranks(train, 2, {"Mixtral": case}, SETUPS, timeout=120) == [1, 1]
-
-
-# --- parameters between units -----------------------------------------------------------------------------------------
-
-
 class Reused(Loop):
     """Uses a layer's weight as a value, and another layer's for a head."""
 
@@ -66,47 +45,140 @@ class Reused(Loop):
 
 def penalised_step(model: Any, x: Tensor, y: Tensor) -> Any:
     penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
-    weights = torch.cat([parameter.flatten() for name, parameter in model.named_parameters() if "bias" not in name])
-    loss = functional.mse_loss(model(x), y) + 1e-2 * penalty + 1e-2 * weights.abs().sum()
+    loss = functional.mse_loss(model(x), y) + 1e-2 * penalty
     model.backward(loss)
-    with torch.no_grad():
-        norm = sum(parameter.norm() for parameter in model.parameters())
-    return loss, penalty, norm, sum(parameter.numel() for parameter in model.parameters())
+    return loss, penalty, sum(parameter.numel() for parameter in model.parameters())
 
 
-class Shift(nn.Module):
-    """Keeps nothing for backward, so that its input may be changed after it."""
+class Remembering(nn.Module):
+    """Registers a hook at its first call, and keeps a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList([block(), block()])
+        self.seen: list[int] = []
+        self.hooked = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
+        if not self.hooked:
+            self.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)
+            self.hooked = True
+        self.seen.append(len(self.seen))
+        for layer in self.layers:
+            x = layer(x)
+        return x + WIDTH * len(self.seen)
 
 
-class ThroughViews(nn.Module):
-    """Changes a value through views after it has been sent, and sends it again."""
+class Stateful(nn.Linear):
+    """A layer with a hidden state."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = torch.tanh(x if self.hidden is None else x + self.hidden)
+        self.hidden = x.detach()
+        return x
+
+
+class Ring(nn.Module):
+    """Goes round its layers three times: several microbatches are on their way through a layer at once."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if isinstance(layer, Stateful):  # as recurrent and spiking models do before a sequence
+                layer.hidden = None
+        for _ in range(3):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+def stateful() -> nn.Module:
+    return Ring([Stateful(WIDTH, WIDTH) for _ in range(4)])
+
+
+def normed() -> nn.Module:
+    return Ring([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)])
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(block(), torch.jit.script(block()), block())
+
+
+PLACED = Way(pipeline=2, microbatches=2, placement=13)
+RING = Way(pipeline=2, placement=-1)
+ROWS = {
+    # Each rank had what its own layers had collected: the loss of the routers missed all others'.
+    "outputs that Hugging Face collects by hooks": (Case(mixtral, tokens, collecting_step), PLACED),
+    # Parameters were NaN on the ranks that do not hold them.
+    "weights as values": (Case(Reused, vectors, mse_step), PLACED),
+    "a penalty on all weights": (Case(Loop, vectors, penalised_step), PLACED),
+    "tracing leaves no hooks and nothing in lists": (
+        Case(Remembering, vectors, mse_step),
+        Way(pipeline=2, microbatches=2, traced=True),
+    ),
+    # Microbatches mixed what modules keep: the losses were other ones, without a word.
+    "a hidden state on a rank that is visited again": (Case(stateful, vectors, mse_step), RING),
+    "statistics on a rank that is visited again": (Case(normed, doubled, mse_step), RING),
+    "a scripted layer": (Case(scripted, vectors, mse_step), Way(pipeline=2, microbatches=2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("row", ROWS)
+def test_it_trains_as_in_one_process(row: str) -> None:
+    same(*ROWS[row])
+
+
+# --- how often what is called, and where ------------------------------------------------------------------------------
+
+
+class Counted(nn.Linear):
+    """Counts its calls, the backwards through it, and the hooks on its input."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block(), block(), block(), Shift()])
+        super().__init__(WIDTH, WIDTH)
+        self.calls: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x) * 2
-        y = self.layers[3](x)
-        x[:, 0].zero_()
-        y = y + self.layers[3](x)
-        x.view(-1).add_(1)
-        y = y + self.layers[3](x)
-        x.T.mul_(2)
-        y = y + self.layers[3](x)
-        x.mT[1:][0] = 3
-        y = y + self.layers[3](x)
-        whole = x.view(-1)
-        functional.relu(x, inplace=True)
-        result: Tensor = y + self.layers[3](whole.view_as(x)) + self.layers[3](x)
-        return result
+        self.calls.append("forward")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.calls.append("input"))
+        out = super().forward(x)
+        out.register_hook(lambda _: self.calls.append("output"))
+        return out.tanh()
+
+
+def begin(*layers: nn.Module, around: nn.Module | None = None, **more: Any) -> Any:
+    """Return a model of which each rank has some layers; without a module around them they follow each other."""
+    degree = int(os.environ["WORLD_SIZE"])
+    given = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
+    smp.init({"microbatches": 2, "skip_tracing": True, **given, **more})
+    for number, layer in enumerate(layers):
+        smp.set_partition(layer, number * degree // len(layers))
+    return smp.DistributedModel(around or nn.Sequential(*layers))
+
+
+def count_calls() -> list[tuple[int, int, int]]:
+    """Return for each step how often this rank's layer, its hook on the output, and that on the input were called."""
+    layers = [Counted() for _ in range(3)]
+    model, counts = begin(*layers, microbatches=4), []
+    for _ in range(4):
+        smp.step(mse_step)(model, torch.ones(8, WIDTH), torch.ones(8, WIDTH))
+        calls = layers[smp.pp_rank()].calls
+        counts.append((calls.count("forward"), calls.count("output"), calls.count("input")))
+        calls.clear()
+    assert not any(layer.calls for layer in layers)
+    return counts
+
+
+def test_units_and_hooks_run_once_for_each_microbatch_from_the_first_step_on() -> None:
+    assert run_ranks(count_calls, 3) == [[(4, 4, 0)] * 4, [(4, 4, 4)] * 4, [(4, 4, 4)] * 4]
 
 
 class Fetching(nn.Module):
@@ -132,56 +204,16 @@ class Fetching(nn.Module):
         return x
 
 
-def most_fetches(pipeline: str) -> int:
-    placed = {"auto_partition": False, "default_partition": 0}
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline, **placed})
+def most_fetches() -> int:
     module = Fetching()
-    for index, layer in enumerate(module.layers):
-        smp.set_partition(layer, index // 2)
-    model = smp.DistributedModel(module)
+    model = begin(*module.layers, around=module, microbatches=3, pipeline="zero_bubble")
     smp.step(mse_step)(model, torch.ones(6, WIDTH), torch.ones(6, WIDTH))
     return max(module.fetched)
 
 
 def test_a_split_backward_fetches_once_what_hooks_around_several_ranks_keep() -> None:
     # Segments that began inside the hooks were walked through twice.
-    assert run_ranks(most_fetches, 2, "zero_bubble") == [1, 1]
-
-
-def test_parameters_and_views_are_values_between_units() -> None:
-    # Parameters were NaN on the ranks that do not hold them. What had been sent stayed as it was before the change.
-    cases = {
-        "reused weights": Case(Reused, vectors, mse_step),
-        "penalties": Case(Loop, vectors, penalised_step),
-        "changes through views": Case(ThroughViews, vectors, mse_step),
-    }
-    assert run_ranks(train, 2, cases, SETUPS, timeout=120) == [3, 3]
-
-
-# --- what models keep -------------------------------------------------------------------------------------------------
-
-
-class Remembering(nn.Module):
-    """Registers a hook at its first call, and keeps a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block(), block()])
-        self.seen: list[int] = []
-        self.hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.hooked:
-            self.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)
-            self.hooked = True
-        self.seen.append(len(self.seen))
-        for layer in self.layers:
-            x = layer(x)
-        return x + WIDTH * len(self.seen)
-
-
-def test_tracing_leaves_no_hooks_and_nothing_in_lists() -> None:
-    assert run_ranks(train, 2, {"it": Case(Remembering, vectors, mse_step)}, SETUPS[:1]) == [1, 1]
+    assert run_ranks(most_fetches, 2) == [1, 1]
 
 
 class Centred(nn.Module):
@@ -202,10 +234,7 @@ class Centred(nn.Module):
 
 
 def whole_and_own_buffers() -> tuple[bool, list[str]]:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
-    module = nn.Sequential(Centred(), block())
-    smp.set_partition(module[0], 0)
-    model = smp.DistributedModel(module)
+    model = begin(Centred(), block())
     smp.step(mse_step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
     mean = model.state_dict()["0.mean"]
     names = [name for name, _ in model.local_named_buffers()]
@@ -221,16 +250,13 @@ def test_buffers_around_a_unit_are_those_of_the_rank_that_changes_them() -> None
 # --- what cannot work is refused --------------------------------------------------------------------------------------
 
 
-class Noting(nn.Module):
+class Noting(nn.Linear):
     """Keeps a loss of its own as an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.loss = torch.zeros(())
+    loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = super().forward(x)
         self.loss = x.pow(2).mean()
         return x.tanh()
 
@@ -251,47 +277,39 @@ def gradient_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
-    loss = functional.mse_loss(model(x), y)
-    model.backward(loss)
+    loss = mse_step(model, x, y)
     return loss if smp.pp_rank() == 0 else None
 
 
-def left_behind_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    layers = model.module
-    hidden = layers[0](x)
-    column = hidden[:, 0]
-    back = layers[0](layers[3](hidden))  # both are cut off their graph where this comes back, each for itself
-    column.zero_()
-    loss = functional.mse_loss(layers[0](hidden) + back, y)
-    model.backward(loss)
-    return loss
-
-
-def scripted() -> nn.Module:
-    return nn.Sequential(block(), torch.jit.script(block()), block())
+REFUSED = {
+    "a loss kept as an attribute": (noted_step, "return it from the module's forward"),
+    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module"),
+    "a result on one rank only": (returning_step, "returned other things from the step"),
+}
 
 
 def take_step(step: Any) -> None:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "timeout_seconds": 60})
-    model = smp.DistributedModel(nn.Sequential(*[Noting() for _ in range(4)]))
-    smp.step(step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)]), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
 
 
-@pytest.mark.parametrize(
-    ("step", "hint"),
-    [
-        pytest.param(noted_step, "return it from the module's forward", id="a loss kept as an attribute"),
-        pytest.param(gradient_step, "take others inside a torch.nn.Module", id="a gradient penalty"),
-        pytest.param(returning_step, "returned other things from the step", id="a result on one rank only"),
-        pytest.param(left_behind_step, "assign to the value itself", id="a view whose base has left its graph"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_with_what_to_do(step: Any, hint: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
+    step, hint = REFUSED[name]
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
         run_ranks(take_step, 2, step)
     assert hint in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_scripted_layer_trains() -> None:
-    assert run_ranks(train, 2, {"scripted": Case(scripted, vectors, mse_step)}, SETUPS[:1]) == [1, 1]
+def train_on_ten() -> str:
+    model = begin(block(), block(), microbatches=4)
+    with pytest.raises(UsageError) as caught:
+        smp.step(mse_step)(model, torch.ones(10, WIDTH), torch.ones(10, WIDTH))
+    smp.barrier()  # whoever is first would hang up on the other
+    return str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(train_on_ten, 2)
+    assert first == second
+    assert "10" in first
+    assert "4" in first

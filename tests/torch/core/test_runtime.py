@@ -16,9 +16,9 @@ import smpkit.torch as smp
 from smpkit.errors import ConfigError, DeadlineError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import extra_group, shutdown
-from tests.models import CASES
+from tests.models import CASES, Case
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, run_all
+from tests.train import Trace, Way, same, train
 
 QUERIES = ["rank", "size", "local_rank", "local_size"] + [
     f"{kind}_{what}" for kind in ("mp", "dp", "tp", "pp", "rdp") for what in ("rank", "size")
@@ -286,14 +286,14 @@ def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
         assert found in ([replica, stage] * 2, [stage, replica] * 2)
 
 
-def trained_in_a_group_for_gpus_only(replicas: int) -> int:
+def train_in_a_group_for_gpus_only(case: Case, way: Way) -> Trace:
     dist.init_process_group("cuda:gloo")  # as "nccl" is: it takes no tensors of the hosts
-    return len(run_all({"Sequential": CASES["Sequential"]}, [Setup(replicas=replicas)], 2))
+    return train(case, way)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_default_group_for_gpus_only_is_no_hindrance(replicas: int) -> None:
-    run_ranks(trained_in_a_group_for_gpus_only, 2 * replicas, replicas)
+    same(CASES["Sequential"], Way(pipeline=2, replicas=replicas), by=train_in_a_group_for_gpus_only)
 
 
 def group_that_one_rank_does_not_make() -> str:

@@ -6,8 +6,11 @@ begun, as long as all of them have one tag.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,10 +29,10 @@ from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
 from smpkit.torch.pipeline.transport import Transport
-from tests.models import CASES, HUGGING_FACE
+from tests.models import CASES, MODELS, Case
 from tests.ranks import RankFailed, run_ranks
-from tests.torch.pipeline.test_rerecorded import train_diverging
-from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps, world
+from tests.torch.pipeline.test_rerecorded import SKIPPING, WAYS
+from tests.train import Trace, Way, same, train, train_with_sleeps, world
 
 VALUES = {
     0: torch.arange(6.0).view(2, 3),
@@ -166,57 +169,62 @@ def has_none() -> None:
     smp.shutdown()
 
 
-def over_channels(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with channels between all ranks that values travel between."""
+@contextlib.contextmanager
+def channels() -> Iterator[None]:
+    """Connect all ranks that values travel between by channels, and see that they are used."""
     sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
     with mock.patch("smpkit.torch.pipeline.pipeline.connects", return_value=True), sending as send:
-        result = function(*args)
+        yield
     assert send.called
-    return result
 
 
-def trained(degree: int, setups: list[Setup], names: list[str]) -> int:
-    everything = {**CASES, **HUGGING_FACE}
-    return len(run_all({name: everything[name] for name in names}, setups, degree))
+def train_over_channels(case: Case, way: Way) -> Trace:
+    with channels():
+        return train(case, way)
 
 
-PICKED = [
-    *("Sequential", "skip connections", "a module used twice", "tied neighbours", "BatchNorm", "tied by a function"),
-    *("frozen and unused parameters", "several losses", "a branch on a value in the model"),
+def train_late_over_channels(seed: int, case: Case, way: Way) -> Trace:
+    with channels():
+        return train_with_sleeps(seed, case, way)
+
+
+ROWS = [
+    ("skip connections", Way(pipeline=3, placement=13)),
+    ("tied neighbours", Way(pipeline=3, placement=-1, config={"pipeline": "simple"})),
+    ("frozen and unused parameters", Way(pipeline=3, placement=13, config={"pipeline": "zero_bubble"})),
+    ("a branch on a value in the model", Way(pipeline=3, placement=13)),
 ]
 
 
-def test_models_train_over_channels() -> None:
-    assert set(PICKED) <= set(CASES)
-    setups = [Setup(4, "interleaved", 13), Setup(4, "simple", -1), Setup(4, "zero_bubble")]
-    run_ranks(over_channels, 3, trained, 3, setups, PICKED, timeout=170)
+@pytest.mark.parametrize(("model", "way"), ROWS, ids=str)
+def test_models_train_over_channels(model: str, way: Way) -> None:
+    same(MODELS[model], way, by=train_over_channels)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("degree", [2, 4])
-def test_every_model_trains_over_channels(degree: int) -> None:
-    setups = [Setup(4, pipeline, seed) for pipeline in ("interleaved", "simple") for seed in (None, 11)]
-    names = [*CASES, *HUGGING_FACE]
-    run_ranks(over_channels, degree, trained, degree, setups, names, timeout=1700)
+@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_over_channels(model: str, degree: int) -> None:
+    for placement, schedule in itertools.product((None, 11), ("interleaved", "simple")):
+        way = Way(pipeline=degree, placement=placement, config={"pipeline": schedule})
+        same(MODELS[model], way, by=train_over_channels)
 
 
-@pytest.mark.parametrize("count", [pytest.param(5, id="5 seeds"), pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.timeout(900)
-def test_delays_change_nothing_over_channels(count: int) -> None:
-    case, setup = CASES["skip connections"], Setup(8, seed=12)
-    run_ranks(over_channels, 4, train_with_sleeps, case, setup, range(count), 4, timeout=120 + 5 * count)
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 100)]])
+def test_delays_change_nothing_over_channels(seed: int) -> None:
+    way = Way(pipeline=4, placement=12, microbatches=8)
+    same(CASES["skip connections"], way, by=functools.partial(train_late_over_channels, seed))
 
 
-@pytest.mark.also_on("sim:copies:0", degree=4)
-@pytest.mark.parametrize("degree", [2, 3, 4])
-def test_microbatches_that_leave_the_record_leave_the_channels(degree: int) -> None:
-    run_ranks(over_channels, degree, train_diverging, degree)
+@pytest.mark.also_on("sim:copies:0", way=WAYS[2])
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+def test_microbatches_that_leave_the_record_leave_the_channels(way: Way) -> None:
+    same(SKIPPING, way, by=train_over_channels)
 
 
-def gives_up_in_the_middle(index: int) -> list[float]:
-    """Raise on all ranks in one microbatch of the third step; return the losses of the steps after it."""
-    with world(Setup(4), 2):
+def gives_up_in_the_middle() -> list[float]:
+    """Raise on all ranks in the second microbatch of the third step; return the losses of all steps."""
+    with channels(), world(Way(pipeline=2)):
         torch.manual_seed(0)
         model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
         broken = [False]
@@ -227,7 +235,7 @@ def gives_up_in_the_middle(index: int) -> list[float]:
             loss = model(x).pow(2).mean()
             model.backward(loss)
             count[0] += 1
-            if broken[0] and count[0] % 4 == index:
+            if broken[0] and count[0] == 2:
                 raise KeyError("on all ranks alike")
             return loss
 
@@ -246,9 +254,8 @@ def gives_up_in_the_middle(index: int) -> list[float]:
     return losses
 
 
-@pytest.mark.also_on("sim:copies:0", index=2)
-@pytest.mark.parametrize("index", [1, 2, 3])
-def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver(index: int) -> None:
-    for losses in run_ranks(over_channels, 2, gives_up_in_the_middle, index):
+@pytest.mark.also_on("sim:copies:0")
+def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver() -> None:
+    for losses in run_ranks(gives_up_in_the_middle, 2):
         assert losses == [losses[0], losses[0], 0.0, losses[0], losses[0]]
         assert losses[0] > 0

@@ -5,21 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import SmpkitError
 from smpkit.torch.distributed import deadline
-from smpkit.torch.pipeline import replan
-from smpkit.torch.pipeline.divergence import _compare, trace_mismatch
+from smpkit.torch.pipeline.divergence import trace_mismatch
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_executor import executor
-from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
+from tests.train import Way, same
 
 MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""
@@ -41,18 +40,17 @@ class Skipping(nn.Module):
         return torch.cat([self.layers[0](x[:rows]), x[rows:]])
 
 
-CASE = Case(Skipping, vectors, mse_step)
-SETUPS = {2: Setup(4, seed=-1), 3: Setup(4, seed=4), 4: Setup(4, "simple", seed=-1)}
+SKIPPING = Case(Skipping, vectors, mse_step)
+WAYS = [
+    Way(pipeline=2, placement=-1),
+    Way(pipeline=3, placement=4),
+    Way(pipeline=4, placement=-1, config={"pipeline": "simple"}),
+]
 
 
-def train_diverging(degree: int) -> None:
-    setup = SETUPS[degree]
-    check_same(train(CASE, setup, degree), train_plainly(CASE, setup))
-
-
-def test_a_path_that_pythons_dice_choose_alike_on_all_ranks_trains_as_in_one_process() -> None:
-    for degree in SETUPS:
-        run_ranks(train_diverging, degree, degree)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_path_that_pythons_dice_choose_alike_on_all_ranks_trains_as_in_one_process(way: Way) -> None:
+    same(SKIPPING, way)
 
 
 def begin(num_ranks: int, **options: Any) -> Any:
@@ -104,12 +102,14 @@ def diverge(num_ranks: int, microbatch: int) -> tuple[str, float]:
     return told(lambda: [own_way(model, x, numbers) for _ in range(2)])
 
 
-def test_a_rank_that_leaves_the_others_way_is_named_with_its_call_long_before_the_deadline() -> None:
-    for num_ranks, microbatch in ((2, 2), (3, 0), (2, -1)):
-        for message, seconds in run_ranks(diverge, num_ranks, num_ranks, microbatch, timeout=120):
-            assert f"another way through microbatch {max(microbatch, 0)} than pipeline rank" in message
-            assert "its call 2 was `2`, not `1`" in message or "its call 2 was `1`, not `2`" in message
-            assert seconds < MANY_SECONDS / 4
+@pytest.mark.parametrize(("size", "num_ranks", "microbatch"), [(4, 2, 2), (3, 3, 0), (2, 2, -1)])
+def test_a_rank_that_leaves_the_others_way_is_named_with_its_call_long_before_the_deadline(
+    size: int, num_ranks: int, microbatch: int
+) -> None:
+    for message, seconds in run_ranks(diverge, size, num_ranks, microbatch):
+        assert f"another way through microbatch {max(microbatch, 0)} than pipeline rank" in message
+        assert "its call 2 was `2`, not `1`" in message or "its call 2 was `1`, not `2`" in message
+        assert seconds < MANY_SECONDS / 4
 
 
 def often_diverges() -> list[bool]:
@@ -158,25 +158,6 @@ def test_what_was_received_early_for_a_way_that_ends_sooner_takes_nothing_of_lat
     run_ranks(shorter_ways, 2)
 
 
-def diverge_in_a_trial() -> list[str]:
-    """Return the schedules of five steps; a deeper one is tried in the third, in which a microbatch diverges."""
-    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
-    model = begin(2, microbatches=8, active_microbatches=8)
-    x = torch.randn(16, WIDTH)
-    skipping = iter([False] * 20 + [True] + [False] * 19)
-    texts = []
-    for _ in range(5):
-        own_way(model, x, skipping)
-        texts.append(str(executor().last_schedule))
-    return texts
-
-
-def test_a_divergence_ends_a_trial() -> None:
-    for texts in run_ranks(diverge_in_a_trial, 2):
-        assert texts[2] != texts[0]
-        assert texts[1] == texts[3] == texts[4] == texts[0]
-
-
 def test_ranks_that_have_got_differently_far_do_not_disagree() -> None:
     ways = {0: {0: ["a", "b"], 1: ["a"]}, 1: {0: ["a"]}, 2: {0: ["a", "b", "c"]}}
     assert trace_mismatch(ways) is None
@@ -189,38 +170,3 @@ def test_all_microbatches_are_compared() -> None:
     error = trace_mismatch({0: {0: ["a"], 1: ["b"], 2: ["c"]}, 1: {0: ["a"], 1: ["b"], 2: ["d"]}})
     assert error is not None
     assert "another way through microbatch 2 than pipeline rank 0: its call 1 was `d`, not `c`" in error.message
-
-
-class Told:
-    """A board that lies in this process."""
-
-    def __init__(self, rank: int, texts: dict[str, str]) -> None:
-        self.rank = rank
-        self.texts = texts
-
-    def write(self, key: str, text: str) -> None:
-        self.texts[key] = text
-
-    def read(self, key: str) -> str | None:
-        return self.texts.get(key)
-
-
-def compared(ways: list[tuple[int, dict[int, list[str]]]]) -> list[str]:
-    """Return what the ranks 4, 5, ... of a job find out that are one pipeline, one after the other."""
-    texts: dict[str, str] = {}
-    ranks = [4 + number for number in range(len(ways))]
-    found = []
-    for rank, (num_steps, way) in zip(ranks, ways, strict=True):
-        microbatches = [SimpleNamespace(index=index, call_trace=call_trace) for index, call_trace in way.items()]
-        stage: Any = SimpleNamespace(num_steps=num_steps, microbatches=microbatches)
-        board: Any = Told(rank, texts)
-        error = _compare(stage, ranks, board)
-        found.append("" if error is None else error.message)
-    return found
-
-
-def test_ways_are_compared_by_pipeline_rank_and_only_those_of_one_step() -> None:
-    first, second, third = compared([(2, {0: ["a"], 1: ["b"]}), (2, {0: ["a"], 1: ["x"]}), (3, {0: ["y"], 1: ["b"]})])
-    assert not first
-    assert "pipeline rank 1 took another way through microbatch 1 than pipeline rank 0: its call 1 was `x`" in second
-    assert not third

@@ -14,51 +14,10 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline.message_order import P2PTransfer
-from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.test_transport import open_transport
-from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 
 NUM_MICROBATCHES = 6
-
-
-class Shift(nn.Module):
-    """Its backward does not need its input, so that may be changed; `first` changes it itself."""
-
-    def __init__(self, first: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(float(WIDTH)))
-        self.first = first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2).add_(self.weight) if self.first else x + self.weight
-
-
-class InPlace(nn.Module):
-    """Changes values in place, between units and in them, after it has handed them to a layer elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Shift(), Shift(), Shift(), Shift(first=True)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x)
-        there = self.layers[1](first)  # on the other rank
-        first.mul_(3).add_(1)
-        here = self.layers[2](first)
-        first[:, 0] = here[:, 1]
-        result: Tensor = self.layers[3](there + first) + here + self.layers[3](first + 0)
-        return result + first
-
-
-def change_in_place(seed: int) -> None:
-    case, setup = Case(InPlace, vectors, mse_step), Setup(4, seed=seed)
-    check_same(train(case, setup, 2), train_plainly(case, setup))
-
-
-@pytest.mark.parametrize("seed", [-1, 2, 5])
-def test_a_value_that_is_changed_in_place_after_it_was_sent_arrives_as_it_was(seed: int) -> None:
-    run_ranks(change_in_place, 2, seed)
 
 
 def change_before_it_is_gone() -> None:
