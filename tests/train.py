@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,22 +23,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.core.tree import children
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
 from smpkit.torch.tensor_parallel.state_dict import join_state
-from tests.models import Case
+from tests.models import CASES, DROPOUT, Case
 from tests.ranks import run_ranks
 
 __all__ = [
+    "KINDS",
     "OPTIMIZERS",
     "TOLERANCE",
     "Plain",
     "Trace",
+    "Training",
     "Way",
     "batch",
     "build",
     "check_same",
+    "checkpoint_layers",
+    "divide_layers",
     "flat",
     "part",
     "place",
@@ -46,6 +52,8 @@ __all__ = [
     "trace_of",
     "train",
     "train_plainly",
+    "training",
+    "training_in_slices",
     "whole",
     "world",
 ]
@@ -78,7 +86,8 @@ class Way:
         stepwise: whether the script uses `@smp.step`, or `loss.backward()` as is allowed without a pipeline.
         config: more for `smp.init`.
         model: more for `smp.DistributedModel`.
-        prepare: what the script does to its module before it wraps it: marks layers, checkpoints them.
+        prepare: what the script does to its module before it wraps it: marks layers, checkpoints them. In plain
+            PyTorch, which has nothing to wrap, before it trains.
     """
 
     pipeline: int = 1
@@ -122,6 +131,34 @@ class Way:
         return " ".join([*words, *(f"{name}={value}" for name, value in self.config.items())]) or "one rank"
 
 
+def divide_layers(module: Any) -> None:
+    """Mark the `layers` of a model for tensor parallelism."""
+    for each in module.layers:
+        smp.set_tensor_parallelism(each)
+
+
+def checkpoint_layers(module: Any) -> None:
+    """Recompute the `layers` of a model."""
+    for each in module.layers:
+        smp.set_activation_checkpointing(each)
+
+
+KINDS: Final[Mapping[str, tuple[Case, Way]]] = {
+    "plain": (DROPOUT, Way(microbatches=2)),
+    "fp16": (DROPOUT, Way(microbatches=2, config={"fp16": True})),
+    "pipeline": (DROPOUT, Way(pipeline=2)),
+    "interleaved": (DROPOUT, Way(pipeline=2, config={"virtual_pipeline_degree": 2})),
+    "data": (DROPOUT, Way(replicas=2, microbatches=2)),
+    "data, one parameter unused": (CASES["frozen and unused parameters"], Way(replicas=2, microbatches=2)),
+    "data, sharded state": (DROPOUT, Way(replicas=2, microbatches=2, config={"shard_optimizer_state": True})),
+    "tensor": (DROPOUT, Way(replicas=2, tensor=2, microbatches=2, prepare=divide_layers)),
+    "activations offloaded": (
+        DROPOUT,
+        Way(microbatches=2, config={"offload_activations": True}, prepare=checkpoint_layers),
+    ),
+}
+"""A small training of each kind, for what holds in all of them."""
+
 _SHORT: Final = {"pipeline": "pp", "tensor": "tp", "replicas": "dp", "accumulation": "accumulated "}
 
 
@@ -138,7 +175,8 @@ class Trace:
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(7)
-    return case.build().to(case.dtype)
+    with torch.device("cpu"):  # whatever the default device is
+        return case.build().to(case.dtype)
 
 
 def batch(case: Case, number: int, size: int, replica: int = 0) -> tuple[Any, ...]:
@@ -155,7 +193,7 @@ def same(case: Case, way: Way, *, like: Way | None = None, tolerance: float = TO
         like: what to compare with instead: another way to train with smpkit.
         tolerance: relative and absolute; 0 compares bits.
     """
-    expected = _reference(case, way.plain) if like is None else whole(run(case, like))
+    expected = _reference(case, way.plain) if like is None else _other(case, like)
     traces = run(case, way)
     for trace in traces:
         check_same(trace, expected[trace.replica], tolerance)
@@ -173,6 +211,11 @@ def _reference(case: Case, way: Way) -> list[Trace]:
     # In a process that has torch and the models' libraries already; once for all ways that come to the same.
     [traces] = run_ranks(train_plainly, 1, case, way)
     return traces
+
+
+@functools.lru_cache(4)
+def _other(case: Case, way: Way) -> list[Trace]:
+    return whole(run(case, way))
 
 
 def whole(traces: Iterable[Trace]) -> list[Trace]:
@@ -230,7 +273,10 @@ class Plain(nn.Module):
 
 def train_plainly(case: Case, way: Way) -> list[Trace]:
     """Train in one process, and return what each replica sees."""
-    model = Plain(build(case), way.microbatches * way.replicas * way.accumulation)
+    module = build(case)
+    if way.prepare is not None:
+        way.prepare(module)
+    model = Plain(module, way.microbatches * way.replicas * way.accumulation)
     optimizer = OPTIMIZERS[way.optimizer](_trained(model))
     outputs: list[list[Any]] = [[] for _ in range(way.replicas)]
     buffers = [_buffers(model)] * way.replicas
@@ -283,8 +329,30 @@ def world(way: Way) -> Iterator[None]:
     smp.shutdown()
 
 
+@dataclass
+class Training:
+    """A model that trains on this rank, one step at a time."""
+
+    step: Callable[..., Any]
+    """Calls the step with a batch, and the optimizer when it is due; returns what the step does."""
+    model: Any
+    optimizer: Any
+    parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    """Those of this rank, by name."""
+
+
 def train(case: Case, way: Way) -> Trace:
     """Train on this rank, through nothing but the public calls, and return what it holds."""
+    with training(case, way) as trained:
+        outputs = [
+            flat(trained.step(*batch(case, number, size, _replica()))) for number, size in enumerate(way.batches)
+        ]
+        return trace_of(outputs, trained.model)
+
+
+@contextlib.contextmanager
+def training(case: Case, way: Way) -> Iterator[Training]:
+    """Wrap the model on this rank, and shut smpkit down at the end; for tests that look at training as it goes."""
     with world(way):
         module = build(case)
         if way.placement is not None:
@@ -295,17 +363,34 @@ def train(case: Case, way: Way) -> Trace:
         optimizer = smp.DistributedOptimizer(OPTIMIZERS[way.optimizer](_trained(model)))
         step = smp.step(case.step) if way.stepwise else case.step
         seen: Any = model if way.stepwise and way.accumulation == 1 else _Seen(model, way)
-        outputs = []
-        for number, size in enumerate(way.batches):
+        numbers = itertools.count()
+
+        def run_step(*arguments: Any) -> Any:
+            number = next(numbers)
             if number % way.accumulation == 0:
                 optimizer.zero_grad()
-            arguments = batch(case, number, size, _replica())
             if not way.stepwise:  # only a step moves them by itself
                 arguments = tuple(each.to(smp.state.device) if torch.is_tensor(each) else each for each in arguments)
-            outputs.append(flat(step(seen, *arguments)))
+            returned = step(seen, *arguments)
             if (number + 1) % way.accumulation == 0:
                 optimizer.step()
-        return trace_of(outputs, model)
+            return returned
+
+        yield Training(run_step, model, optimizer, model.local_named_parameters)
+
+
+def training_in_slices(case: Case, device: str = "cpu", **options: Any) -> Training:
+    """Train an `nn.Sequential` as an OffloadModel, with its own optimizer."""
+    model = OffloadModel(build(case), torch.device(device), **options)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+
+    def run_step(*arguments: Any) -> Any:
+        optimizer.zero_grad()
+        returned = case.step(Plain(model, 1), *arguments)
+        optimizer.step()
+        return returned
+
+    return Training(run_step, model, optimizer, model.named_parameters)
 
 
 class _Seen:
