@@ -38,6 +38,11 @@ def vectors(size: int, generator: torch.Generator) -> tuple[Any, ...]:
     return tuple(torch.randn(size, WIDTH, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2))
 
 
+def singles(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    """Return vectors for parameters of float32."""
+    return tuple(each.float() for each in vectors(size, generator))
+
+
 def doubled(size: int, generator: torch.Generator) -> tuple[Any, ...]:
     """Give each microbatch two samples at least, which BatchNorm needs."""
     return vectors(2 * size, generator)
