@@ -115,9 +115,9 @@ class DroppingLayer(nn.Module):
 class Dropping(nn.Module):
     """Drops at random: only trainings that draw alike can be compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([DroppingLayer() for _ in range(4)])
+        self.layers = nn.ModuleList([DroppingLayer() for _ in range(count)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.torch.memory.chooser import Phase
-from tests.models import CASES, DROPOUT
+from tests.models import CASES, DROPOUT, Dropping
 from tests.ranks import run_ranks
 from tests.train import Trace, Way, batch, check_same, divide_layers, flat, run, trace_of, training, whole
 
+CASE = replace(DROPOUT, build=partial(Dropping, 6))
 STEPS = 10
 
 
@@ -49,13 +50,13 @@ def evaluate(model: Any, x: Tensor) -> Tensor:
 
 def choose(way: Way, numbers: Sequence[int] = range(STEPS), folder: Path | None = None) -> Chosen:
     """Train with `auto`, and evaluate between the steps; go on from what lies in a folder, and save there."""
-    with training(DROPOUT, replace(way, prepare=partial(recompute, "auto"))) as trained:
+    with training(CASE, replace(way, prepare=partial(recompute, "auto"))) as trained:
         model = trained.model
         if folder is not None and numbers[0] > 0:
             smp.resume_from_checkpoint(folder)
         outputs, choices = [], []
         for number in numbers:
-            x, y = batch(DROPOUT, number, 8, smp.dp_rank())
+            x, y = batch(CASE, number, 8, smp.dp_rank())
             outputs.append(flat(trained.step(x, y)))
             choices.append(model.activation_choices())
             with torch.no_grad():
@@ -96,7 +97,7 @@ JOBS = {
 )
 def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
     way = JOBS[job]
-    plain = whole(run(DROPOUT, replace(way, batches=(8,) * STEPS, prepare=partial(recompute, "each"))))
+    plain = whole(run(CASE, replace(way, batches=(8,) * STEPS, prepare=partial(recompute, "each"))))
     roomy = run_ranks(choose, way.ranks, way)
     tight = run_ranks(choose, way.ranks, with_half(way, roomy))
     for found in (*roomy, *tight):
@@ -109,7 +110,7 @@ def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
     # Ranks of one stage do the same; together they have chosen for all layers.
     last = [found.choices[-1] for found in tight]
     assert all(one == other or not one.keys() & other.keys() for one in last for other in last)
-    assert len({name for choices in last for name in choices}) == 4
+    assert len({name for choices in last for name in choices}) == 6
 
 
 def test_a_resumed_job_does_the_same_and_measures_nothing(tmp_path: Path) -> None:
@@ -154,6 +155,6 @@ def recompute_a_part_too(model: Any) -> None:
 
 
 def test_layers_inside_others_are_not_chosen_for() -> None:
-    with training(DROPOUT, Way(prepare=recompute_a_part_too)) as trained:
-        trained.step(*batch(DROPOUT, 0, 8))
-        assert list(trained.model.activation_choices()) == [f"layers.{index}" for index in range(4)]
+    with training(CASE, Way(prepare=recompute_a_part_too)) as trained:
+        trained.step(*batch(CASE, 0, 8))
+        assert list(trained.model.activation_choices()) == [f"layers.{index}" for index in range(6)]

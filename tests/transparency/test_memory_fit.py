@@ -21,7 +21,7 @@ from smpkit.plan.tune.chain import Choice
 from smpkit.testing import EmulatedLink
 from smpkit.torch.memory import Fitted, lightning_callback, trainer_callback
 from tests.models import CASES as MODELS
-from tests.models import DROPOUT, WIDTH, Case, Dropping, mse_step, singles
+from tests.models import DROPOUT, WIDTH, Case, Dropping, DroppingLayer, mse_step, singles
 from tests.ranks import run_ranks
 from tests.train import Way, build, check_same, train_plainly
 
@@ -52,16 +52,30 @@ def disturbed_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return mse_step(model, x, y)
 
 
+class Shared(nn.Module):
+    """Layers that are called several times, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([DroppingLayer() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+ALIKE = replace(DROPOUT, build=partial(Dropping, 8))
 WAY = Way(microbatches=1, batches=(8,) * 8, optimizer="AdamW")
 GROWING = replace(WAY, batches=(4, 4, 4, 8, 8, 4, 12, 16, 16))
 CASES: dict[str, tuple[Case, Way]] = {
-    "alike layers": (DROPOUT, WAY),
-    "a layer used twice": (MODELS["a module used twice"], WAY),
+    "alike layers": (ALIKE, WAY),
+    "layers used twice": (replace(DROPOUT, build=Shared), WAY),
     "running statistics": (MODELS["BatchNorm"], WAY),
-    "accumulated": (DROPOUT, replace(WAY, microbatches=2)),
-    "autocast": (replace(DROPOUT, batch=singles, step=autocast_step, dtype=torch.float32), WAY),
+    "accumulated": (ALIKE, replace(WAY, microbatches=2)),
+    "autocast": (replace(ALIKE, batch=singles, step=autocast_step, dtype=torch.float32), WAY),
     "growing batches": (MODELS["BatchNorm"], GROWING),
-    "two forwards before a backward": (replace(DROPOUT, step=contrastive_step), WAY),
+    "two forwards before a backward": (replace(ALIKE, step=contrastive_step), WAY),
 }
 
 
@@ -97,11 +111,12 @@ def half_gib(fitted: Fitted) -> float:
     return float((found.other_bytes + (once + kept) / 2) / 2**30)
 
 
-def check(case: Case, way: Way, plain: Case | None = None, **options: Any) -> Fitted:
+def check(case: Case, way: Way, *, plain: Case | None = None, linked: bool = True) -> Fitted:
     """Compare a training with room for half of what layers would save with one that is not fitted."""
     first = roomy()
     train_plainly(case, replace(way, prepare=first))
-    fits = Fit(device_gib=half_gib(first.fitted), **{"link": link(), "lead": 1, **options})
+    options: dict[str, Any] = {"link": link(), "lead": 1} if linked else {}
+    fits = Fit(device_gib=half_gib(first.fitted), **options)
     [found] = train_plainly(case, replace(way, prepare=fits))
     [expected] = train_plainly(plain or case, way)
     check_same(found, expected, 0)
@@ -111,26 +126,27 @@ def check(case: Case, way: Way, plain: Case | None = None, **options: Any) -> Fi
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_changes(name: str) -> None:
     fitted = check(*CASES[name])
-    assert set(fitted.choices.values()) == {Choice.KEEP, Choice.OFFLOAD}
+    assert set(fitted.choices.values()) != {Choice.KEEP}
 
 
 def test_the_first_layers_leave_the_device() -> None:
-    assert list(check(DROPOUT, WAY).choices.values()) == [Choice.OFFLOAD] * 2 + [Choice.KEEP] * 2
+    chosen = list(check(ALIKE, WAY).choices.values())
+    assert set(chosen) == {Choice.OFFLOAD, Choice.KEEP}
+    assert chosen == sorted(chosen, key=[Choice.OFFLOAD, Choice.KEEP].index)  # the first ones wait longest
 
 
 @pytest.mark.parametrize("name", ["alike layers", "running statistics"])
 def test_without_a_link_layers_are_recomputed(name: str) -> None:
-    fitted = check(*CASES[name], link=None, lead=None)
-    assert set(fitted.choices.values()) == {Choice.KEEP, Choice.RECOMPUTE}
+    assert Choice.RECOMPUTE in check(*CASES[name], linked=False).choices.values()
 
 
 def test_forwards_without_backward_and_failed_ones_are_no_steps() -> None:
-    check(replace(DROPOUT, step=disturbed_step), WAY, plain=DROPOUT)
+    check(replace(ALIKE, step=disturbed_step), WAY, plain=ALIKE)
 
 
 def test_choices_of_an_earlier_run() -> None:
-    first = check(DROPOUT, WAY)
-    second = smpkit.fit(build(DROPOUT), device_gib=64, link=link())
+    first = check(ALIKE, WAY)
+    second = smpkit.fit(build(ALIKE), device_gib=64, link=link())
     second.load_state_dict(first.state_dict())
     assert second.choices == first.choices
 
@@ -139,7 +155,7 @@ def test_choices_of_an_earlier_run() -> None:
 
 
 def wrapped(wrapper: str, fits: Fit | None = None) -> nn.Module:
-    model: Any = Dropping().double()
+    model: Any = Dropping(8).double()
     if fits is not None:
         fits(model)
     if wrapper != "fully_shard":
@@ -211,7 +227,7 @@ def test_in_lightning(tmp_path: Path) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.net = build(DROPOUT)
+            self.net = build(ALIKE)
             self.losses: list[float] = []
 
         def training_step(self, x: Tensor) -> Tensor:
@@ -236,7 +252,7 @@ def test_in_lightning(tmp_path: Path) -> None:
 
     expected = run([])
     first = roomy()
-    train_plainly(DROPOUT, replace(WAY, prepare=first))
+    train_plainly(ALIKE, replace(WAY, prepare=first))
     gib = half_gib(first.fitted)
     fits = lightning_callback(device_gib=gib, link=link(), lead=1)
     found = run([fits])

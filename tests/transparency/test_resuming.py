@@ -109,7 +109,7 @@ def test_a_job_resumes_on_other_ranks(saved: str, now: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "now"), itertools.permutations(LAYOUTS, 2))
+@pytest.mark.parametrize(("saved", "now"), list(itertools.permutations(LAYOUTS, 2)))
 def test_a_job_resumes_on_any_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
     check(MODELS["GPT-2"], LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
 
