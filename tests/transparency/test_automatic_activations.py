@@ -83,9 +83,9 @@ def with_half(way: Way, found: list[Chosen]) -> Way:
 
 JOBS = {
     "one process": Way(microbatches=2),
+    "replicas": Way(replicas=2, microbatches=1),
     "pipeline": Way(pipeline=2),
     "tensor": Way(replicas=2, tensor=2, microbatches=1),
-    "replicas": Way(replicas=2, microbatches=1),
     "zero bubble": Way(pipeline=2, config={"pipeline": "zero_bubble"}),
     "sharded data": Way(replicas=2, microbatches=1, config={"sharded_data_parallel_degree": 2}),
     "half": Way(replicas=2, microbatches=1, config={"bf16": True, "sharded_data_parallel_degree": 2}),
@@ -93,7 +93,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize(
-    "job", [*list(JOBS)[:3], *[pytest.param(each, marks=pytest.mark.slow) for each in list(JOBS)[3:]]]
+    "job", [*list(JOBS)[:2], *[pytest.param(each, marks=pytest.mark.slow) for each in list(JOBS)[2:]]]
 )
 def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
     way = JOBS[job]

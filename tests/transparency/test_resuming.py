@@ -30,6 +30,7 @@ from tests.train import (
     whole,
 )
 
+SLOW = pytest.mark.slow
 BEFORE, AFTER = range(2), range(2, 4)
 PLAIN = Way(microbatches=2, batches=(4,) * 4, optimizer="AdamW")
 
@@ -82,39 +83,40 @@ def divided(pipeline: int = 1, tensor: int = 1, replicas: int = 1, **config: Any
 
 # --- other ranks ------------------------------------------------------------------------------------------------------
 
+LOOP = MODELS["ModuleList and a loop"]
+GPT_2 = MODELS["GPT-2, loss outside"]  # inside, the loss is one of float32
 LAYOUTS = {
     "one rank": divided(),
     "pp2 tp2": divided(2, 2),
     "pp2 dp2": divided(2, 1, 2),
     "tp2 dp2, sharded states": divided(1, 2, 2, shard_optimizer_state=True),
-    "tp4": divided(1, 4),
     "pp4": divided(4),
     "dp4": divided(1, 1, 4),
     "pp2 tp2 dp2": divided(2, 2, 2),
     "sharded data": divided(1, 1, 2, sharded_data_parallel_degree=2, sdp_gradient_clipping=0.0),
 }
-OTHERS = [
-    ("pp2 tp2", "tp2 dp2, sharded states"),
-    ("tp2 dp2, sharded states", "pp2 dp2"),
-    ("pp2 dp2", "sharded data"),
-    ("sharded data", "pp2 tp2"),
-    ("one rank", "pp2 tp2"),
-    ("sharded data", "one rank"),
-]
+FEW = [("pp2 tp2", "tp2 dp2, sharded states"), ("tp2 dp2, sharded states", "pp2 dp2"), ("sharded data", "pp2 tp2")]
 
 
-@pytest.mark.parametrize(("saved", "now"), OTHERS)
+@pytest.mark.parametrize(("saved", "now"), FEW)
 def test_a_job_resumes_on_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
-    check(MODELS["GPT-2"], LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
+    check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(("saved", "now"), list(itertools.permutations(LAYOUTS, 2)))
 def test_a_job_resumes_on_any_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
-    check(MODELS["GPT-2"], LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
+    check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
 
 
-@pytest.mark.parametrize("model", ["BatchNorm", "tied modules", "parameters of the root"])
+@pytest.mark.parametrize("way", [divided(1, 2), pytest.param(divided(1, 4), marks=SLOW)], ids=str)
+def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: Path) -> None:
+    check(GPT_2, way, divided(), tmp_path, TOLERANCE, is_plain=True)
+
+
+@pytest.mark.parametrize(
+    "model", ["BatchNorm", *[pytest.param(each, marks=SLOW) for each in ("tied modules", "parameters of the root")]]
+)
 def test_buffers_and_shared_weights_resume_on_another_pipeline(model: str, tmp_path: Path) -> None:
     one, two = replace(PLAIN, pipeline=1), replace(PLAIN, pipeline=2)
     check(MODELS[model], two, one, tmp_path, TOLERANCE, is_plain=True)
@@ -140,11 +142,19 @@ MODES = {
 
 @pytest.mark.parametrize(
     ("saved", "now"),
-    [("bf16", "bf16 pipeline"), ("bf16 pipeline", "bf16"), ("fp16", "fp16 states"), ("fp16 states", "fp16")],
+    [
+        ("bf16 pipeline", "bf16"),
+        ("fp16", "fp16 states"),
+        pytest.param("bf16", "bf16 pipeline", marks=SLOW),
+        pytest.param("fp16 states", "fp16", marks=SLOW),
+    ],
 )
 def test_a_job_in_half_precision_goes_on(saved: str, now: str, tmp_path: Path) -> None:
     # A pipeline's microbatches and one rank's round their sums in another order.
     check(HALF, MODES[saved], MODES[now], tmp_path, 1e-5, is_plain=False)
+
+
+MORE = [("bf16", "float32"), ("bf16 tensor", "bf16 sharded"), ("bf16 sharded", "bf16 states"), ("bf16 sharded", "fp16")]
 
 
 def finest(trained: Training) -> dict[str, Tensor]:
@@ -175,14 +185,11 @@ def carry(saved: str, now: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "now"),
     [
-        ("bf16", "float32"),
         ("bf16 states", "bf16 sharded"),
-        ("bf16 tensor", "bf16 sharded"),
         ("bf16 sharded", "bf16 tensor"),
-        ("bf16 sharded", "bf16 states"),
-        ("bf16 sharded", "fp16"),
         ("float32", "bf16 tensor"),
         ("fp16", "fp16 sharded"),
+        *[pytest.param(saved, now, marks=SLOW) for saved, now in MORE],
     ],
 )
 def test_float32_weights_are_carried_wherever_a_mode_keeps_them(saved: str, now: str, tmp_path: Path) -> None:
