@@ -181,7 +181,9 @@ def on_ranks(wrapper: str) -> list[str]:
     return [str(each) for each in last.fitted.choices.values()]
 
 
-@pytest.mark.parametrize("wrapper", [pytest.param("DDP", marks=pytest.mark.slow), "together", "fully_shard"])
+@pytest.mark.parametrize(
+    "wrapper", ["together", *[pytest.param(each, marks=pytest.mark.slow) for each in ("DDP", "fully_shard")]]
+)
 def test_beside_torchs_data_parallelism(wrapper: str) -> None:
     found = run_ranks(on_ranks, 2, wrapper)
     for chosen in found:

@@ -41,7 +41,9 @@ WAYS: Final = {
     "zero bubble, offloaded": Way(
         pipeline=2, config={"pipeline": "zero_bubble", "offload_activations": True}, prepare=checkpoint_layers
     ),
-    "tensor, sharded state": Way(replicas=2, tensor=2, config={"shard_optimizer_state": True}, prepare=divide_layers),
+    "tensor, sharded state": Way(
+        replicas=2, tensor=2, microbatches=1, config={"shard_optimizer_state": True}, prepare=divide_layers
+    ),
 }
 
 
