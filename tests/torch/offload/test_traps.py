@@ -2,7 +2,7 @@
 
 7 to 10 (reloading, freeing, cloning and using without order) are in `test_races`, streams of DDP and FSDP (10) and the
 cache of autocast (16) in `test_around`, 20 (CUDA graphs) in `tests/gpu`, as is all that needs streams. What
-checkpointing itself must do, 12 to 24, is in `tests/torch/checkpointing/test_exactness`.
+checkpointing itself must do is in `tests/torch/recompute/test_exactness`.
 """
 
 from __future__ import annotations
