@@ -35,10 +35,12 @@ class Case:
 
 
 def vectors(size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    return (
-        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
-        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
-    )
+    return tuple(torch.randn(size, WIDTH, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2))
+
+
+def singles(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    """Return vectors for parameters of float32."""
+    return tuple(each.float() for each in vectors(size, generator))
 
 
 def doubled(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -98,6 +100,29 @@ class Loop(nn.Module):
             x = x + layer(x)
         result: Tensor = self.norm(x)
         return result
+
+
+class DroppingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout, self.last = block(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.last(self.dropout(self.inner(x)))
+        return result
+
+
+class Dropping(nn.Module):
+    """Drops at random: only trainings that draw alike can be compared."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([DroppingLayer() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class UShape(nn.Module):
@@ -706,6 +731,7 @@ def image_step(model: Any, pixels: Tensor, labels: Tensor) -> Tensor:
     return out["loss"]
 
 
+DROPOUT = Case(Dropping, vectors, mse_step)
 CASES: dict[str, Case] = {
     "Sequential": Case(sequential, vectors, mse_step),
     "ModuleList and a loop": Case(Loop, vectors, mse_step),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import time
@@ -25,25 +26,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.step import StepOutput, collate
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
-from tests.models import Case
+from tests.models import CASES, DROPOUT, Case
 from tests.ranks import run_ranks
 
 __all__ = [
+    "KINDS",
     "OPTIMIZERS",
     "TOLERANCE",
     "Plain",
-    "Script",
     "Trace",
+    "Training",
+    "TrainingInSlices",
     "Way",
     "batch",
     "build",
     "check_same",
+    "checkpoint_layers",
     "differ",
+    "divide_layers",
     "flat",
     "in_turn",
     "part",
@@ -55,6 +61,7 @@ __all__ = [
     "train",
     "train_plainly",
     "train_with_sleeps",
+    "training",
     "whole",
     "world",
 ]
@@ -105,7 +112,8 @@ class Way:
         config: more for `smp.init`.
         model: more for `smp.DistributedModel`.
         scaling: more for `smp.DistributedOptimizer`.
-        prepare: what the script does to its module before it wraps it: marks layers, checkpoints them.
+        prepare: what the script does to its module before it wraps it: marks layers, checkpoints them. In plain
+            PyTorch, which has nothing to wrap, before it trains.
     """
 
     pipeline: int = 1
@@ -157,6 +165,34 @@ class Way:
         return " ".join(words) or "one rank"
 
 
+def divide_layers(module: Any) -> None:
+    """Mark the `layers` of a model for tensor parallelism."""
+    for each in module.layers:
+        smp.set_tensor_parallelism(each)
+
+
+def checkpoint_layers(module: Any) -> None:
+    """Recompute the `layers` of a model."""
+    for each in module.layers:
+        smp.set_activation_checkpointing(each)
+
+
+KINDS: Final[Mapping[str, tuple[Case, Way]]] = {
+    "plain": (DROPOUT, Way(microbatches=2)),
+    "fp16": (DROPOUT, Way(microbatches=2, config={"fp16": True})),
+    "pipeline": (DROPOUT, Way(pipeline=2)),
+    "interleaved": (DROPOUT, Way(pipeline=2, config={"virtual_pipeline_degree": 2})),
+    "data": (DROPOUT, Way(replicas=2, microbatches=2)),
+    "data, one parameter unused": (CASES["frozen and unused parameters"], Way(replicas=2, microbatches=2)),
+    "data, sharded state": (DROPOUT, Way(replicas=2, microbatches=2, config={"shard_optimizer_state": True})),
+    "tensor": (DROPOUT, Way(replicas=2, tensor=2, microbatches=2, prepare=divide_layers)),
+    "activations offloaded": (
+        DROPOUT,
+        Way(microbatches=2, config={"offload_activations": True}, prepare=checkpoint_layers),
+    ),
+}
+"""A small training of each kind, for what holds in all of them."""
+
 _SHORT: Final = {"pipeline": "pp", "tensor": "tp", "replicas": "dp", "accumulation": "accumulated "}
 
 
@@ -173,7 +209,8 @@ class Trace:
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(7)
-    return case.build().to(case.dtype)
+    with torch.device("cpu"):  # whatever the default device is
+        return case.build().to(case.dtype)
 
 
 def differ(module: nn.Module) -> None:
@@ -205,9 +242,9 @@ def same(
         tolerance: relative and absolute; 0 compares bits.
         by: what trains on each rank instead of `train`.
     """
-    by = by or train
-    expected = reference(case, way) if like is None else whole(run_ranks(by, like.ranks, case, like))
-    traces = run_ranks(by, way.ranks, case, way)
+    train_here = by or train
+    expected = reference(case, way) if like is None else _other(train_here, case, like)
+    traces = run_ranks(train_here, way.ranks, case, way)
     for trace in traces:
         check_same(trace, expected[trace.replica], tolerance)
     held = {name for trace in traces for name in trace.values}
@@ -231,6 +268,11 @@ def _reference(case: Case, way: Way) -> list[Trace]:
     # In a process that has torch and the models' libraries already.
     [traces] = run_ranks(train_plainly, 1, case, way)
     return traces
+
+
+@functools.lru_cache(4)
+def _other(by: Callable[[Case, Way], Trace], case: Case, way: Way) -> list[Trace]:
+    return whole(run_ranks(by, way.ranks, case, way))
 
 
 def whole(traces: Iterable[Trace]) -> list[Trace]:
@@ -288,7 +330,10 @@ class Plain(nn.Module):
 
 def train_plainly(case: Case, way: Way) -> list[Trace]:
     """Train in one process, and return what each replica sees."""
-    model = Plain(build(case), way.microbatches * way.replicas * way.accumulation)
+    module = build(case)
+    if way.prepare is not None:
+        way.prepare(module)
+    model = Plain(module, way.microbatches * way.replicas * way.accumulation)
     optimizer = OPTIMIZERS[way.optimizer](_trained(model))
     outputs: list[list[Any]] = [[] for _ in range(way.replicas)]
     buffers = [_buffers(model)] * way.replicas
@@ -350,12 +395,18 @@ def world(way: Way) -> Iterator[None]:
 
 def train(case: Case, way: Way) -> Trace:
     """Train on this rank, through nothing but the public calls, and return what it holds."""
+    with training(case, way) as trained:
+        return trace_of([trained.run(number) for number in range(len(way.batches))], trained.model)
+
+
+@contextlib.contextmanager
+def training(case: Case, way: Way) -> Iterator[Training]:
+    """Wrap the model on this rank, and shut smpkit down at the end; for tests that look at training as it goes."""
     with world(way):
-        script = Script(case, way)
-        return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
+        yield Training(case, way)
 
 
-class Script:
+class Training:
     """A script that trains on this rank batch by batch, and may do other things in between; lives in a `world`."""
 
     def __init__(self, case: Case, way: Way) -> None:
@@ -369,23 +420,45 @@ class Script:
         self.model = smp.DistributedModel(module, backward_passes_per_step=way.accumulation, **way.model)
         inner = inner or OPTIMIZERS[way.optimizer](_trained(self.model))
         self.optimizer = smp.DistributedOptimizer(inner, **way.scaling)
+        self.parameters = self.model.local_named_parameters
         self._step = smp.step(case.step) if way.stepwise else case.step
         self._seen: Any = self.model if way.stepwise and way.accumulation == 1 else _Seen(self.model, way)
+        self._calls = itertools.count()
 
     def run(self, number: int) -> list[Any]:
         """Train on a batch, and return what the step returned."""
-        way = self.way
-        if number % way.accumulation == 0:
+        return flat(self.step(*batch(self.case, number, self.way.batches[number], _replica())))
+
+    def step(self, *arguments: Any) -> Any:
+        """Call the step, and the optimizer when it is due; return what the step does."""
+        way, call = self.way, next(self._calls)
+        if call % way.accumulation == 0:
             self.optimizer.zero_grad()
-        arguments = batch(self.case, number, way.batches[number], _replica())
         if not way.stepwise:  # only a step moves them by itself
             arguments = tuple(each.to(smp.state.device) if torch.is_tensor(each) else each for each in arguments)
-        output = flat(self._step(self._seen, *arguments))
-        if (number + 1) % way.accumulation == 0:
+        returned = self._step(self._seen, *arguments)
+        if (call + 1) % way.accumulation == 0:
             if way.clip and "sharded_data_parallel_degree" not in way.config:
                 smp.clip_grad_norm_(self.model, way.clip)
             self.optimizer.step()
-        return output
+        return returned
+
+
+class TrainingInSlices:
+    """The same for an `nn.Sequential` as an OffloadModel, with its own optimizer."""
+
+    def __init__(self, case: Case, device: str = "cpu", **options: Any) -> None:
+        self.case = case
+        self.model = OffloadModel(build(case), torch.device(device), **options)
+        self.optimizer = OffloadOptimizer(self.model, torch.optim.AdamW, lr=0.01)
+        self.parameters = self.model.named_parameters
+
+    def step(self, *arguments: Any) -> Any:
+        """Train on a batch, and return what the step returned."""
+        self.optimizer.zero_grad()
+        returned = self.case.step(Plain(self.model, 1), *arguments)
+        self.optimizer.step()
+        return returned
 
 
 def train_with_sleeps(seed: int, case: Case, way: Way) -> Trace:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import and_, or_
 from types import ModuleType
@@ -15,14 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import pytest
-import torch
 
 from smpkit.torch.core import tensor_spec
 from smpkit.torch.distributed import run_meter
 from smpkit.torch.offload import hooks, report
 from smpkit.torch.pipeline import batch_broadcast, executor
+from tests.models import CASES, Case
 from tests.ranks import run_ranks
-from tests.torch.small_steps import KINDS, WIDTH, begin, begin_offload_model
+from tests.train import KINDS, Training, TrainingInSlices, batch, training
 
 CONTAINERS = (dict, list, set, frozenset, tuple, deque, WeakKeyDictionary, WeakSet, WeakValueDictionary)
 BOUND = 6
@@ -86,14 +85,14 @@ def lower_bounds() -> None:
     run_meter._UNSETTLED = 3 * BOUND  # type: ignore[misc]
 
 
-def train_many(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict[str, tuple[int, int]]:
+def train_many(trained: Training, case: Case, count: int) -> dict[str, tuple[int, int]]:
     """Train with a batch of another size in each step; return what grew in the second half."""
     seen = []
     for number in range(count):
-        step(torch.ones(8 * (count - number), WIDTH))  # the largest first: memory for it stays
+        trained.step(*batch(case, number, 8 * (count - number)))  # the largest first: memory for it stays
         if (number + 1) % (count // 2) > count // 2 - 4 or (number + 1) % (count // 2) == 0:
             seen.append(sizes())
-    assert math.isfinite(float(step(torch.ones(8, WIDTH))))  # whose plan has been forgotten, on all ranks alike
+    trained.step(*batch(case, 0, 8 * count))  # whose plan has been forgotten, on all ranks alike
     # What a step has just begun or not yet let go is no growth.
     half = len(seen) // 2
     early, late = reduce(or_, seen[:half]), reduce(and_, seen[half:])
@@ -102,25 +101,34 @@ def train_many(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict
 
 def train_kind(name: str, count: int) -> dict[str, tuple[int, int]]:
     lower_bounds()
-    with begin(KINDS[name]) as trained:
-        return train_many(trained.step, count)
+    case, way = KINDS[name]
+    with training(case, way) as trained:
+        return train_many(trained, case, count)
 
 
 def train_offload_model(count: int) -> dict[str, tuple[int, int]]:
     lower_bounds()
-    return train_many(begin_offload_model().step, count)
+    case = CASES["Sequential"]
+    return train_many(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case, count)
 
 
-COUNTS = [20, pytest.param(1000, marks=(pytest.mark.slow, pytest.mark.timeout(700)))]
+NAMES = ("pipeline", "tensor", "data, sharded state", "activations offloaded")
+MANY = (pytest.mark.slow, pytest.mark.timeout(700))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", ["interleaved", "tensor", "data, sharded state", "activations offloaded"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *[(name, 20) for name in NAMES],
+        *[pytest.param(name, 1000, marks=MANY) for name in (*NAMES, "interleaved")],
+    ],
+)
 def test_nothing_grows_with_the_number_of_shapes(name: str, count: int) -> None:
-    assert run_ranks(train_kind, KINDS[name].ranks, name, count, timeout=600) == [{}] * KINDS[name].ranks
+    _, way = KINDS[name]
+    assert run_ranks(train_kind, way.ranks, name, count, timeout=600) == [{}] * way.ranks
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=MANY)])
 def test_nothing_of_an_offload_model_grows_with_the_number_of_shapes(count: int) -> None:
     assert run_ranks(train_offload_model, 1, count, timeout=600) == [{}]
 

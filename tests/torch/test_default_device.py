@@ -5,81 +5,77 @@ Where a tensor is made without a device, "meta" as the default gives it no memor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import smpkit.torch as smp
-from smpkit.torch import resume_from_checkpoint, save_checkpoint
+from tests.models import CASES, Case
 from tests.ranks import run_ranks
-from tests.torch.small_steps import KINDS, Trained, batch, begin, begin_offload_model
+from tests.train import KINDS, Trace, Training, TrainingInSlices, batch, check_same, flat, training
 
 STEPS = 5  # after the second, a pipeline measures and plans anew
 
 
-def values_after(trained: Trained, first: int = 0, steps: int = STEPS) -> dict[str, Tensor]:
-    """Return losses, gradients and weights."""
-    values = {f"loss {number}": trained.step(batch(number)) for number in range(first, first + steps)}
-    for name, parameter in trained.parameters():
-        values[name] = parameter.detach().clone()
-        if parameter.grad is not None:
-            values[f"gradient of {name}"] = parameter.grad.clone()
-    return values
+def values_after(trained: Training, case: Case, numbers: Iterable[int] = range(STEPS)) -> Trace:
+    """Train for some steps; return losses, gradients and weights."""
+    losses = [flat(trained.step(*batch(case, number, 8))) for number in numbers]
+    held = dict(trained.parameters())
+    gradients = {name: each.grad for name, each in held.items()}
+    return Trace(0, losses, gradients, {name: each.detach().clone() for name, each in held.items()})
 
 
-def equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> bool:
-    assert not any(value.is_meta for value in ours.values())
-    assert ours.keys() == plain.keys()
-    return all(torch.equal(ours[name], plain[name]) for name in plain)
-
-
-def train_under_both(name: str) -> bool:
+def train_under_both(name: str) -> None:
     found = []
-    for default in (None, "meta"):
+    case, way = KINDS[name]
+    for default in ("cpu", "meta"):
         torch.set_default_device(default)
-        with begin(KINDS[name]) as trained:
-            found.append(values_after(trained))
-    return equal(*reversed(found))
+        with training(case, way) as trained:
+            found.append(values_after(trained, case))
+    torch.set_default_device(None)
+    check_same(found[1], found[0], tolerance=0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["interleaved", "data, one parameter unused", "activations offloaded"])
 def test_training_is_the_same_under_another_default_device(name: str) -> None:
-    assert all(run_ranks(train_under_both, KINDS[name].ranks, name))
+    run_ranks(train_under_both, KINDS[name][1].ranks, name)
 
 
-def save_and_resume(folder: Path, name: str) -> bool:
+def resume_under_both(folder: Path, name: str) -> None:
     found = []
-    for number, default in enumerate((None, "meta")):
+    case, way = KINDS[name]
+    for default in ("cpu", "meta"):
         torch.set_default_device(default)
-        path, partial = folder / str(number), KINDS[name].ranks > 1
-        with begin(KINDS[name]) as trained:
-            values_after(trained, steps=2)
-            save_checkpoint(path, "x", partial=partial)
-            values_after(trained, first=2, steps=1)
-        with begin(KINDS[name]) as trained:
-            resume_from_checkpoint(path, "x", partial=partial)
-            found.append(values_after(trained, first=2))
-    return equal(*reversed(found))
+        with training(case, way) as trained:
+            values_after(trained, case, range(2))
+            smp.save_checkpoint(folder / default, "x")
+        with training(case, way) as trained:
+            smp.resume_from_checkpoint(folder / default, "x")
+            found.append(values_after(trained, case, range(2, STEPS)))
+    torch.set_default_device(None)
+    check_same(found[1], found[0], tolerance=0)
 
 
-@pytest.mark.parametrize("name", ["plain", "fp16", "pipeline", "data, sharded state", "tensor"])
-def test_checkpoints_are_saved_and_loaded_under_another_default_device(name: str, tmp_path: Path) -> None:
-    assert all(run_ranks(save_and_resume, KINDS[name].ranks, tmp_path, name))
+@pytest.mark.parametrize("name", ["fp16", "pipeline", "data, sharded state", "tensor"])
+def test_checkpoints_are_the_same_under_another_default_device(name: str, tmp_path: Path) -> None:
+    run_ranks(resume_under_both, KINDS[name][1].ranks, tmp_path, name)
 
 
-def slices() -> bool:
+def slice_under_both() -> None:
     found = []
-    for default in (None, "meta"):
+    case = CASES["Sequential"]
+    for default in ("cpu", "meta"):
         torch.set_default_device(default)
-        found.append(values_after(begin_offload_model()))
-    return equal(*reversed(found))
+        found.append(values_after(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case))
+    torch.set_default_device(None)
+    check_same(found[1], found[0], tolerance=0)
 
 
 def test_an_offload_model_trains_under_another_default_device() -> None:
-    assert all(run_ranks(slices, 1))
+    run_ranks(slice_under_both, 1)
 
 
 def talk() -> list[Any]:

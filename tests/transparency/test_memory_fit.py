@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit
@@ -23,108 +20,66 @@ from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.testing import EmulatedLink
 from smpkit.torch.memory import Fitted, lightning_callback, trainer_callback
+from tests.models import CASES as MODELS
+from tests.models import DROPOUT, WIDTH, Case, Dropping, DroppingLayer, mse_step, singles
 from tests.ranks import run_ranks
+from tests.train import Way, build, check_same, train_plainly
 
-STEPS = 8
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.dropout(self.shrink(nn.functional.gelu(self.grow(self.norm(x)))))
-        return result
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
-    """Alike layers, one after the other."""
-
-    def __init__(self, width: int = 32, count: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width) for _ in range(count))
-        self.head = nn.Linear(width, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(x)
-        return result
+def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = functional.mse_loss(model(x), y)
+    model.backward(loss)
+    return loss
 
 
-class SharedLayer(nn.Module):
-    """One layer that is called several times, as in ALBERT."""
+def contrastive_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Call forward twice before backward."""
+    loss = functional.mse_loss(model(x), model(y))
+    model.backward(loss)
+    return loss
+
+
+def disturbed_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Call forward without backward, and one that fails: neither is a step."""
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x[:, 1:])
+    model(x)
+    torch.set_rng_state(state)
+    return mse_step(model, x, y)
+
+
+class Shared(nn.Module):
+    """Layers that are called several times, as in ALBERT."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(32)])
+        self.layers = nn.ModuleList([DroppingLayer() for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = self.layers[0](x)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
         return x
 
 
-class Pictures(nn.Module):
-    """Layers that differ, with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [2, 8, 16, 8]
-        self.layers = nn.Sequential(*(self.layer(*pair) for pair in itertools.pairwise(sizes)))
-
-    @staticmethod
-    def layer(inputs: int, outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x.view(x.shape[0], 2, 16, -1))
-        return result
+ALIKE = replace(DROPOUT, build=partial(Dropping, 8))
+WAY = Way(microbatches=1, batches=(8,) * 8, optimizer="AdamW")
+GROWING = replace(WAY, batches=(4, 4, 4, 8, 8, 4, 12, 16, 16))
+CASES: dict[str, tuple[Case, Way]] = {
+    "alike layers": (ALIKE, WAY),
+    "layers used twice": (replace(DROPOUT, build=Shared), WAY),
+    "running statistics": (MODELS["BatchNorm"], WAY),
+    "accumulated": (ALIKE, replace(WAY, microbatches=2)),
+    "autocast": (replace(ALIKE, batch=singles, step=autocast_step, dtype=torch.float32), WAY),
+    "growing batches": (MODELS["BatchNorm"], GROWING),
+    "two forwards before a backward": (replace(ALIKE, step=contrastive_step), WAY),
+}
 
 
-@dataclass
-class Trained:
-    losses: list[float] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    fitted: Fitted | None = None
-
-
-def train(
-    model: nn.Module,
-    fit: Callable[[nn.Module], Fitted] | None = None,
-    *,
-    batches: tuple[int, ...] = (4,) * STEPS,
-    microbatches: int = 1,
-    autocast: bool = False,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> Trained:
-    """Train a copy of a model, and return what came out."""
-    model = copy.deepcopy(model)
-    found = Trained(fitted=fit(model) if fit is not None else None)
-    wrapped = wrap(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-3)
-    torch.manual_seed(1)
-    for size in batches:
-        for _ in range(microbatches):
-            x = torch.randn(size, 16, 32)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = wrapped(x).square().mean()
-            loss.backward()
-            found.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    everything = [*wrapped.parameters(), *wrapped.buffers()]
-    found.weights = [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in everything]
-    return found
-
-
-def assert_same(found: Trained, expected: Trained) -> None:
-    assert found.losses == expected.losses
-    for one, other in zip(found.weights, expected.weights, strict=True):
-        assert torch.equal(one, other)
+# --- fitted and not ---------------------------------------------------------------------------------------------------
 
 
 def link() -> EmulatedLink:
@@ -132,156 +87,112 @@ def link() -> EmulatedLink:
     return EmulatedLink(1e13, latency_seconds=1e-6)
 
 
-def some_gib(model: nn.Module, share: float, **options: Any) -> float:
-    """Return so much memory that this share of what layers would save fits besides the least they can hold."""
-    fitted = train(model, lambda each: smpkit.fit(each, device_gib=64, link=link(), lead=1), **options).fitted
-    assert fitted is not None
+class Fit:
+    """Fits a model before it is trained."""
+
+    fitted: Fitted
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, module: nn.Module) -> None:
+        self.fitted = smpkit.fit(module, **self.options)
+
+
+def roomy() -> Fit:
+    return Fit(device_gib=64, link=link(), lead=1)
+
+
+def half_gib(fitted: Fitted) -> float:
+    """Return so much memory that half of what layers would save fits besides the least they can hold."""
     found = fitted.report()
     kept = sum(each.saved_bytes for each in found.layers)
     once = max(each.saved_bytes for each in found.layers) + 3 * max(each.input_bytes for each in found.layers)
-    return float((found.other_bytes + once + share * (kept - once)) / 2**30)
+    return float((found.other_bytes + (once + kept) / 2) / 2**30)
 
 
-MODELS = {"alike": Transformer, "shared": SharedLayer, "pictures": Pictures}
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulated": {"microbatches": 3},
-    "autocast": {"autocast": True},
-    "growing batches": {"batches": (2, 2, 2, 4, 4, 2, 6, 8, 8)},
-}
+def check(case: Case, way: Way, *, plain: Case | None = None, linked: bool = True) -> Fitted:
+    """Compare a training with room for half of what layers would save with one that is not fitted."""
+    first = roomy()
+    train_plainly(case, replace(way, prepare=first))
+    options: dict[str, Any] = {"link": link(), "lead": 1} if linked else {}
+    fits = Fit(device_gib=half_gib(first.fitted), **options)
+    [found] = train_plainly(case, replace(way, prepare=fits))
+    [expected] = train_plainly(plain or case, way)
+    check_same(found, expected, 0)
+    return fits.fitted
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_no_bit_changes(name: str, way: str) -> None:
-    torch.manual_seed(0)
-    model, options = MODELS[name](), WAYS[way]
-    expected = train(model, **options)
-    for share in (0.0, 0.5):
-        gib = some_gib(model, share, **options)
-        found = train(model, partial(smpkit.fit, device_gib=gib, link=link(), lead=1), **options)
-        assert_same(found, expected)
-    without_link = train(model, lambda each: smpkit.fit(each, device_gib=gib), **options)
-    assert_same(without_link, expected)
-    assert without_link.fitted is not None
-    assert Choice.OFFLOAD not in without_link.fitted.choices.values()
+@pytest.mark.parametrize("name", CASES)
+def test_no_bit_changes(name: str) -> None:
+    fitted = check(*CASES[name])
+    assert set(fitted.choices.values()) != {Choice.KEEP}
 
 
-def test_the_layers_of_one_model_do_different_things() -> None:
-    model = Transformer()
-    gib = some_gib(model, 0.5)
-    fitted = train(model, lambda each: smpkit.fit(each, device_gib=gib, link=link(), lead=1)).fitted
-    assert fitted is not None
-    chosen = list(fitted.choices.values())
-    assert chosen.count(Choice.KEEP) == 2
-    assert chosen.count(Choice.OFFLOAD) == 4
+def test_the_first_layers_leave_the_device() -> None:
+    chosen = list(check(ALIKE, WAY).choices.values())
+    assert set(chosen) == {Choice.OFFLOAD, Choice.KEEP}
     assert chosen == sorted(chosen, key=[Choice.OFFLOAD, Choice.KEEP].index)  # the first ones wait longest
 
 
-def test_two_forwards_before_one_backward() -> None:
-    """As contrastive losses need them."""
-
-    def twice(model: nn.Module, fit: bool) -> tuple[list[Tensor], Fitted | None]:
-        model = copy.deepcopy(model)
-        fitted = smpkit.fit(model, device_gib=gib, link=link(), lead=1) if fit else None
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(1)
-        for _ in range(STEPS):
-            one, other = model(torch.randn(4, 16, 32)), model(torch.randn(4, 16, 32))
-            (one - other).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [each.detach() for each in model.parameters()], fitted
-
-    torch.manual_seed(0)
-    model = Transformer()
-    gib = some_gib(model, 0.5)
-    expected, _ = twice(model, fit=False)
-    found, fitted = twice(model, fit=True)
-    assert all(map(torch.equal, found, expected))
-    assert fitted is not None
-    # Each layer holds twice as much as with one forward at a time, and less is kept.
-    assert list(fitted.choices.values()).count(Choice.KEEP) < 2
+@pytest.mark.parametrize("name", ["alike layers", "running statistics"])
+def test_without_a_link_layers_are_recomputed(name: str) -> None:
+    assert Choice.RECOMPUTE in check(*CASES[name], linked=False).choices.values()
 
 
 def test_forwards_without_backward_and_failed_ones_are_no_steps() -> None:
-    torch.manual_seed(0)
-    model = Transformer()
-    gib = some_gib(model, 0.5)
-    expected = train(model)
-    assert expected.losses
-
-    def disturbed(fitted: Any) -> Fitted:
-        found = smpkit.fit(fitted, device_gib=gib, link=link(), lead=1)
-        original = fitted.head.forward
-        calls = 0
-
-        def fails_now_and_then(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if calls % 3 == 0:
-                calls += 1
-                state = torch.get_rng_state()
-                with pytest.raises(RuntimeError, match="shape"):
-                    fitted(torch.randn(4, 16, 31))
-                fitted(torch.randn(4, 16, 32))  # nobody needs it
-                torch.set_rng_state(state)
-            return original(x)
-
-        fitted.head.forward = fails_now_and_then
-        return found
-
-    assert_same(train(model, disturbed), expected)
+    check(replace(ALIKE, step=disturbed_step), WAY, plain=ALIKE)
 
 
 def test_choices_of_an_earlier_run() -> None:
-    model = Transformer()
-    gib = some_gib(model, 0.5)
-    first = train(model, lambda each: smpkit.fit(each, device_gib=gib, link=link(), lead=1)).fitted
-    assert first is not None
-
-    def resumed(each: nn.Module) -> Fitted:
-        fitted = smpkit.fit(each, device_gib=gib, link=link())
-        fitted.load_state_dict(first.state_dict())
-        return fitted
-
-    second = train(model, resumed).fitted
-    assert second is not None
+    first = check(ALIKE, WAY)
+    second = smpkit.fit(build(ALIKE), device_gib=64, link=link())
+    second.load_state_dict(first.state_dict())
     assert second.choices == first.choices
 
 
-def on_ranks(wrapper: str, share: float) -> list[str]:
+# --- beside torch's data parallelism ----------------------------------------------------------------------------------
+
+
+def wrapped(wrapper: str, fits: Fit | None = None) -> nn.Module:
+    model: Any = Dropping(8).double()
+    if fits is not None:
+        fits(model)
+    if wrapper != "fully_shard":
+        return DistributedDataParallel(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def on_ranks(wrapper: str) -> list[str]:
     """Compare a wrapped model with the same one that is fitted; return what was chosen."""
     dist.init_process_group("gloo")
-
-    def sharded(model: Any) -> Any:
-        for layer in model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
-
-    wrap: Any = {"DDP": DistributedDataParallel, "together": DistributedDataParallel, "fully_shard": sharded}[wrapper]
-    group = dist.group.WORLD if wrapper == "together" else None
-    torch.manual_seed(0)
-    model = Transformer()
-    expected = train(model, wrap=wrap)
-    gib = some_gib(model, share, wrap=wrap)
-    if group is not None:
-        gib *= 1 + dist.get_rank()  # rank 1 alone would keep more
-    found = train(model, lambda each: smpkit.fit(each, device_gib=gib, link=link(), lead=1, group=group), wrap=wrap)
-    assert_same(found, expected)
-    assert found.fitted is not None
+    first = roomy()
+    traces = [train_plainly(replace(DROPOUT, build=partial(wrapped, wrapper, fits)), WAY)[0] for fits in (None, first)]
+    options: dict[str, Any] = {"device_gib": half_gib(first.fitted), "link": link(), "lead": 1}
+    if wrapper == "together":  # rank 1 alone would keep more
+        options |= {"device_gib": options["device_gib"] * (1 + dist.get_rank()), "group": dist.group.WORLD}
+    last = Fit(**options)
+    traces += train_plainly(replace(DROPOUT, build=partial(wrapped, wrapper, last)), WAY)
+    for found in traces[1:]:
+        check_same(found, traces[0], 0)
     dist.destroy_process_group()
-    return [str(each) for each in found.fitted.choices.values()]
+    return [str(each) for each in last.fitted.choices.values()]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("wrapper", ["DDP", "together", "fully_shard"])
+@pytest.mark.parametrize(
+    "wrapper", ["together", *[pytest.param(each, marks=pytest.mark.slow) for each in ("DDP", "fully_shard")]]
+)
 def test_beside_torchs_data_parallelism(wrapper: str) -> None:
-    found = run_ranks(on_ranks, 2, wrapper, 0.5)
+    found = run_ranks(on_ranks, 2, wrapper)
     for chosen in found:
         assert set(chosen) == {"keep", "offload"}
     if wrapper == "together":
         assert found[0] == found[1]
+
+
+# --- in trainers ------------------------------------------------------------------------------------------------------
 
 
 def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
@@ -314,12 +225,11 @@ def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
 def test_in_lightning(tmp_path: Path) -> None:
     """`training_step` is no call of the module, and what it calls is a part of it."""
     lightning = pytest.importorskip("lightning.pytorch", reason="needs `pip install lightning`")
-    model = Transformer()
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.net = copy.deepcopy(model)
+            self.net = build(ALIKE)
             self.losses: list[float] = []
 
         def training_step(self, x: Tensor) -> Tensor:
@@ -337,13 +247,15 @@ def test_in_lightning(tmp_path: Path) -> None:
             accelerator="cpu", max_epochs=2 if checkpoint else 1, logger=False, enable_progress_bar=False,
             enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks, default_root_dir=tmp_path,
         )  # fmt: skip
-        data = torch.randn(4 * STEPS, 16, 32, generator=torch.Generator().manual_seed(2))
-        trainer.fit(module, torch.utils.data.DataLoader(cast("Any", [*data]), batch_size=4), ckpt_path=checkpoint)
+        data = torch.randn(64, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        trainer.fit(module, torch.utils.data.DataLoader(cast("Any", [*data]), batch_size=8), ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module
 
     expected = run([])
-    gib = some_gib(model, 0.5)
+    first = roomy()
+    train_plainly(ALIKE, replace(WAY, prepare=first))
+    gib = half_gib(first.fitted)
     fits = lightning_callback(device_gib=gib, link=link(), lead=1)
     found = run([fits])
     assert found.losses == expected.losses

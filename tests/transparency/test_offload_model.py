@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.link import Link
+from tests.pairwise import pairwise
 
 CPU = torch.device("cpu")
 BATCH = 7  # no multiple of 3 or 5: microbatches are ragged
@@ -37,12 +39,19 @@ def norm_clip(parameters: Any) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clipping", [False, True], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_slices", [1, 2, 5])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+AXES: list[list[Any]] = [
+    [False, True],  # checkpoint
+    [1, 3, 5],  # microbatches
+    [1, 2, 5],  # slices
+    list(OPTIMIZERS),
+    [False, True],  # clipping
+    list(PLACES),
+]
+FEW = pairwise(AXES)
+CELLS = [cell if cell in FEW else pytest.param(*cell, marks=pytest.mark.slow) for cell in itertools.product(*AXES)]
+
+
+@pytest.mark.parametrize(("checkpoint", "num_microbatches", "num_slices", "optimizer", "clipping", "place"), CELLS)
 def test_five_steps_equal_the_plain_model(
     checkpoint: bool, num_microbatches: int, num_slices: int, optimizer: str, clipping: bool, place: str
 ) -> None:
@@ -85,10 +94,9 @@ def test_five_steps_equal_the_plain_model(
         torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
-@pytest.mark.parametrize("num_slices", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("checkpoint", "num_slices", "autocast", "place"), pairwise([[False, True], [1, 3, 8], [False, True], list(PLACES)])
+)
 def test_dropout_and_batchnorm_are_exact_under_a_seed(
     checkpoint: bool, num_slices: int, autocast: bool, place: str
 ) -> None:

@@ -13,7 +13,7 @@ from smpkit.torch.step import collate
 from tests import models
 from tests.models import Case
 from tests.ranks import run_ranks
-from tests.train import OPTIMIZERS, Plain, Script, Trace, Way, batch, build, check_same, flat, part, trace_of, world
+from tests.train import OPTIMIZERS, Plain, Trace, Training, Way, batch, build, check_same, flat, part, trace_of, world
 
 # Large enough that the first steps overflow, small enough that later ones do not; grows again after three good ones.
 DYNAMIC = {"init_scale": 2.0**22, "scale_window": 3, "scale_factor": 4.0, "min_scale": 1.0, "delayed_shift": 2}
@@ -45,7 +45,7 @@ class Halves:
 def train(case: Case, way: Way) -> Halves:
     """Train on this rank and return what it holds."""
     with world(way):
-        script = Script(case, way)
+        script = Training(case, way)
         found = Halves(Trace(0, [], {}, {}))
         outputs = []
         for number in range(len(way.batches)):

@@ -12,7 +12,7 @@ import pytest
 
 import smpkit.torch as smp
 from tests.models import MODELS, Case
-from tests.train import Script, Trace, Way, same, trace_of, world
+from tests.train import Trace, Training, Way, same, trace_of, world
 
 CASE = MODELS["tied by a function"]
 SHARDED: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def train_twice(case: Case, way: Way, parts: bool) -> Trace:
     """Train on the last batch, go back to the states before it, whole or in parts, and train on it again."""
     last = len(way.batches) - 1
     with world(way):
-        script = Script(case, way)
+        script = Training(case, way)
         model, optimizer = script.model, script.optimizer
         outputs = [script.run(number) for number in range(last)]
         saved = [each.local_state_dict() if parts else each.state_dict() for each in (model, optimizer)]
@@ -65,11 +65,11 @@ def save_and_resume(case: Case, way: Way, saved: Way, folder: Path) -> Trace:
     """Train all but the last batch in one way, and on that in another."""
     last = len(way.batches) - 1
     with world(saved):
-        script = Script(case, saved)
+        script = Training(case, saved)
         outputs = [script.run(number) for number in range(last)]
         smp.save_checkpoint(folder, tag="part")
     with world(way):
-        script = Script(case, way)
+        script = Training(case, way)
         smp.resume_from_checkpoint(folder, tag="part")
         return trace_of([*outputs, script.run(last)], script.model)
 

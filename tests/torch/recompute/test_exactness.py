@@ -1,6 +1,5 @@
-"""Gradients, statistics and generators are those of a plain call.
+"""Gradients, statistics and random numbers of recomputed layers are those of a plain call, to the bit.
 
-The traps that others fell into carry the numbers of our list of them.
 What torch's own checkpoint gets wrong (statistics counted twice, state that has moved on by the time of backward) is
 compared with the plain call too.
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
-
-WIDTH = 6
+from tests.models import WIDTH, Case, mse_step, singles, vectors
+from tests.train import Way, check_same, train_plainly
 
 Call = Callable[..., Any]
 
@@ -29,44 +29,27 @@ def plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def inputs() -> Tensor:
-    return torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+class Model(nn.Module):
+    """Calls a layer twice before backward, between other layers."""
+
+    call: Call = staticmethod(plainly)
+
+    def __init__(self, layer: nn.Module, how: Callable[[Call, Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        result: Tensor = self.last(
+            (self.how(self.call, self.layer, x) + self.how(self.call, self.layer, 2 * x)).to(x.dtype)
+        )
+        return result
 
 
-def train(module: nn.Module, call: Call, forward: Callable[[Call, nn.Module, Tensor], Tensor]) -> dict[str, Any]:
-    """Train a copy for two steps; return everything that can be compared."""
-    module = copy.deepcopy(module)
-    torch.manual_seed(11)
-    found: dict[str, Any] = {}
-    for step in range(2):
-        module.zero_grad()
-        x = inputs()
-        loss = forward(call, module, x).double().square().mean()
-        loss.backward()
-        gradients = {name: each.grad for name, each in module.named_parameters()}
-        found[f"step {step}"] = {"loss": loss.detach(), "x": x.grad, **gradients}
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(0.1 * parameter.grad)
-    return {**found, "buffers": dict(module.named_buffers()), "generator": torch.get_rng_state()}
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return torch.equal(left, right) if isinstance(left, Tensor) else left is right
-
-
-def once(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = call(module, x)
-    return result
-
-
-def check(module: nn.Module, forward: Callable[[Call, nn.Module, Tensor], Tensor] = once) -> None:
-    """Compare with a plain call, bit for bit."""
-    module = module.double()
-    assert same(train(module, smp.checkpoint, forward), train(module, plainly, forward))
+def once(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = call(layer, x)
+    return made
 
 
 class Block(nn.Module):
@@ -81,188 +64,9 @@ class Block(nn.Module):
         return result
 
 
-# --- 15: random numbers ---------------------------------------------------------------------------------------------
-
-
-class OwnGenerator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.generator = torch.Generator().manual_seed(5)
-
-    def __deepcopy__(self, memo: Any) -> OwnGenerator:
-        made = OwnGenerator().double()
-        made.load_state_dict(self.state_dict())
-        return made
-
+class Instances(nn.InstanceNorm1d):
     def forward(self, x: Tensor) -> Tensor:
-        keep = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) > 0.4
-        result: Tensor = self.linear(x).tanh() * keep
-        return result
-
-
-def twice(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-    return once(call, module, x) + once(call, module, 2 * x)
-
-
-@pytest.mark.parametrize("module", [Block(nn.Dropout(0.4)), OwnGenerator()], ids=["default generator", "its own"])
-@pytest.mark.parametrize("forward", [once, twice])
-def test_trap_15_random_numbers_are_drawn_again(module: nn.Module, forward: Any) -> None:
-    check(module, forward)
-
-
-def test_trap_15_without_preservation_numbers_are_new() -> None:
-    block = Block(nn.Dropout(0.5)).double()
-    torch.manual_seed(0)
-    x = inputs()
-    smp.checkpoint(block, x, preserve_rng_state=False).sum().backward()
-    assert x.grad is not None
-    torch.manual_seed(0)
-    y = inputs()
-    block(y).sum().backward()
-    assert y.grad is not None
-    assert not torch.equal(x.grad, y.grad)
-
-
-# --- 16: autocast -----------------------------------------------------------------------------------------------------
-
-
-class InAutocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, call: Call, x: Tensor, cache: bool) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            made: Tensor = call(self.block, x)
-        assert made.dtype is torch.bfloat16
-        return made
-
-
-@pytest.mark.parametrize("cache", [False, True])
-def test_trap_16_recomputation_runs_under_the_autocast_of_the_call(cache: bool) -> None:
-    module = InAutocast()
-
-    def forward(call: Call, model: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = model(call, x.float(), cache)
-        return result
-
-    assert same(train(module, smp.checkpoint, forward), train(module, plainly, forward))
-
-
-# --- 17: what forward changes -----------------------------------------------------------------------------------------
-
-
-class Average(nn.Module):
-    """Centres by a mean of its own over all calls so far, which it keeps by replacing the buffer."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0) * self.calls
-        result: Tensor = (self.linear(x) - self.mean).tanh() * self.calls
-        return result
-
-
-CHANGING = {
-    "BatchNorm": lambda: Block(nn.BatchNorm1d(WIDTH)),
-    "BatchNorm, cumulative": lambda: Block(nn.BatchNorm1d(WIDTH, momentum=None)),
-    "InstanceNorm": lambda: nn.Sequential(
-        nn.Unflatten(0, (1, 5)), nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(WIDTH, WIDTH)
-    ),
-    "spectral norm": lambda: Block(spectral_norm(nn.Linear(WIDTH, WIDTH))),
-    "an average of its own": lambda: Block(Average()),
-}
-
-
-@pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
-@pytest.mark.parametrize("forward", [once, twice])
-def test_trap_17_what_forward_changes_is_changed_once(build: Callable[[], nn.Module], forward: Any) -> None:
-    torch.manual_seed(1)
-    check(build(), forward)
-
-
-def test_trap_17_a_count_in_the_module_counts_calls() -> None:
-    average = Average()
-    for _ in range(3):
-        smp.checkpoint(average, torch.randn(2, WIDTH)).sum().backward()
-    assert average.calls == 3
-
-
-def test_a_switch_to_eval_before_backward_does_not_reach_recomputation() -> None:
-    results = []
-    for call in (plainly, smp.checkpoint):
-        torch.manual_seed(2)
-        block, x = Block(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))).double(), inputs()
-        made = call(block, x)
-        block.eval()
-        made.sum().backward()
-        assert not any(each.training for each in block.modules())
-        results.append((x.grad, dict(block.named_buffers())))
-    assert same(dict(enumerate(results[0])), dict(enumerate(results[1])))
-
-
-# --- 18: tensor subclasses --------------------------------------------------------------------------------------------
-
-
-class Marked(Tensor):
-    """A subclass that every operation hands on."""
-
-
-def test_trap_18_subclasses_come_back_as_what_they_are() -> None:
-    kinds = []
-
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            kinds.append(type(x))
-            result: Tensor = self.linear(x).sin()
-            return result
-
-    x = torch.randn(2, WIDTH).as_subclass(Marked).requires_grad_()
-    smp.checkpoint(Looks(), x).sum().backward()
-    assert kinds == [Marked, Marked]
-    assert type(x.grad) in {Tensor, Marked}
-
-
-# --- 19: torch.compile ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["the layer", "in place", "all of it"])
-def test_trap_19_compiled_modules(how: str) -> None:
-    torch._dynamo.reset()
-    plain, x = nn.Sequential(Block(), Block()).double(), inputs()
-    plain(x).sum().backward()
-    model = copy.deepcopy(plain)
-    model.zero_grad()
-    called: Any = model
-    if how == "the layer":
-        model[0] = torch.compile(model.get_submodule("0"), backend="aot_eager")  # type: ignore[assignment]
-        smp.set_activation_checkpointing(model)
-    elif how == "in place":
-        model[0].compile(backend="aot_eager")
-        smp.set_activation_checkpointing(model)
-    else:
-        smp.set_activation_checkpointing(model)
-        called = torch.compile(model, backend="aot_eager")
-    y = inputs()
-    called(y).sum().backward()
-    torch.testing.assert_close(y.grad, x.grad, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-
-# --- 21, 22: gradients ------------------------------------------------------------------------------------------------
+        return super().forward(x[None])[0]
 
 
 class Partly(nn.Module):
@@ -270,8 +74,7 @@ class Partly(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.embedding, self.linear = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.unused = nn.Linear(WIDTH, WIDTH)
         self.linear.weight.requires_grad_(False)
 
@@ -280,47 +83,11 @@ class Partly(nn.Module):
         return made, made.argmax(-1)
 
 
-def test_trap_21_frozen_and_unused_parameters_and_integers() -> None:
-    def forward(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-        made, best = call(module, x, torch.arange(5) % WIDTH)
-        assert best.dtype is torch.int64
-        result: Tensor = made
-        return result
-
-    check(Partly(), forward)
-
-
-def test_trap_21_a_frozen_stem_keeps_nothing() -> None:
-    stem = Block().requires_grad_(False)
-
-    def refuse(_: Tensor) -> None:
-        raise AssertionError("kept")
-
-    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda tensor: tensor):
-        smp.checkpoint(stem, torch.randn(2, WIDTH))
-
-
-def test_trap_21_a_trained_layer_on_inputs_without_gradient() -> None:
-    check(Block(), lambda call, module, x: once(call, module, x.detach()) + x.sum())
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-        self.second.last = self.first.first
-
-
-def test_trap_22_tied_parameters_and_a_module_used_twice() -> None:
-    def forward(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-        for name in ("first", "second", "first"):
-            x = x + once(call, module.get_submodule(name), x)
-        return x
-
-    check(Tied(), forward)
-
-
-# --- 23: arguments of every kind, and none ----------------------------------------------------------------------------
+def with_integers(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made, best = call(layer, x, torch.arange(len(x)) % WIDTH)
+    assert best.dtype is torch.int64
+    result: Tensor = made
+    return result
 
 
 class Anything(nn.Module):
@@ -331,40 +98,39 @@ class Anything(nn.Module):
 
     def forward(self, state: dict[str, Any], *, extra: tuple[Any, ...], scale: float, name: str) -> dict[str, Any]:
         assert (name, extra[1]) == ("a name", None)
-        x = self.linear(state["x"]).tanh() * extra[0][0] * scale
-        if self.mask is not None:
-            x = x * self.mask
+        x = self.linear(state["x"]).tanh() * extra[0][0] * scale * self.mask
         return {"x": x, "more": [state["more"], x.detach()], "name": name}
 
 
-def test_trap_23_nested_keyword_and_other_arguments() -> None:
-    def forward(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-        made = call(module, {"x": x, "more": 3}, extra=([2 * x, 1], None), scale=0.5, name="a name")
-        assert made["more"][0] == 3
-        assert made["name"] == "a name"
-        result: Tensor = made["x"]
-        return result
-
-    check(Anything(), forward)
+def with_anything(call: Call, layer: Anything, x: Tensor) -> Tensor:
+    layer.mask = x.sin()  # another for each call: by the time of backward the module has that of the last one
+    made = call(layer, {"x": x, "more": 3}, extra=([2 * x, 1], None), scale=0.5, name="a name")
+    assert (made["more"][0], made["name"]) == (3, "a name")
+    result: Tensor = made["x"]
+    return result
 
 
-def test_trap_23_a_tensor_that_the_caller_put_on_the_module() -> None:
-    # Set anew for each microbatch: by the time of backward the module has the next one's.
-    def forward(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-        made = []
-        for factor in (1.0, 3.0):
-            module.mask = x * factor
-            made.append(call(module, {"x": x, "more": 0}, extra=([x], None), scale=factor, name="a name")["x"])
-        return made[0] + made[1]
+class Constant(nn.Module):
+    """Takes no tensor at all."""
 
-    check(Anything(), forward)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, power: int) -> Tensor:
+        return self.weight**power
+
+
+def with_a_number(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = call(layer, 3) + x
+    return made
 
 
 class Cache:
     """A cache of keys as Hugging Face's layers fill it."""
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
+    def __init__(self, keys: Tensor | None = None) -> None:
+        self.keys = keys
 
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else len(self.keys)
@@ -375,83 +141,149 @@ class Caching(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         keys: Tensor = self.linear(x)
         if cache is not None:
             keys = cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
         return x.tanh() @ keys.T @ keys
 
 
-@pytest.mark.parametrize("filled", [False, True])
+def fills_a_cache(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = call(layer, x, cache=Cache())
+    return made
+
+
+def adds_to_a_cache(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = call(layer, x, cache=Cache(x.sin()))
+    return made
+
+
+def in_autocast(call: Call, layer: nn.Module, x: Tensor, *, is_cached: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+        made: Tensor = call(layer, x)
+    assert made.dtype is torch.bfloat16
+    return made
+
+
+def on_data(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = call(layer, x.detach()) + x
+    return made
+
+
+class Outer(nn.Module):
+    """Checkpoints in a layer that may be checkpointed itself."""
+
+    def __init__(self, inner: Call) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(nn.Dropout(0.3)), Block(nn.BatchNorm1d(WIDTH))])
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.inner(block, x)
+        return functional.dropout(x, 0.2)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "dropout": (lambda: Block(nn.Dropout(0.4)), once),
+    "BatchNorm": (lambda: Block(nn.BatchNorm1d(WIDTH)), once),
+    "BatchNorm, cumulative": (lambda: Block(nn.BatchNorm1d(WIDTH, momentum=None)), once),
+    "InstanceNorm": (lambda: Instances(5, track_running_stats=True), once),
+    "spectral norm": (lambda: Block(spectral_norm(nn.Linear(WIDTH, WIDTH))), once),
+    "frozen and unused parameters, integers": (Partly, with_integers),
+    "inputs without gradient": (Block, on_data),
+    "arguments of every kind": (Anything, with_anything),
+    "no tensor": (Constant, with_a_number),
+    "an empty cache": (Caching, fills_a_cache),
+    "a filled cache": (Caching, adds_to_a_cache),
+    "in place": (lambda: Block(nn.ReLU(inplace=True)), once),
+    "an input that is handed on": (nn.Identity, once),
+    "checkpoints in it": (lambda: Outer(smp.checkpoint), once),
+}
+
+
+def recompute(model: Any) -> None:
+    model.call = smp.checkpoint
+
+
+def check(case: Case) -> None:
+    [plain] = train_plainly(case, Way(microbatches=1, batches=(5, 5)))
+    [ours] = train_plainly(case, Way(microbatches=1, batches=(5, 5), prepare=recompute))
+    check_same(ours, plain, 0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.filterwarnings("ignore:.*is handed a cache that is filled")
-def test_trap_23_a_cache_is_filled_once(filled: bool) -> None:
-    def forward(call: Call, module: nn.Module, x: Tensor) -> Tensor:
-        cache = Cache()
-        cache.keys = x.sin() if filled else None
-        result: Tensor = call(module, x, cache=cache)
-        return result
-
-    check(Caching(), forward)
+def test_recomputed_layers_train_as_plain_ones(name: str) -> None:
+    make, how = LAYERS[name]
+    check(Case(lambda: Model(make(), how), vectors, mse_step))
 
 
-def test_trap_23_a_filled_cache_is_not_recomputed_and_that_is_said() -> None:
-    cache = Cache()
-    cache.keys = torch.ones(1, WIDTH)
-    with pytest.warns(UserWarning, match="`Caching` is not checkpointed: it is handed a cache that is filled"):
-        smp.checkpoint(Caching(), torch.ones(1, WIDTH), cache)
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_recomputation_runs_under_the_autocast_of_the_call(is_cached: bool) -> None:
+    how = partial(in_autocast, is_cached=is_cached)
+    check(Case(lambda: Model(Block(), how), singles, mse_step, torch.float32))
 
 
-def test_trap_23_evaluation_fills_a_cache() -> None:
-    cache = Cache()
-    with torch.no_grad():
-        smp.checkpoint(Caching(), torch.ones(1, WIDTH), cache)
-    assert cache.get_seq_length() == 1
+# --- torch's checkpoint and compiler ----------------------------------------------------------------------------------
 
 
-def test_trap_23_no_tensor_at_all() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, WIDTH))
-
-        def forward(self, power: int) -> Tensor:
-            return self.weight**power
-
-    check(Constant(), lambda call, module, x: once(lambda m, _: call(m, 3), module, x) + x)
+def gradients(module: nn.Module, call: Call = plainly) -> list[Tensor | None]:
+    torch.manual_seed(4)
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    call(module, x).square().sum().backward()
+    return [x.grad, *(each.grad for each in module.parameters())]
 
 
-def test_a_module_that_hands_its_input_on_or_changes_it_in_place() -> None:
-    check(Block(nn.ReLU(inplace=True)))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_in_ours(reentrant: bool) -> None:
+    def theirs(module: Any, x: Tensor) -> Any:
+        return torch_checkpoint(module, x, use_reentrant=reentrant)
 
-    class Through(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    check(Through())
-
-
-# --- 12, 13, 14: other ways through backward --------------------------------------------------------------------------
+    plain, ours = Outer(plainly).double(), Outer(theirs).double()
+    ours.load_state_dict(plain.state_dict())
+    assert all(map(torch.equal, gradients(ours, smp.checkpoint), gradients(plain)))  # type: ignore[arg-type]
 
 
-def test_trap_12_the_graph_can_be_walked_again() -> None:
+@pytest.mark.parametrize("how", ["the layer", "all of it"])
+def test_compiled_modules(how: str) -> None:
+    torch._dynamo.reset()
+    plain = nn.Sequential(Block(), Block()).double()
+    model = copy.deepcopy(plain)
+    if how == "the layer":
+        model[0].compile(backend="aot_eager")
+    smp.set_activation_checkpointing(model)
+    called: Any = model if how == "the layer" else torch.compile(model, backend="aot_eager")
+    for ours, theirs in zip(gradients(called), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+# --- other ways through backward --------------------------------------------------------------------------------------
+
+
+def test_without_preservation_random_numbers_are_new() -> None:
+    block = Block(nn.Dropout(0.5)).double()
+    [ours, *_] = gradients(block, lambda module, x: smp.checkpoint(module, x, preserve_rng_state=False))
+    [plain, *_] = gradients(block)
+    assert not torch.equal(ours, plain)  # type: ignore[arg-type]
+
+
+def test_the_graph_can_be_walked_again() -> None:
     block = Block(nn.Dropout(0.3)).double()
+    plain = gradients(block)
     torch.manual_seed(4)
-    x = inputs()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     loss = smp.checkpoint(block, x).square().sum()
-    first = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=True)
-    second = torch.autograd.grad(loss, [x, *block.parameters()])
-    torch.manual_seed(4)
-    y = inputs()
-    plain = torch.autograd.grad(block(y).square().sum(), [y, *block.parameters()])
-    assert all(map(torch.equal, first, plain))
-    assert all(map(torch.equal, second, plain))
+    for retain in (True, False):
+        found = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=retain)
+        assert all(map(torch.equal, found, plain))  # type: ignore[arg-type]
 
 
-def test_trap_12_double_backward() -> None:
+def test_double_backward() -> None:
     block = Block().double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     found = []
     for call in (smp.checkpoint, plainly):
-        x = inputs()
         (slope,) = torch.autograd.grad(call(block, x).square().sum(), x, create_graph=True)
         found.append(torch.autograd.grad(slope.square().sum(), [x, *block.parameters()]))
     assert all(map(torch.equal, *found))
@@ -474,57 +306,60 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["in forward", "in backward"])
-def test_trap_13_an_exception_leaves_nothing_behind(when: int) -> None:
-    module = Fails(when)
+def test_an_exception_leaves_nothing_behind(when: int) -> None:
+    module = Fails(when).double()
     state = torch.get_rng_state()
+    x = torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator())
     with pytest.raises(ValueError, match="no more"):
-        smp.checkpoint(module, torch.randn(2, WIDTH, generator=torch.Generator())).sum().backward()
+        smp.checkpoint(module, x).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     module.zero_grad()
-    check(module)
+    ours = gradients(module, smp.checkpoint)
+    module.zero_grad()
+    assert all(map(torch.equal, ours, gradients(module)))  # type: ignore[arg-type]
 
 
-def test_trap_14_a_forward_without_backward_keeps_nothing() -> None:
-    block = Block()
-    with torch.no_grad():
+# --- what is kept, and what modules see -------------------------------------------------------------------------------
+
+
+def test_a_frozen_stem_keeps_nothing() -> None:
+    def refuse(_: Tensor) -> None:
+        raise AssertionError("kept")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda tensor: tensor):
+        smp.checkpoint(Block().requires_grad_(False), torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_backward_is_a_plain_one(mode: Any) -> None:
+    block, cache = Block(), Cache()
+    with mode():
         assert torch.equal(smp.checkpoint(block, torch.ones(2, WIDTH)), block(torch.ones(2, WIDTH)))
-    with torch.inference_mode():
-        assert torch.equal(smp.checkpoint(block, torch.ones(2, WIDTH)), block(torch.ones(2, WIDTH)))
+        smp.checkpoint(Caching(), torch.ones(1, WIDTH), cache)
+    assert cache.get_seq_length() == 1
 
 
-# --- checkpoints in checkpoints ---------------------------------------------------------------------------------------
+def test_a_filled_cache_is_not_recomputed_and_that_is_said() -> None:
+    with pytest.warns(UserWarning, match="`Caching` is not checkpointed: it is handed a cache that is filled"):
+        smp.checkpoint(Caching(), torch.ones(1, WIDTH), Cache(torch.ones(1, WIDTH)))
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: Call) -> None:
+class Marked(Tensor):
+    """A subclass that every operation hands on."""
+
+
+class Looks(nn.Module):
+    def __init__(self, kinds: list[type]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(nn.Dropout(0.3)), Block(nn.BatchNorm1d(WIDTH))])
-        self.inner = inner
+        self.note = kinds.append
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + self.inner(block, x)
-        return functional.dropout(x, 0.2)
+        self.note(type(x))
+        return x.sin()
 
 
-def by_torch(reentrant: bool) -> Call:
-    def call(module: nn.Module, x: Tensor) -> Any:
-        return torch_checkpoint(module, x, use_reentrant=reentrant)
-
-    return call
-
-
-@pytest.mark.parametrize("inner", ["ours", "torch's", "torch's, reentrant"])
-def test_nested_checkpoints(inner: str) -> None:
-    calls: dict[str, Call] = {"ours": smp.checkpoint, "torch's": by_torch(False), "torch's, reentrant": by_torch(True)}
-    torch.manual_seed(1)
-    plain, ours = Outer(plainly).double(), Outer(calls[inner]).double()
-    ours.load_state_dict(plain.state_dict())
-    expected = train(plain, plainly, once)
-    if inner != "ours":
-        # Torch's own recomputes after ours is done, and counts the batch a second time: only gradients are equal.
-        assert same(train(ours, smp.checkpoint, once)["step 0"], expected["step 0"])
-    else:
-        assert same(train(ours, smp.checkpoint, once), expected)
-        assert same(train(ours, plainly, once), expected)
+def test_subclasses_come_back_as_what_they_are() -> None:
+    kinds: list[type] = []
+    smp.checkpoint(Looks(kinds), torch.randn(2, WIDTH).as_subclass(Marked).requires_grad_()).sum().backward()
+    assert kinds == [Marked, Marked]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.core.offload_hooks import install
 
 WIDTH = 6
 
@@ -200,18 +197,6 @@ def test_an_input_that_an_outer_checkpoint_changes_is_named() -> None:
         smp.checkpoint(Runs(outer), inputs()).sum().backward()
 
 
-@pytest.mark.parametrize("outer", [smp.checkpoint, lambda *given: torch_checkpoint(*given, use_reentrant=False)])
-def test_checkpoints_in_checkpoints(outer: Callable[..., Tensor]) -> None:
-    inner = Runs(lambda layer, x: torch.dropout(layer(x).sin(), 0.5, True))
-    found = [
-        gradients(outer, lambda layer, x, call=call: call(inner, layer(x)).cos())[0]  # type: ignore[misc]
-        for call in (smp.checkpoint, plainly)
-    ]
-    assert found[0] is not None
-    assert found[1] is not None
-    assert torch.equal(found[0], found[1])
-
-
 def test_factories_make_tensors_where_the_forward_has() -> None:
     module, x = Runs(lambda layer, x: layer(x).sin() * torch.ones(WIDTH).shape[0]), inputs()
     seen: list[torch.device] = []
@@ -239,28 +224,3 @@ def test_no_cycle_keeps_a_call() -> None:
         assert kept() is None
     finally:
         gc.enable()
-
-
-class Watcher:
-    """An offloader that notes whether a call runs in its context: the tracing pass measures calls so."""
-
-    def __init__(self) -> None:
-        self.is_inside = False
-
-    @contextlib.contextmanager
-    def offload_inputs(self, name: str) -> Iterator[None]:
-        self.is_inside = True
-        yield
-        self.is_inside = False
-
-
-def test_the_context_of_inputs_is_around_the_whole_call() -> None:
-    watcher, seen = Watcher(), list[bool]()
-    module = Runs(lambda layer, x: (seen.append(watcher.is_inside), layer(x).sin())[1])  # type: ignore[func-returns-value]
-    previous = install(watcher)  # type: ignore[arg-type]
-    try:
-        smp.checkpoint(module, inputs())
-    finally:
-        install(previous)
-    assert seen == [True]
-    assert not watcher.is_inside

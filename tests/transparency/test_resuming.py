@@ -1,0 +1,198 @@
+"""A job that resumes on other ranks or in another precision goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import smpkit.torch as smp
+from smpkit.torch.tensor_parallel.state_dict import join_state
+from tests.models import MODELS, Case, mse_step, sequential, singles
+from tests.ranks import run_ranks
+from tests.train import (
+    TOLERANCE,
+    Trace,
+    Training,
+    Way,
+    batch,
+    check_same,
+    flat,
+    trace_of,
+    train_plainly,
+    training,
+    whole,
+)
+
+SLOW = pytest.mark.slow
+BEFORE, AFTER = range(2), range(2, 4)
+PLAIN = Way(microbatches=2, batches=(4,) * 4, optimizer="AdamW")
+
+
+def go_on(trained: Training, case: Case, numbers: range) -> list[Any]:
+    """Train all replicas on the same, so that their number does not matter."""
+    return [flat(trained.step(*batch(case, number, 4))) for number in numbers]
+
+
+def save(case: Case, way: Way, folder: Path) -> Trace:
+    """Save a checkpoint in the middle, and go on."""
+    with training(case, way) as trained:
+        go_on(trained, case, BEFORE)
+        smp.save_checkpoint(folder, "middle")
+        return trace_of(go_on(trained, case, AFTER), trained.model)
+
+
+def resume(case: Case, way: Way, folder: Path) -> Trace:
+    with training(case, way) as trained:
+        smp.resume_from_checkpoint(folder, "middle")
+        return trace_of(go_on(trained, case, AFTER), trained.model)
+
+
+def check(case: Case, saved: Way, now: Way, folder: Path, tolerance: float, *, is_plain: bool) -> None:
+    """Compare what a resumed job has at its end with plain PyTorch, or with the job that went on."""
+    [expected, *_] = whole(run_ranks(save, saved.ranks, case, saved, folder))
+    if is_plain:
+        expected = plainly(case)
+    for trace in run_ranks(resume, now.ranks, case, now, folder):
+        check_same(trace, expected, tolerance)
+
+
+@functools.cache
+def plainly(case: Case) -> Trace:
+    [[trace]] = run_ranks(train_plainly, 1, case, PLAIN)
+    return replace(trace, outputs=trace.outputs[AFTER.start :])
+
+
+def divided(pipeline: int = 1, tensor: int = 1, replicas: int = 1, **config: Any) -> Way:
+    """Return a way over so many ranks, of which `replicas` are neither a pipeline's nor tensor-parallel ones."""
+    return replace(
+        PLAIN,
+        pipeline=pipeline,
+        tensor=tensor,
+        replicas=replicas * tensor,
+        config=config,
+        prepare=smp.set_tensor_parallelism,
+    )
+
+
+# --- other ranks ------------------------------------------------------------------------------------------------------
+
+LOOP = MODELS["ModuleList and a loop"]
+GPT_2 = MODELS["GPT-2, loss outside"]  # inside, the loss is one of float32
+LAYOUTS = {
+    "one rank": divided(),
+    "pp2": divided(2),
+    "tp2, sharded states": divided(1, 2, shard_optimizer_state=True),
+    "pp2 tp2": divided(2, 2),
+    "pp2 dp2": divided(2, 1, 2),
+    "tp2 dp2, sharded states": divided(1, 2, 2, shard_optimizer_state=True),
+    "pp4": divided(4),
+    "dp4": divided(1, 1, 4),
+    "pp2 tp2 dp2": divided(2, 2, 2),
+    "sharded data": divided(1, 1, 2, sharded_data_parallel_degree=2, sdp_gradient_clipping=0.0),
+}
+FEW = [("pp2 tp2", "sharded data"), ("sharded data", "tp2, sharded states"), ("tp2, sharded states", "pp2")]
+
+
+@pytest.mark.parametrize(("saved", "now"), FEW)
+def test_a_job_resumes_on_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
+    check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
+
+
+@SLOW
+@pytest.mark.parametrize(("saved", "now"), list(itertools.permutations(LAYOUTS, 2)))
+def test_a_job_resumes_on_any_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
+    check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
+
+
+@pytest.mark.parametrize("way", [divided(1, 2), pytest.param(divided(1, 4), marks=SLOW)], ids=str)
+def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: Path) -> None:
+    check(GPT_2, way, divided(), tmp_path, TOLERANCE, is_plain=True)
+
+
+@pytest.mark.parametrize(
+    "model", ["BatchNorm", *[pytest.param(each, marks=SLOW) for each in ("tied modules", "parameters of the root")]]
+)
+def test_buffers_and_shared_weights_resume_on_another_pipeline(model: str, tmp_path: Path) -> None:
+    one, two = replace(PLAIN, pipeline=1), replace(PLAIN, pipeline=2)
+    check(MODELS[model], two, one, tmp_path, TOLERANCE, is_plain=True)
+
+
+# --- other precisions -------------------------------------------------------------------------------------------------
+
+
+HALF = Case(sequential, singles, mse_step, torch.float32)
+SHARDED = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}
+MODES = {
+    "float32": divided(replicas=2),
+    "bf16": divided(replicas=2, bf16=True),
+    "bf16 pipeline": divided(2, bf16=True),
+    "bf16 states": divided(replicas=2, bf16=True, shard_optimizer_state=True),
+    "bf16 tensor": divided(tensor=2, bf16=True),
+    "bf16 sharded": divided(replicas=2, bf16=True, **SHARDED),
+    "fp16": divided(replicas=2, fp16=True),
+    "fp16 states": divided(replicas=2, fp16=True, shard_optimizer_state=True),
+    "fp16 sharded": divided(replicas=2, fp16=True, **SHARDED),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ("bf16 pipeline", "bf16"),
+        ("fp16", "fp16 states"),
+        pytest.param("bf16", "bf16 pipeline", marks=SLOW),
+        pytest.param("fp16 states", "fp16", marks=SLOW),
+    ],
+)
+def test_a_job_in_half_precision_goes_on(saved: str, now: str, tmp_path: Path) -> None:
+    # A pipeline's microbatches and one rank's round their sums in another order.
+    check(HALF, MODES[saved], MODES[now], tmp_path, 1e-5, is_plain=False)
+
+
+MORE = [("bf16", "float32"), ("bf16 tensor", "bf16 sharded"), ("bf16 sharded", "bf16 states"), ("bf16 sharded", "fp16")]
+
+
+def finest(trained: Training) -> dict[str, Tensor]:
+    """Return the whole weights as finely as they are kept."""
+    weights = {name: value.detach().clone() for name, value in trained.model.state_dict().items()}
+    if trained.optimizer.masters is not None:
+        states = trained.optimizer.state_dict()["state"]
+        names = [name for name, _ in trained.model.module.named_parameters()]
+        masters = {names[number]: each["master"].clone() for number, each in states.items() if "master" in each}
+        weights |= join_state(trained.model.module, masters)
+    return weights
+
+
+def carry(saved: str, now: str, folder: Path) -> None:
+    with training(HALF, MODES[saved]) as trained:
+        go_on(trained, HALF, BEFORE)
+        smp.save_checkpoint(folder, "middle")
+        expected = finest(trained)
+    with training(HALF, MODES[now]) as trained:
+        smp.resume_from_checkpoint(folder, "middle")
+        for name, value in finest(trained).items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value, expected[name]), name
+        states = trained.optimizer.optimizer.state_dict()["state"].values()
+        assert all(each.keys() == {"step", "exp_avg", "exp_avg_sq"} for each in states), "and no master among them"
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ("bf16 states", "bf16 sharded"),
+        ("bf16 sharded", "bf16 tensor"),
+        ("float32", "bf16 tensor"),
+        ("fp16", "fp16 sharded"),
+        *[pytest.param(saved, now, marks=SLOW) for saved, now in MORE],
+    ],
+)
+def test_float32_weights_are_carried_wherever_a_mode_keeps_them(saved: str, now: str, tmp_path: Path) -> None:
+    run_ranks(carry, 2, saved, now, tmp_path)
