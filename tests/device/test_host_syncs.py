@@ -22,19 +22,25 @@ from tests.device.device import (
     waits_of,
 )
 from tests.device.ranks import run_on_gpu
-from tests.torch.small_steps import KINDS, Block, batch, begin
+from tests.models import DROPOUT, WIDTH, DroppingLayer
+from tests.train import KINDS, batch, training
 
 _WARM = Sampling().first + 2
 """Steps in which memory is pinned, kernels are loaded and schedules tried; the first ones are measured, and wait."""
 
 
+def on(device: torch.device | str, number: int) -> tuple[torch.Tensor, ...]:
+    """Return the batch of a step on a device."""
+    return tuple(each.to(device) for each in batch(DROPOUT, number, 8))
+
+
 def strict_step(name: str, on_host: bool) -> bool:
-    with begin(KINDS[name]) as trained:
+    with training(*KINDS[name]) as trained:
         for number in range(_WARM):
-            trained.step(batch(number).to("cpu" if on_host else gpu()))
-        x = batch(_WARM).to("cpu" if on_host else gpu())
+            trained.step(*on("cpu" if on_host else gpu(), number))
+        arguments = on("cpu" if on_host else gpu(), _WARM)
         with waiting_is_an_error():
-            loss = trained.step(x)
+            loss = trained.step(*arguments).reduce_mean()
         return bool(loss.isfinite())
 
 
@@ -55,11 +61,11 @@ def places_of_syncs(name: str) -> list[str]:
         ours = [f"{Path(file).stem}.{function}" for file, function in frames if Path(file).is_relative_to(product)]
         return ours[0] if ours else what
 
-    with begin(KINDS[name]) as trained:
+    with training(*KINDS[name]) as trained:
         for number in range(_WARM):
-            trained.step(batch(number).to(gpu()))
-        x = batch(_WARM).to(gpu())
-        found = waits_of(lambda: trained.step(x), place)
+            trained.step(*on(gpu(), number))
+        arguments = on(gpu(), _WARM)
+        found = waits_of(lambda: trained.step(*arguments).reduce_mean(), place)
     return sorted(set(found))
 
 
@@ -93,10 +99,10 @@ def test_flags_of_unused_parameters_are_read_once() -> None:
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_an_offload_model_s_forward_and_backward_never_wait(checkpoint: bool) -> None:
     torch.manual_seed(0)
-    module = torch.nn.Sequential(*[Block() for _ in range(4)])
-    model = OffloadModel(module, gpu(), num_slices=4, checkpoint_activation=checkpoint)
+    module = torch.nn.Sequential(*[DroppingLayer() for _ in range(4)])
+    model = OffloadModel(module.double(), gpu(), num_slices=4, checkpoint_activation=checkpoint)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
-    x = batch(0).to(gpu())
+    x, _ = on(gpu(), 0)
     for _ in range(_WARM):
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -111,11 +117,11 @@ def refilled() -> list[float]:
     """Return the loss of a step on a batch, and that of one whose memory is written to right after the call."""
     losses = []
     for refill in (False, True):
-        with begin(KINDS["plain"]) as trained:
-            trained.step(batch(0))
-            x = batch(1).pin_memory()
+        with training(*KINDS["plain"]) as trained:
+            trained.step(*on("cpu", 0))
+            x, y = (each.pin_memory() for each in on("cpu", 1))
             sleep(1_000_000_000)  # the copy comes behind this, half a second late
-            loss = trained.step(x)
+            loss = trained.step(x, y).reduce_mean()
             if refill:
                 x.fill_(float("nan"))
             losses.append(loss.item())
@@ -131,12 +137,13 @@ def on_a_side_stream(side: bool) -> list[float]:
     """Return the losses of a pipeline with virtual stages, called on a stream that is far behind the default one."""
     losses = []
     stream = new_stream() if side else current_stream()
-    with begin(KINDS["interleaved"]) as trained, on_stream(stream):
+    with training(*KINDS["interleaved"]) as trained, on_stream(stream):
         for number in range(_WARM):
-            x = torch.zeros(16, 16, device=gpu())
+            x = torch.zeros(8, WIDTH, device=gpu(), dtype=torch.float64)
             sleep(100_000_000)
-            x.copy_(batch(number).pin_memory(), non_blocking=True)
-            losses.append(trained.step(x))
+            on_host, y = on("cpu", number)
+            x.copy_(on_host.pin_memory(), non_blocking=True)
+            losses.append(trained.step(x, y).reduce_mean())
         synchronize()
         return [loss.item() for loss in losses]
 

@@ -18,10 +18,9 @@ from smpkit.torch.offload.accelerator import AcceleratorLink
 from tests.device.device import gpu, sleep
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
-from tests.models import CASES, Case
-from tests.train import Way, check_same, train, train_plainly
-from tests.transparency.checkpointed_models import Variant, differences
-from tests.transparency.checkpointed_models import train as train_checkpointed
+from tests.models import CASES, Case, token_step, tokens
+from tests.train import Trace, Way, check_same, train, train_plainly, whole
+from tests.transparency.test_checkpointing import Stacked, checkpoint_stack
 from tests.transparency.test_pipeline_schedules import SHAPES
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
@@ -95,17 +94,22 @@ def test_a_gpu_that_comes_late_changes_nothing() -> None:
     assert run_on_gpu(sleeping, range(5), timeout=150) == [5, 5]
 
 
-def train_variants(variants: tuple[Variant, ...]) -> list[dict[str, Any]]:
+def train_ways(case: Case, ways: tuple[Way, ...]) -> list[Trace]:
     with mock.patch.object(AcceleratorLink, "min_bytes", 0):  # these boundaries are smaller than what is worth a copy
-        return [train_checkpointed(variant, 2) for variant in variants]
+        return [train(case, way) for way in ways]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_offloaded_boundaries_of_checkpointed_layers(dropout: float) -> None:
     """1F1B with recomputation and the offload engine gives the bits of 1F1B without either."""
-    plain = Variant(None, 8, dropout=dropout)
-    ours = tuple(Variant(strategy, 8, dropout=dropout, horizon=1) for strategy in ("each", "contiguous"))
-    ranks = run_on_gpu(train_variants, (plain, *ours), timeout=150)
-    expected, *found = [dict(item for rank in ranks for item in rank[index].items()) for index in range(1 + len(ours))]
-    for variant, values in zip(ours, found, strict=True):
-        assert not differences(values, expected), variant
+    case, plain = Case(Stacked(dropout), tokens, token_step), Way(2, microbatches=8)
+    offloading = {"offload_activations": True, "activation_loading_horizon": 1}
+    ways = [
+        replace(plain, config=offloading, prepare=functools.partial(checkpoint_stack, strategy))
+        for strategy in ("each", "contiguous")
+    ]
+    ranks = run_on_gpu(train_ways, case, (plain, *ways), timeout=150)
+    [expected] = whole(rank[0] for rank in ranks)
+    for rank in ranks:
+        for found in rank[1:]:
+            check_same(found, expected, 0)

@@ -23,6 +23,7 @@ __all__ = [
     "add",
     "assert_same",
     "present_order",
+    "rows",
     "run_scenario",
     "slow_updates",
 ]
@@ -50,6 +51,11 @@ SCENARIOS: dict[str, Scenario] = {}
 
 _order: tuple[str, int] = ("lazy", 0)
 _updates_are_slow = False
+
+
+def rows(number: int) -> Tensor:
+    """Return the batch of a step, on the host."""
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu")
 
 
 def run_scenario(name: str, order: tuple[str, int]) -> None:

@@ -16,56 +16,63 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import smpkit.torch as smp
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import accelerator
-from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order
+from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
 from tests.device.scenarios.steps import smp_fails, smp_step
-from tests.torch import small_steps
+from tests.models import Case
 from tests.torch.pipeline import test_channel_order
+from tests.train import KINDS, Way, batch, checkpoint_layers, training
+
+Kind = tuple[Case, Way]
 
 
-def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
-    """Return the losses of a small training, and its last weights."""
+def built_on(device: str, build: Callable[[], nn.Module]) -> nn.Module:
+    return build().to(device)
+
+
+def on(device: str, case: Case) -> Case:
     # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
-    net = small_steps.Net
-    device = "cpu" if kind.marked else DEVICE
+    return replace(case, build=partial(built_on, device, case.build))
+
+
+def trained(kind: Kind, *, steps: int = 3) -> list[Tensor]:
+    """Return the losses of a small training, and its last weights."""
+    case, way = kind
     found = []
-    with (
-        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(device)),
-        small_steps.begin(kind) as training,
-    ):
+    with training(on("cpu" if way.tensor > 1 else DEVICE, case), way) as of_kind:
         for number in range(steps):
             torch.manual_seed(number)
-            found.append(training.step(small_steps.batch(number)).detach().cpu())
-        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+            found.append(of_kind.step(*batch(case, number, 8)).reduce_mean().detach().cpu())
+        found += [each.detach().cpu() for _, each in sorted(of_kind.parameters())]
     return found
 
 
-def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
+def trained_from_the_device(kind: Kind) -> list[Tensor]:
     """Return the losses of a small training whose batches are results of the device, and on a stream of the user's."""
-    net = small_steps.Net
+    case, way = kind
     found = []
     stream = torch.Stream(DEVICE)
-    with (
-        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
-        small_steps.begin(kind) as training,
-        stream,
-    ):
+    with training(on(DEVICE, case), way) as of_kind, stream:
         for number in range(3):
             torch.manual_seed(number)
-            x = small_steps.batch(number).to(DEVICE)
+            x, y = (each.to(DEVICE) for each in batch(case, number, 8))
             for _ in range(3):
                 x = x * 1.5
-            found.append(training.step(x).detach())
+            found.append(of_kind.step(x, y).reduce_mean().detach())
         found = [each.cpu() for each in found]
-        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+        found += [each.detach().cpu() for _, each in sorted(of_kind.parameters())]
     return found
+
+
+def with_config(kind: Kind, **config: Any) -> Kind:
+    case, way = kind
+    return case, replace(way, config={**way.config, **config})
 
 
 def trained_offloaded(horizon: int | str) -> list[Tensor]:
     """Return what a small training over a pipeline gives whose activations leave the device."""
-    config = {"offload_activations": True, "activation_loading_horizon": horizon}
-    kind = replace(small_steps.KINDS["pipeline"], config={**small_steps.KINDS["pipeline"].config, **config})
+    case, way = with_config(KINDS["pipeline"], offload_activations=True, activation_loading_horizon=horizon)
     with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
-        return trained(replace(kind, checkpointed=True))
+        return trained((case, replace(way, prepare=checkpoint_layers)))
 
 
 def trained_with_a_hook() -> list[Tensor]:
@@ -79,7 +86,7 @@ def trained_with_a_hook() -> list[Tensor]:
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(3):
         optimizer.zero_grad()
-        smp_step(model, small_steps.batch(2 * number + smp.dp_rank()))
+        smp_step(model, rows(2 * number + smp.dp_rank()))
         optimizer.step()
     found = [each.detach().cpu() for _, each in model.local_named_parameters()]
     smp.shutdown()
@@ -97,7 +104,7 @@ def trained_on_uneven_inputs() -> list[Tensor]:
     with model.join():
         for number in range(2 + 2 * smp.dp_rank()):
             optimizer.zero_grad()
-            smp_step(model, small_steps.batch(number))
+            smp_step(model, rows(number))
             optimizer.step()
             torch.ones(WIDTH, device=DEVICE).add_(1)
     found = [each.detach().cpu() for _, each in model.local_named_parameters()]
@@ -107,19 +114,19 @@ def trained_on_uneven_inputs() -> list[Tensor]:
 
 def trained_after_an_exception() -> list[Tensor]:
     """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
-    smp.init(dict(small_steps.KINDS["pipeline"].config))
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True})
     with torch.device("cpu"):
         torch.manual_seed(3)
-        module = small_steps.Net()
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     model: Any = smp.DistributedModel(module.to(DEVICE))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(4):
         if number == 2:
             with pytest.raises(ZeroDivisionError):
-                smp_fails(model, small_steps.batch(number))
+                smp_fails(model, rows(number))
         torch.manual_seed(number)
         optimizer.zero_grad()
-        smp_step(model, small_steps.batch(number))
+        smp_step(model, rows(number))
         optimizer.step()
     found = [each.detach().cpu() for _, each in model.local_named_parameters()]
     smp.shutdown()
@@ -180,7 +187,7 @@ def trained_with_waits_of_others() -> list[Tensor]:
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
     for number in range(4):
-        x = small_steps.batch(number).to(DEVICE) * 1.5
+        x = rows(number).to(DEVICE) * 1.5
         if number == 2:
             with pytest.raises(ZeroDivisionError):
                 no_half(model, x)
@@ -219,22 +226,22 @@ def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
 _in_order: dict[Callable[[], list[Tensor]], list[Tensor]] = {}
 """What trainings give there, once for all orders in which this process runs them."""
 
-_of_pipelines = small_steps.KINDS["pipeline"]
-_over_four = {**_of_pipelines.config, "pipeline_parallel_degree": 4}
+_of_pipelines = KINDS["pipeline"]
+_over_four = _of_pipelines[0], replace(_of_pipelines[1], pipeline=4)
 _KINDS = {
-    **small_steps.KINDS,
-    "pipeline, masters": replace(_of_pipelines, config={**_of_pipelines.config, "fp16": True}),
-    "pipeline, zero bubble": replace(_of_pipelines, config={**_of_pipelines.config, "pipeline": "zero_bubble"}),
-    "pipeline over four": replace(_of_pipelines, config=_over_four, ranks=4),
-    "simple pipeline over four": replace(_of_pipelines, config={**_over_four, "pipeline": "simple"}, ranks=4),
+    **KINDS,
+    "pipeline, masters": with_config(_of_pipelines, fp16=True),
+    "pipeline, zero bubble": with_config(_of_pipelines, pipeline="zero_bubble"),
+    "pipeline over four": _over_four,
+    "simple pipeline over four": with_config(_over_four, pipeline="simple"),
 }
 _NOT_QUICK = ("data, one parameter unused",)
 for _kind, _of_kind in _KINDS.items():
-    if _of_kind.ranks > 1:
+    if _of_kind[1].ranks > 1:
         _run = partial(same_as_in_order, partial(trained, _of_kind))
-        add(f"ranks, {_kind}", _run, ranks=_of_kind.ranks, is_quick=_kind not in _NOT_QUICK)
+        add(f"ranks, {_kind}", _run, ranks=_of_kind[1].ranks, is_quick=_kind not in _NOT_QUICK)
 for _kind in ("pipeline", "interleaved"):
-    _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
+    _trains = partial(trained_from_the_device, KINDS[_kind])
     add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
 _run = partial(same_as_in_order, trained_after_an_exception)
 add("ranks, pipeline, an exception", _run, ranks=2, is_quick=True)

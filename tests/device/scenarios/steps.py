@@ -25,8 +25,7 @@ from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import accelerator
 from tests.device.calibration import measures_what_the_device_does
 from tests.device.scenarios.activations import make, train_step
-from tests.device.scenarios.common import WIDTH, add, assert_same
-from tests.torch import small_steps
+from tests.device.scenarios.common import WIDTH, add, assert_same, rows
 
 
 class Small(nn.Module):
@@ -193,7 +192,7 @@ def saved_in_the_background() -> None:
 
     def train(number: int) -> None:
         optimizer.zero_grad()
-        smp_step(model, small_steps.batch(number))
+        smp_step(model, rows(number))
         optimizer.step()
 
     def read(folder: Path) -> list[Tensor]:
