@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,11 @@ def both(kind: str) -> Way:
     return way_of(kind, tensor=2, clip=0.3, config=config, prepare=mark)
 
 
-WAYS = [way_of("states"), way_of("halves"), both("states"), both("halves")]
-
-
-@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("way", "parts"),
+    [(way_of("states"), True), (way_of("halves"), False), (both("states"), False), (both("halves"), True)],
+    ids=str,
+)
 def test_states_that_are_loaded_are_those_that_were_saved(way: Way, parts: bool) -> None:
     same(CASE, way, by=functools.partial(train_twice, parts=parts))
 
@@ -77,7 +76,9 @@ def save_and_resume(case: Case, way: Way, saved: Way, folder: Path) -> Trace:
 @pytest.mark.parametrize(
     ("saved", "way"),
     [
-        *((way_of(saved), way_of(loaded)) for saved, loaded in itertools.permutations(list(SHARDED)[:3], 2)),
+        (way_of("plain"), way_of("states")),
+        (way_of("states"), way_of("halves")),
+        (way_of("halves"), way_of("plain")),
         (way_of("quarters", replicas=4), way_of("halves", replicas=4)),
         (way_of("plain", replicas=1, pipeline=2), way_of("plain", replicas=1, pipeline=2)),
     ],

@@ -237,12 +237,13 @@ def test_one_rank_equals_plain_pytorch(kind: str) -> None:
 
 def way_of(tensor: int, prescaled: bool, optimize: str) -> Way:
     config = {"prescaled_batch": prescaled, "optimize": optimize}
-    return Way(replicas=1 if prescaled else tensor, tensor=tensor, microbatches=2, batches=(8, 8), config=config)
+    # One batch shows it: the weights are random, biases and norms too.
+    return Way(replicas=1 if prescaled else tensor, tensor=tensor, microbatches=1, batches=(4,), config=config)
 
 
 PAIRS = pairwise([list(KINDS), [False, True], ["speed", "memory"]])
 ROWS = [(kind, way_of(2, prescaled, optimize)) for kind, prescaled, optimize in PAIRS]
-ROWS += [(kind, way_of(4, False, "memory")) for kind in KINDS]
+ROWS += [(kind, way_of(4, False, "memory")) for kind in ("linear", "embedding")]
 GRID = [
     (kind, way_of(tensor, prescaled, optimize))
     for kind, tensor, prescaled, optimize in itertools.product(KINDS, (2, 4), (False, True), ("speed", "memory"))
