@@ -59,10 +59,11 @@ def choose(way: Way, numbers: Sequence[int] = range(STEPS), folder: Path | None 
             x, y = batch(CASE, number, 8, smp.dp_rank())
             outputs.append(flat(trained.step(x, y)))
             choices.append(model.activation_choices())
-            with torch.no_grad():
-                model.eval()
-                evaluate(model, x)
-                model.train()
+            if number != numbers[-1]:
+                with torch.no_grad():
+                    model.eval()
+                    evaluate(model, x)
+                    model.train()
         chooser = model.activations._chooser
         found = Chosen(trace_of(outputs, model), choices, "" if chooser is None else chooser.phase.name)
         facts = None if chooser is None else chooser.facts

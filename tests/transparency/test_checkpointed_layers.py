@@ -233,7 +233,7 @@ def checkpoint_body(model: Any) -> None:
     smp.set_activation_checkpointing(model.body)
 
 
-PREPARED = {"a setting": checkpoint_body, "a call": partial(call_through, checkpoint)}
+PREPARED: dict[str, Callable[[Any], None]] = {"a setting": checkpoint_body, "a call": partial(call_through, checkpoint)}
 
 
 def warnings_of(how: str, placement: int | None) -> list[str]:

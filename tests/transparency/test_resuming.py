@@ -56,7 +56,9 @@ def resume(case: Case, way: Way, folder: Path) -> Trace:
 
 def check(case: Case, saved: Way, now: Way, folder: Path, tolerance: float, *, is_plain: bool) -> None:
     """Compare what a resumed job has at its end with plain PyTorch, or with the job that went on."""
-    [expected, *_] = whole(run_ranks(save, saved.ranks, case, saved, folder))
+    [expected, *others] = whole(run_ranks(save, saved.ranks, case, saved, folder))
+    for other in others:  # a rank with a share of the optimizer's states has no other gradients
+        expected.gradients |= other.gradients
     if is_plain:
         expected = plainly(case)
     for trace in run_ranks(resume, now.ranks, case, now, folder):
@@ -128,7 +130,7 @@ def test_buffers_and_shared_weights_resume_on_another_pipeline(model: str, tmp_p
 
 
 HALF = Case(sequential, singles, mse_step, torch.float32)
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}
+SHARDED: dict[str, Any] = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}
 MODES = {
     "float32": divided(replicas=2),
     "bf16": divided(replicas=2, bf16=True),
