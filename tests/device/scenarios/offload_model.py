@@ -201,39 +201,61 @@ def _halve(parameters: Sequence[nn.Parameter], how: str, model: Any) -> None:
             parameter.mul_(0.5)
 
 
+QUICK = {
+    "OffloadModel, graph, backward",
+    "OffloadModel, checkpointed, backward",
+    "OffloadModel, checkpointed, forward, evaluated between",
+    "OffloadModel, checkpointed, forward, bfloat16",
+    "OffloadModel, checkpointed, forward, two backwards",
+    "OffloadModel, checkpointed, forward, evaluated before the step",
+    "OffloadModel, checkpointed, forward, written in place, asked for",
+    "OffloadModel, checkpointed, forward, written replaced",
+    "OffloadModel, checkpointed, torch, an exception",
+    "OffloadModel, checkpointed, torch, frozen and written",
+    "OffloadModel, checkpointed, torch, little host memory",
+    "OffloadModel, copied in pieces",
+    "OffloadModel, frozen between backwards",
+    "OffloadModel, gone",
+}
+"""What the default suite runs: one for each place at which a copy or its user has to wait."""
+
+
+def _add(name: str, run: Callable[[], None]) -> None:
+    add(name, run, is_quick=name in QUICK)
+
+
 for _is_checkpointed in (False, True):
     _kind = "checkpointed" if _is_checkpointed else "graph"
     _options: dict[str, Any] = {"checkpoint_activation": _is_checkpointed}
     for _overlap in ("torch", "forward", "backward"):
         _common = partial(offload_model, overlap=_overlap, **_options)
         _title = f"OffloadModel, {_kind}, {_overlap}"
-        add(_title, _common, is_quick=_overlap == "backward")
-        add(f"{_title}, evaluated between", partial(_common, evaluates=True), is_quick=_title.endswith("ed, forward"))
-        add(f"{_title}, read between", partial(_common, reads=True))
-        add(f"{_title}, saved between", partial(_common, saves=True))
-        add(f"{_title}, tied", partial(_common, tied=True))
-        add(f"{_title}, partly frozen", partial(_common, unused=True))
-        add(f"{_title}, 6 slices", partial(_common, num_slices=6))
-        add(f"{_title}, no prefetch", partial(_common, prefetch=False))
-        add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
-        add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
-        add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
-        add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
+        _add(_title, _common)
+        _add(f"{_title}, evaluated between", partial(_common, evaluates=True))
+        _add(f"{_title}, read between", partial(_common, reads=True))
+        _add(f"{_title}, saved between", partial(_common, saves=True))
+        _add(f"{_title}, tied", partial(_common, tied=True))
+        _add(f"{_title}, partly frozen", partial(_common, unused=True))
+        _add(f"{_title}, 6 slices", partial(_common, num_slices=6))
+        _add(f"{_title}, no prefetch", partial(_common, prefetch=False))
+        _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
+        _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
+        _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16))
+        _add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
         if _overlap != "backward":  # which has updated some slices when others raise
-            _is_quick = _is_checkpointed and _overlap == "torch"
-            add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_is_quick)
-            add(f"{_title}, clipped", partial(_common, clip=0.1))
-            add(f"{_title}, two backwards", partial(_common, backwards=2))
+            _add(f"{_title}, an exception", partial(_common, fails=True))
+            _add(f"{_title}, clipped", partial(_common, clip=0.1))
+            _add(f"{_title}, two backwards", partial(_common, backwards=2))
         if _overlap != "torch":
             _sgd = {"lr": 0.1, "momentum": 0.9}
-            add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
-        add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
-        add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
+            _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
+        _add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
+        _add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
         for _how in ("in place, synchronized", "in place, asked for", "replaced"):
-            add(f"{_title}, written {_how}", partial(_common, writes=_how))
+            _add(f"{_title}, written {_how}", partial(_common, writes=_how))
     _torch = partial(offload_model, **_options)
-    add(f"OffloadModel, {_kind}, torch, written in place", partial(_torch, writes="in place"))
-    add(f"OffloadModel, {_kind}, torch, frozen and written", partial(_torch, writes="in place", frozen=2))
+    _add(f"OffloadModel, {_kind}, torch, written in place", partial(_torch, writes="in place"))
+    _add(f"OffloadModel, {_kind}, torch, frozen and written", partial(_torch, writes="in place", frozen=2))
 
 
 def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list[Any]]:
@@ -256,7 +278,7 @@ def copied_in_pieces() -> None:
         offload_model(overlap="forward", checkpoint_activation=True)
 
 
-add("OffloadModel, copied in pieces", copied_in_pieces)
+_add("OffloadModel, copied in pieces", copied_in_pieces)
 
 _READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
     "its state dict": lambda model, _, __: model.state_dict(),
@@ -321,10 +343,10 @@ def replaced_at_once(*, is_dropped: bool) -> None:
 
 for _how in _READS:
     for _overlap in ("forward", "backward"):
-        add(f"OffloadOptimizer, {_overlap}, {_how} read at once", partial(read_at_once, _how, _overlap))
-add("OffloadOptimizer, a state loaded at once", loaded_at_once)
-add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
-add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
+        _add(f"OffloadOptimizer, {_overlap}, {_how} read at once", partial(read_at_once, _how, _overlap))
+_add("OffloadOptimizer, a state loaded at once", loaded_at_once)
+_add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
+_add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
 
 
 def freed_between_backwards() -> None:
@@ -347,7 +369,7 @@ def freed_between_backwards() -> None:
     assert_same(found[1], found[0])
 
 
-add("OffloadModel, frozen between backwards", freed_between_backwards)
+_add("OffloadModel, frozen between backwards", freed_between_backwards)
 
 
 class Clamped(nn.Linear):
@@ -393,8 +415,8 @@ def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
 
 for _recomputes in (False, True):
     _title = f"OffloadModel, written in forward{', recomputed' if _recomputes else ''}"
-    add(_title, partial(written_in_forward, recomputes=_recomputes))
-    add(f"{_title}, microbatches", partial(written_in_forward, recomputes=_recomputes, parts=2))
+    _add(_title, partial(written_in_forward, recomputes=_recomputes))
+    _add(f"{_title}, microbatches", partial(written_in_forward, recomputes=_recomputes, parts=2))
 
 
 def gone() -> None:
@@ -405,4 +427,4 @@ def gone() -> None:
         torch.accelerator.synchronize()  # raises what the device has to say of the memory
 
 
-add("OffloadModel, gone", gone)
+_add("OffloadModel, gone", gone)
