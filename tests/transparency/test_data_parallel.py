@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from smpkit.errors import UsageError
 from tests.models import MODELS, Case
-from tests.train import Script, Trace, Way, differ, same, trace_of, world
+from tests.train import Trace, Training, Way, differ, same, trace_of, world
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 """Several for a model, or overlap has nothing to get wrong."""
@@ -71,7 +71,7 @@ def own_hook(microbatches: int, bucket: Any) -> torch.futures.Future[torch.Tenso
 
 def train_with_hook(case: Case, way: Way, hook: Callable[..., Any]) -> Trace:
     with world(way):
-        script = Script(case, way)
+        script = Training(case, way)
         script.model.register_comm_hook(way.microbatches, hook)
         with pytest.raises(UsageError, match="registered already"):
             script.model.register_comm_hook(way.microbatches, hook)

@@ -18,7 +18,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
-from tests.train import Script, Trace, Way, batch, build, differ, reference, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, build, differ, reference, same, trace_of, world
 
 CASE = MODELS["tied by a function"]
 
@@ -49,7 +49,7 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
 def measure(way: Way) -> dict[str, Any]:
     """What one rank holds, and the norms it sees."""
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         script.run(0)
         model = script.model
         parameters: list[Any] = list(model.parameters())
@@ -271,7 +271,7 @@ FAILING = Case(Failing, tokens, token_step)
 
 def fail_and_go_on(case: Case, way: Way) -> Trace:
     with world(way):
-        script = Script(case, way)
+        script = Training(case, way)
         module: Any = script.model.module
         outputs = []
         for number in range(len(way.batches)):
@@ -302,7 +302,7 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
 def shard_attributes(way: Way) -> tuple[Any, Tensor]:
     """Return what a script finds on the parameters and the optimizer, after a step that it clips."""
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         optimizer = script.optimizer
         wholes = dict(build(CASE).named_parameters())
         names: dict[Any, str] = {each: name for name, each in script.model.module.named_parameters()}
@@ -357,7 +357,7 @@ def test_a_registered_parameter_may_be_used_outside_of_its_module() -> None:
 
 def register_wrongly() -> None:
     with world(way_of()):
-        model = Script(OUTSIDE, way_of()).model
+        model = Training(OUTSIDE, way_of()).model
         with pytest.raises(RuntimeError, match="DTensor"):
             model(batch(OUTSIDE, 0, 8)[0])
         with pytest.raises(UsageError, match="is divided already"):

@@ -17,7 +17,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from tests.models import MODELS, Case
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from tests.train import Script, Trace, Way, batch, build, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, build, same, trace_of, world
 
 CASE = MODELS["frozen and unused parameters"]
 WHOLE = Way(replicas=2, microbatches=2, optimizer="AdamW in groups", model={"bucket_cap_mb": 0.001})
@@ -57,7 +57,7 @@ def measure(way: Way) -> dict[str, Any]:
         return mock.patch.object(dist, name, call)
 
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         script.run(0)
         script.run(1)
         with counted("reduce"), counted("broadcast"), counted("all_reduce"):
@@ -93,7 +93,7 @@ def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and
 def add_without_clearing(case: Case, way: Way) -> Trace:
     """Reduce twice before clearing, with clipping in between and one weight left out in the second."""
     with world(way):
-        model = Script(case, way).model
+        model = Training(case, way).model
         step = smp.step(case.step)
         arguments = [batch(case, number, 8, smp.dp_rank()) for number in range(3)]
         step(model, *arguments[0])
@@ -114,7 +114,7 @@ def test_a_second_reduction_adds_to_the_first(view: bool) -> None:
 def freeze_in_between(case: Case, way: Way) -> Trace:
     """Freeze the head for a batch: what is sent is grouped anew then."""
     with world(way):
-        script, outputs = Script(case, way), []
+        script, outputs = Training(case, way), []
         for number in range(len(way.batches)):
             script.model.module.get_submodule("head").requires_grad_(number != 1)
             outputs.append(script.run(number))
@@ -128,7 +128,7 @@ def test_parameters_may_be_frozen_and_unfrozen() -> None:
 def save() -> dict[str, Any]:
     """Return copies, as a state dict refers to the states that go on changing."""
     with world(SHARDED):
-        script = Script(CASE, SHARDED)
+        script = Training(CASE, SHARDED)
         script.run(0)
         optimizer = script.optimizer
         forms = {
@@ -144,7 +144,7 @@ def load(way: Way, kept: list[dict[str, Any]]) -> list[dict[int, dict[str, Tenso
     results = []
     for form in ("list", "own", "whole"):
         with world(way):
-            script = Script(CASE, way)
+            script = Training(CASE, way)
             script.run(0)
             source = kept[smp.rank()][form] if form == "own" else kept[0][form]
             script.optimizer.load_state_dict(copy.deepcopy(source))

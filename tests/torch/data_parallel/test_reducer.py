@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from tests.models import Case
 from tests.ranks import RankFailed, run_ranks
-from tests.train import Script, Trace, Way, batch, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, same, trace_of, world
 
 
 class Branches(nn.Module):
@@ -85,7 +85,7 @@ def failing_step(model: Any, x: torch.Tensor, _: int) -> None:
 
 def fail_before_each(case: Case, way: Way) -> Trace:
     with world(way):
-        script, outputs = Script(case, way), []
+        script, outputs = Training(case, way), []
         for number, size in enumerate(way.batches):
             with pytest.raises(ZeroDivisionError):
                 smp.step(failing_step)(script.model, *batch(case, number, size, smp.rank()))

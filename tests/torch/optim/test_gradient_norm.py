@@ -15,7 +15,7 @@ from smpkit.torch.optim.gradient_norm import global_norm
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.models import MODELS
 from tests.ranks import run_ranks
-from tests.train import Script, Way, reference, world
+from tests.train import Training, Way, reference, world
 
 NORMS = [2.0, 1.0, 3.0, float("inf")]
 
@@ -82,7 +82,7 @@ CASE = MODELS["tied modules"]
 
 def clip_over_a_pipeline(way: Way) -> tuple[list[float], float, float]:
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         script.run(0)
         model = script.model
         norms = [smp.clip_grad_norm_(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]

@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 from tests.train import (
     OPTIMIZERS,
     TOLERANCE,
-    Script,
     Trace,
+    Training,
     Way,
     batch,
     build,
@@ -43,7 +43,7 @@ def plain_state(way: Way = TWO) -> dict[str, Tensor]:
 
 def gather() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
     with world(TWO):
-        script = Script(CASE, TWO)
+        script = Training(CASE, TWO)
         for number in range(len(TWO.batches)):
             script.run(number)
         model = script.model
@@ -88,7 +88,7 @@ class Allocated(TorchDispatchMode):
 def count_gathered() -> tuple[int, int, int]:
     """Return what this rank allocates to gather the whole on the first one, what it holds, and what the whole is."""
     with world(ONE_BATCH):
-        script = Script(CASE, ONE_BATCH)
+        script = Training(CASE, ONE_BATCH)
         script.run(0)
         model = script.model
         with Allocated() as allocated:
@@ -106,7 +106,7 @@ def test_gathering_puts_the_whole_model_on_the_first_rank_only() -> None:
 def load_plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Load before the model is partitioned, and after, and return what it is."""
     with world(ONE_BATCH):
-        script = Script(CASE, ONE_BATCH)
+        script = Training(CASE, ONE_BATCH)
         model = script.model
         model.load_state_dict(state)
         assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
@@ -159,14 +159,14 @@ def test_the_optimizer_may_be_made_before_or_after_the_model_or_its_first_step(w
 def save(way: Way) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """Train all but the last batch; return what came out, and state dicts."""
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         outputs = [script.run(number) for number in range(len(way.batches) - 1)]
         return copy.deepcopy((outputs, script.model.state_dict(), script.optimizer.state_dict()))
 
 
 def load_and_go_on(way: Way, outputs: list[Any], weights: dict[str, Any], states: dict[str, Any]) -> Trace:
     with world(way):
-        script = Script(CASE, way)
+        script = Training(CASE, way)
         script.model.load_state_dict(weights)
         script.optimizer.load_state_dict(states)
         outputs = [*outputs, script.run(len(way.batches) - 1)]
@@ -184,7 +184,7 @@ def test_training_goes_on_with_another_number_of_ranks(old: int, new: int) -> No
 
 def save_checkpoint(path: Path) -> None:
     with world(ONE_BATCH):
-        script = Script(CASE, ONE_BATCH)
+        script = Training(CASE, ONE_BATCH)
         script.run(0)
         smp.save_checkpoint(path, "whole", partial=False)
 
@@ -214,7 +214,7 @@ def announce_partition() -> list[str]:
     logger.addHandler(Kept(lines))
     logger.setLevel(logging.INFO)
     with world(ONE_BATCH):
-        script = Script(CASE, ONE_BATCH)
+        script = Training(CASE, ONE_BATCH)
         script.run(0)
         script.run(0)
     return lines

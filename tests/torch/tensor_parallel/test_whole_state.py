@@ -16,7 +16,7 @@ from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.state_dict import PARTIAL_KEY
 from tests.models import MODELS
 from tests.ranks import run_ranks
-from tests.train import Script, Way, batch, build, world
+from tests.train import Training, Way, batch, build, world
 
 
 def equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -30,7 +30,7 @@ WAY = Way(2, 2, 2, microbatches=2, batches=(4,), prepare=smp.set_tensor_parallel
 def save_and_load() -> None:
     with world(WAY):
         before = {name: value.clone() for name, value in build(CASE).state_dict().items()}
-        model = Script(CASE, WAY).model
+        model = Training(CASE, WAY).model
         assert equal(model.state_dict(), before), "joined, before the model is partitioned"
         smp.step(CASE.step)(model, *batch(CASE, 0, 4))
         check_whole(model, before)
