@@ -29,7 +29,7 @@ import smpkit.torch as smp
 from smpkit.testing import run_ranks
 from smpkit.torch.offload.emulated import EmulatedLink
 from tests.models import CASES, Case, token_step, tokens
-from tests.transparency.checkpointed_models import Model, Variant
+from tests.transparency.test_checkpointing import Stacked, autocast_step, checkpoint_stack
 
 ROOT = Path(__file__).parents[1]
 Results = dict[str, Any]
@@ -60,7 +60,7 @@ def train(
     options = {"backward_passes_per_step": accumulation, "bucket_cap_mb": 0.001, **(ddp_options or {})}
     model = smp.DistributedModel(module, **options)
     if checkpointed is not None:
-        smp.set_activation_checkpointing(module.layers, strategy=checkpointed)
+        checkpoint_stack(checkpointed, module)
     half = "fp16" in config or "bf16" in config
     scaling: Any = {"dynamic_loss_scale": True, "dynamic_loss_args": LOSS_SCALING} if half else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -123,11 +123,6 @@ def language_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def autocast_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return token_step(model, ids, labels)
-
-
 NET = Case(token_model, tokens, token_step)
 HALF_NET = Case(token_model, tokens, token_step, torch.float32)
 LANGUAGE = Case(language_model, tokens, language_step)
@@ -181,9 +176,10 @@ def ways(size: int) -> Iterator[tuple[str, Callable[[], Results]]]:
         yield "dp2, sharded parameters", partial(train, NET, sharded_data_parallel_degree=2)
     for strategy in ("each", "contiguous", "group_2") if size < 4 else ():
         for horizon in (None, 1, 2, 4):
-            variant = Variant(strategy, 4, dropout=0.3, tied=horizon != 1, horizon=horizon)
-            case = Case(partial(Model, variant), tokens, autocast_step, torch.float32)
-            config = {"pipeline_parallel_degree": size, "active_microbatches": size, **variant.options}
+            case = Case(Stacked(0.3, tied=horizon != 1), tokens, autocast_step, torch.float32)
+            config = {"pipeline_parallel_degree": size, "active_microbatches": size}
+            if horizon is not None:
+                config |= {"offload_activations": True, "activation_loading_horizon": horizon}
             name = f"pp{size}, checkpointing {strategy}, offloading {horizon}"
             yield name, partial(train, case, checkpointed=strategy, **config)
 
