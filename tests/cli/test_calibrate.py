@@ -18,6 +18,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
     done = smpkit("calibrate", "--ranks", "2", "--seconds", "1", "--json")
     assert done.exit_code == 0, done.stderr

@@ -109,6 +109,7 @@ def await_ready(process: subprocess.Popen[str]) -> None:
     assert "ready" in process.stdout.readline()
 
 
+@pytest.mark.slow
 def test_two_hosts_with_torchrun_form_one_world(tmp_path: Path) -> None:
     with free_ports() as port:
         first, second = ends([start(tmp_path, number, ALL_REDUCE, port) for number in range(2)])
@@ -307,6 +308,7 @@ def count(tmp_path: Path, number: int, script: str, port: int, name: str, hosts:
     return start(tmp_path, number, script, 0, resources=known, **variables)
 
 
+@pytest.mark.slow
 def test_hosts_that_are_only_counted_tell_each_other_their_names(tmp_path: Path) -> None:
     script = ALL_REDUCE + "print(os.environ['SM_HOSTS'], os.environ['GLOO_SOCKET_IFNAME'])"
     with free_ports() as port:

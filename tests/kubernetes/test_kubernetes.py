@@ -137,6 +137,7 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
 # ---- what a job is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_two_pods(user: User) -> None:
     """The run, from what the dry run shows to what is kept; losses are those of plain PyTorch in one process."""
     user.write(
@@ -257,6 +258,7 @@ def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
     assert user.cluster.pods("killed") == sorted(user.cluster.controller.runs)
 
 
+@pytest.mark.slow
 def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
     a_job_that_is_stopped_goes_on(
         OnCluster(user, lambda name: (user.shared / "out" / name / "model" / "losses.txt").read_text())

@@ -40,6 +40,7 @@ distribution:
 """
 
 
+@pytest.mark.slow
 def test_chosen_steps_are_profiled_beside_the_events(tmp_path: Path) -> None:
     """Steps 2 and 3, of a pipeline over gloo: what torch saw of each lies inside of our own span of it."""
     (tmp_path / "train.py").write_text(SCRIPT)
