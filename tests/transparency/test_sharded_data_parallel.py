@@ -311,7 +311,7 @@ def shard_attributes(way: Way) -> tuple[Any, Tensor]:
         assert [each.ds_shape for each in parameters] == [each.shape for each in wholes.values()]
         assert [each.ds_numel for each in parameters] == [each.numel() for each in wholes.values()]
         # As scripts describe their shards for the tools that merge them.
-        group: list[Any]
+        group: Any
         (group,) = optimizer.fp16_groups
         assert {names[each]: each.ds_shape for each in group} == {name: each.shape for name, each in wholes.items()}
         assert optimizer._global_grad_norm is None

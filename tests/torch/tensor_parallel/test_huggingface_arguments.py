@@ -14,10 +14,9 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
-from smpkit.torch.tensor_parallel.state_dict import with_original_names
+from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
 from tests.models_of_others import DIVISIBLE, divisible
 from tests.ranks import run_ranks
-from tests.transparency.tensor_parallel_models import whole_gradients
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 6, 23, 16, 4
 TOLERANCE = 1e-6  # Hugging Face computes losses and some scores in float32
@@ -205,7 +204,8 @@ def compare(run: Run, only: set[str] | None) -> Iterator[str]:
             objective.backward()
             torch.testing.assert_close(logits, expected[own][1], rtol=TOLERANCE, atol=TOLERANCE)
             torch.testing.assert_close(objective, expected[own][0], rtol=TOLERANCE, atol=TOLERANCE)
-            gradients = {key: each for key, each in whole_gradients(model).items() if each is not None}
+            held = {key: each.grad for key, each in model.local_named_parameters() if each.grad is not None}
+            gradients = join_state(model.get_module(), held)
             theirs = dict(plain.named_parameters())
             for key, each in with_original_names(model.get_module(), gradients).items():
                 wanted = theirs[key].grad if key in theirs else None
