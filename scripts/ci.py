@@ -145,9 +145,11 @@ def parts() -> list[Part]:
     whole = ("scripts/test", "-m", "")
     slow = ("scripts/test", "-m", "slow", "-n", "2", "--dist", "worksteal")
     but_own = [f"--deselect={path}" for path in (*SLURM, *CONTAINERS, *BROWSER)]
+    results = f"{tempfile.gettempdir()}/smpkit-dry-run-{commit}-{os.getpid()}"
     everything = [
         Part("documentation", ["scripts/site"], None),  # first, since it also installs what the tests need
         Part("lint and default suite", DEFAULT_SUITE, but_own, must_end=True),
+        Part("dry run of scripts/gpu", ["scripts/gpu", "--dry-run", "--out", results], None),
         Part("SageMaker SDK v2", ["scripts/test-sdk", "sdk2"]),
         Part("SageMaker SDK v3", ["scripts/test-sdk", "sdk3"]),
         Part("containers", [*whole, *CONTAINERS]),

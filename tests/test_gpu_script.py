@@ -5,21 +5,23 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from benchmarks.on_gpu.parts import ROOT
 from benchmarks.on_gpu.record import Record
 
 
+@pytest.mark.slow
 def test_a_dry_run_starts_parts_and_leaves_a_folder(tmp_path: Path) -> None:
-    """A part of tests, whose files must be importable, and a benchmark, which must run."""
+    """A part of tests, whose files must be importable. CI runs the dry run of all parts."""
     folder = tmp_path / "results"
-    options = ["--dry-run", "--only", "engine", "activation-offload-long", "--out", str(folder)]
+    options = ["--dry-run", "--only", "engine", "--out", str(folder)]
     done = subprocess.run(
         [ROOT / "scripts/gpu", *options], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    tests, benchmark = Record.read(folder).outcomes.values()
-    assert (tests.state, benchmark.state) == ("passed", "passed")
-    assert tests.tests, "no test was collected"
-    assert "| TRL over checkpoint |" in (folder / "tables.md").read_text()
+    [engine] = Record.read(folder).outcomes.values()
+    assert engine.state == "passed"
+    assert engine.tests, "no test was collected"
     assert "torch 2." in (folder / "versions.txt").read_text()
     assert {"junit.xml", "summary.md"} <= {path.name for path in folder.iterdir()}
