@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from hypothesis import settings
 
 from tests.leftovers import kill_processes_of
 
@@ -28,6 +29,11 @@ pytest_plugins = ("tests.chosen_device",)
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
+
+# How many examples hypothesis draws: `--hypothesis-profile many` is for whoever changes what they are drawn for.
+settings.register_profile("few", max_examples=40)
+settings.register_profile("many", max_examples=150)
+settings.load_profile("few")
 
 # Ranks are forked from a server. Had that asked CUDA itself for GPUs, as `torch.cuda.is_available()` does otherwise,
 # its children could not use them.
@@ -45,20 +51,6 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
-    """Before each file, take what lives on out of Python's sight: torch and all tests are a million objects.
-
-    Tests look for cycles by the thousand, as `smp.shutdown()` does, and each time that took half a second.
-    """
-    if location[0] not in _begun_files:
-        _begun_files.add(location[0])
-        gc.collect()
-        gc.freeze()
-
-
-_begun_files: set[str] = set()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Kill what a failed test has started and not ended."""
@@ -73,9 +65,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import now what tests import late, or the first one of each process would pay for it."""
+    """Take what is there before the first test out of the sight of Python's collector: a million objects of torch.
+
+    Tests look for cycles by the thousand, as `smp.shutdown()` does, and each time that took half a second. What tests
+    leave behind stays in its sight.
+    """
+    # Also what tests import late, where CPU seconds are shown, or the first test of each process would pay for it.
     if _shows_cpu(session.config) and "tests.ranks" in sys.modules:
         importlib.import_module("tests.preloaded")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
