@@ -87,6 +87,8 @@ def test_ranks_agree_on_every_parameter(size: int, config: dict[str, Any]) -> No
         for rank in here:
             if "ddp" in config:
                 assert seen[rank]["replica_ranks"] == seen[rank]["reduce_ranks"] == (rank,), "not kept equal"
+            elif "sharded_data_parallel_degree" not in config:
+                assert set(seen[rank]["replica_ranks"]) == seen[rank]["holders"], "all that are to be equal"
             for key in ("holders", "replica_ranks", "reduce_ranks"):
                 assert rank in seen[rank][key]
                 assert set(seen[rank][key]) <= here
