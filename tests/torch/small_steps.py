@@ -114,12 +114,12 @@ def begin(kind: Kind) -> Iterator[Trained]:
     smp.shutdown()
 
 
-def begin_offload_model(device: str = "cpu", *, checkpoint: bool = True) -> Trained:
+def begin_offload_model() -> Trained:
     """Train an OffloadModel with its optimizer."""
     with torch.device("cpu"):
         torch.manual_seed(3)
         module = nn.Sequential(*[Block() for _ in range(4)])
-    model = OffloadModel(module, torch.device(device), num_slices=4, checkpoint_activation=checkpoint)
+    model = OffloadModel(module, torch.device("cpu"), num_slices=4, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
 
     def step(x: Tensor) -> Tensor:
