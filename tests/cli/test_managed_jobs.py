@@ -35,17 +35,24 @@ compute: {instance_type: ml.p4d.24xlarge, instance_count: 2}
 """
 
 REASON = 'AlgorithmError: ValueError: boo\nrank 5 on algo-1, exit 1\n  File "train.py", line 4, in f\n, exit code: 1'
+SMPKIT = (str(Path(sys.executable).with_name("smpkit")),)
+MPI = ("--set", "distribution.mpi.enabled=true", "--set", "distribution.mpi.processes_per_host=8")
 LINES = (Line(1, "[rank 0] one"), Line(2, "[rank 8] two", 1), Line(3, "[rank 0] three"))
 
 Use = Callable[..., FakeSageMaker]
 
 
 @pytest.fixture
-def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Put a job into the current folder, and a fake of one's choice in place of the cloud."""
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a job into the current folder."""
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yaml").write_text(JOB)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def use(job: None, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Put a job into the current folder, and a fake of one's choice in place of the cloud."""
 
     def use(script: Script | None = None, **options: Any) -> FakeSageMaker:
         fake = FakeSageMaker(script or Script(lines=LINES, training=10), **options)
@@ -53,6 +60,14 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         return fake
 
     return use
+
+
+@pytest.fixture
+def demonstration(job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a job into the current folder, and play it without a cloud, 3000 times as fast, as users may."""
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_what_a_job_looks_like_on_every_back_end(use: Use, smpkit: Smpkit) -> None:
@@ -279,13 +294,12 @@ def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
     assert "interrupted 1 time\n" in result.stdout
 
 
-def test_watch_repaints_in_place_on_a_terminal(use: Use, tmp_path: Path) -> None:
-    use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
-    process("submit", "job.yaml", "--name", "demo", **around)
-    environ = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | around | {"TERM": "xterm"}
+@pytest.mark.usefixtures("demonstration")
+def test_watch_repaints_in_place_on_a_terminal(smpkit: Smpkit) -> None:
+    smpkit("submit", "job.yaml", "--name", "demo")
+    environ = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
     reader, writer = pty.openpty()
-    command = [str(Path(sys.executable).with_name("smpkit")), "status", "--watch", "demo"]
+    command = [*SMPKIT, "status", "--watch", "demo"]
     with subprocess.Popen(command, env=environ, stdout=writer, stderr=subprocess.PIPE, text=True) as watching:
         os.close(writer)
         shown = read_all(reader).decode()
@@ -495,10 +509,10 @@ def test_doctor_reports_versions_to_paste(smpkit: Smpkit) -> None:
 @pytest.mark.parametrize(
     ("shell", "word"), [("bash", "complete -o nosort"), ("zsh", "#compdef"), ("fish", "complete ")]
 )
-def test_completion_scripts(shell: str, word: str) -> None:
-    done = process("completion", shell)
-    assert word in done.stdout
-    assert "_SMPKIT_COMPLETE" in done.stdout
+def test_completion_scripts(shell: str, word: str, smpkit: Smpkit) -> None:
+    script = smpkit("completion", shell).stdout
+    assert word in script
+    assert "_SMPKIT_COMPLETE" in script
 
 
 def test_completion_completes() -> None:
@@ -520,13 +534,11 @@ def test_init_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path,
     assert smpkit("init", str(tmp_path / "new"), "--force").exit_code == 0
 
 
-def test_a_real_interrupt_ends_following_and_nothing_else(use: Use, tmp_path: Path) -> None:
-    use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "10"}
-    assert process("submit", "job.yaml", "--name", "demo", **around).returncode == 0
-    smpkit = str(Path(sys.executable).with_name("smpkit"))
-    command = [smpkit, "logs", "-f", "demo"]
-    with subprocess.Popen(command, env={**os.environ, **around}, stderr=subprocess.PIPE, text=True) as follower:
+@pytest.mark.usefixtures("demonstration")
+def test_a_real_interrupt_ends_following_and_nothing_else(smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMPKIT_FAKE_SPEED", "10")
+    assert smpkit("submit", "job.yaml", "--name", "demo").exit_code == 0
+    with subprocess.Popen([*SMPKIT, "logs", "-f", "demo"], stderr=subprocess.PIPE, text=True) as follower:
         assert follower.stderr is not None
         assert follower.stderr.readline().startswith(("Starting", "Downloading", "Training"))
         follower.send_signal(signal.SIGINT)
@@ -534,17 +546,20 @@ def test_a_real_interrupt_ends_following_and_nothing_else(use: Use, tmp_path: Pa
     assert follower.returncode == 130
     assert "`demo` goes on" in said
     assert "Traceback" not in said
-    assert json.loads(process("status", "demo", "--json", **around).stdout)["status"] in ("InProgress", "Completed")
+    assert json.loads(smpkit("status", "demo", "--json").stdout)["status"] in ("InProgress", "Completed")
 
 
-def test_the_demonstration_lives_on_between_processes(use: Use, tmp_path: Path) -> None:
-    use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
-    first = process("submit", "job.yaml", "--name", "demo-fail", **around)
-    assert first.stdout == "demo-fail\n", first.stderr
-    done = process("wait", "demo-fail", **around)
-    assert (done.returncode, "ValueError: hidden size 2050" in done.stderr) == (1, True)
-    assert "[rank 0] step 3/20" in process("logs", "demo-fail", **around).stdout
+@pytest.mark.usefixtures("demonstration")
+def test_the_demonstration_lives_on_between_commands(smpkit: Smpkit) -> None:
+    """The hint after a failure asks for lines of the failing rank, which has some."""
+    assert smpkit("submit", "job.yaml", "--name", "demo-fail", *MPI).stdout == "demo-fail\n"
+    done = smpkit("wait", "demo-fail")
+    assert (done.exit_code, "ValueError: hidden size 2050" in done.stderr) == (1, True)
+    assert "[rank 0] step 3/20" in smpkit("logs", "demo-fail").stdout
+    hint = re.search(r"hint: `smpkit (logs .*)`", done.stderr)
+    assert hint is not None
+    assert "--rank 4" in hint[1]
+    assert "ValueError: hidden size 2050" in smpkit(*hint[1].split()).stdout
 
 
 @pytest.mark.parametrize(
@@ -699,28 +714,13 @@ def test_commands_in_hints_find_the_same_cloud(use: Use, smpkit: Smpkit, options
     assert "`smpkit logs job --rank 5 --tail 50`\n" in smpkit("status", "job").stderr
 
 
-def test_the_demonstrations_spot_job_goes_on_where_it_stopped(use: Use, tmp_path: Path) -> None:
-    use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
-    process("submit", "job.yaml", "--name", "spot", "--set", "compute.spot=true", "--wait", **around)
-    log = process("logs", "spot", **around).stdout
+@pytest.mark.usefixtures("demonstration")
+def test_the_demonstrations_spot_job_goes_on_where_it_stopped(smpkit: Smpkit) -> None:
+    smpkit("submit", "job.yaml", "--name", "spot", "--set", "compute.spot=true", "--wait")
+    log = smpkit("logs", "spot").stdout
     assert [int(step) for step in re.findall(r"step (\d+)/20", log)] == list(range(1, 21))
     assert "saved step 6\n" in log
     assert "resumed at step 6\n" in log
-
-
-def test_the_demonstrations_failing_rank_has_lines(use: Use, tmp_path: Path) -> None:
-    """The hint after its failure asks for them."""
-    use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
-    said = process("submit", "job.yaml", "--name", "fail", "--wait", *MPI, **around).stderr
-    hint = re.search(r"hint: `smpkit (logs .*)`", said)
-    assert hint is not None
-    assert "--rank 4" in hint[1]
-    assert "ValueError: hidden size 2050" in process(*hint[1].split(), **around).stdout
-
-
-MPI = ("--set", "distribution.mpi.enabled=true", "--set", "distribution.mpi.processes_per_host=8")
 
 
 GROUPS = """\

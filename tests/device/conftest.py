@@ -45,12 +45,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a test that is `also_on` a simulated device on a rank: this process would have that device for good.
 
-    Such a test gets arguments that can be sent to a rank, and starts no ranks.
+    Such a test gets arguments that can be sent to a rank, and starts no ranks. One that asks for `device` is called
+    here: it starts ranks, which have that device, and touches none itself.
     """
     device = _device_of(pyfuncitem)
-    if not _is_for_a_gpu(pyfuncitem) or device == pyfuncitem.config.getoption("device"):
+    names = pyfuncitem._fixtureinfo.argnames
+    if not _is_for_a_gpu(pyfuncitem) or device == pyfuncitem.config.getoption("device") or "device" in names:
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
     call = (pyfuncitem.module.__name__, pyfuncitem.function.__name__, arguments)
     run_ranks(call_by_name, 1, *call, timeout=170, env={VARIABLE: device})
     return True

@@ -245,7 +245,11 @@ def waits_of(work: Callable[[], object], name: Callable[[list[tuple[str, str]], 
     if IS_SIMULATED:
         before = _waits()
         work()
-        return [name([_file_and_function(line) for line in each.lines], each.what) for each in _since(before)]
+        return [
+            name([_file_and_function(line) for line in each.lines], each.what)
+            for each in _since(before)
+            for _ in range(each.times - before.get((each.what, each.lines), 0))
+        ]
     found: list[str] = []
 
     def note(message: object, category: object, *_: object, **__: object) -> None:
