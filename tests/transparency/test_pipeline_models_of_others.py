@@ -9,7 +9,7 @@ from tests.train import Way, same
 from tests.vision_libraries import MISSING
 
 FEW = ("ALBERT", "DeBERTa-v2", "Gemma 2", "ResNet", "CLIP", "Whisper")
-# Placed by dice: ResNet's residuals then change a value that another rank has been sent, and must be sent again.
+# Placed by dice: ResNet's changes in place then come out wrong unless all ranks are told of them.
 SCATTERED = Way(pipeline=2, batches=(8, 8), placement=3)
 DEALT = Way(pipeline=2, batches=(8, 8), placement=-1)
 DECIDED = Way(pipeline=4, microbatches=2, batches=(8, 8), traced=True, config={"pipeline": "simple"})
