@@ -9,6 +9,8 @@ from tests.train import Way, same
 from tests.vision_libraries import MISSING
 
 FEW = ("ALBERT", "DeBERTa-v2", "Gemma 2", "ResNet", "CLIP", "Whisper")
+# Placed by dice: ResNet's changes in place then come out wrong unless all ranks are told of them.
+SCATTERED = Way(pipeline=2, batches=(8, 8), placement=3)
 DEALT = Way(pipeline=2, batches=(8, 8), placement=-1)
 DECIDED = Way(pipeline=4, microbatches=2, batches=(8, 8), traced=True, config={"pipeline": "simple"})
 INSTALLED = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -16,7 +18,7 @@ INSTALLED = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_model_trains_as_in_one_process(name: str) -> None:
-    same(MODELS_OF_OTHERS[name], DEALT)
+    same(MODELS_OF_OTHERS[name], SCATTERED)
 
 
 @pytest.mark.slow
