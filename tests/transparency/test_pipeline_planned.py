@@ -6,11 +6,9 @@ import os
 import random
 from bisect import bisect
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,31 +21,16 @@ from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
-from smpkit.torch.pipeline.stage_tensor import current_microbatch
 from smpkit.torch.placement.trace import measure_units, units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
 from tests.train import Way, batch, build, part, place, world
+from tests.transparency.test_pipeline_gate import WithBackward
 
 MICROBATCHES = 2
 NEED_VALUES = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
 """Cases in which Python asks for a value, and which cannot be recorded without: plans of theirs say so."""
-
-
-class WithBackward(nn.Module):
-    """What a step function sees of a model that is recorded."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def backward(self, tensors: Any, gradients: Any = None) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        current_microbatch().backward(roots, [None] * len(roots) if gradients is None else gradients)
 
 
 def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
