@@ -85,7 +85,7 @@ def lower_bounds() -> None:
     run_meter._UNSETTLED = 3 * BOUND  # type: ignore[misc]
 
 
-def train_many(trained: Training, case: Case, count: int) -> dict[str, tuple[int, int]]:
+def train_many(trained: Training | TrainingInSlices, case: Case, count: int) -> dict[str, tuple[int, int]]:
     """Train with a batch of another size in each step; return what grew in the second half."""
     seen = []
     for number in range(count):

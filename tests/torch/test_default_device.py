@@ -20,7 +20,7 @@ from tests.train import KINDS, Trace, Training, TrainingInSlices, batch, check_s
 STEPS = 5  # after the second, a pipeline measures and plans anew
 
 
-def values_after(trained: Training, case: Case, numbers: Iterable[int] = range(STEPS)) -> Trace:
+def values_after(trained: Training | TrainingInSlices, case: Case, numbers: Iterable[int] = range(STEPS)) -> Trace:
     """Train for some steps; return losses, gradients and weights."""
     losses = [flat(trained.step(*batch(case, number, 8))) for number in numbers]
     held = dict(trained.parameters())

@@ -68,7 +68,7 @@ def choose(way: Way, numbers: Sequence[int] = range(STEPS), folder: Path | None 
         found = Chosen(trace_of(outputs, model), choices, "" if chooser is None else chooser.phase.name)
         facts = None if chooser is None else chooser.facts
         if facts is not None:
-            least = max((each.saved_bytes for each in facts.layers), default=0)
+            least: float = max((each.saved_bytes for each in facts.layers), default=0)
             least += facts.live * sum(each.input_bytes for each in facts.layers)
             kept = facts.live * sum(each.saved_bytes for each in facts.layers)
             found.half_gib = (facts.other_bytes + (least + kept) / 2) / 2**30

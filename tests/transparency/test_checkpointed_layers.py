@@ -266,7 +266,9 @@ def set_between_steps() -> tuple[list[list[float]], list[list[int]]]:
         with training(case, WAY) as trained:
             for number, strategy in enumerate(strategies):
                 if strategy is not None:
-                    smp.set_activation_checkpointing(trained.model.get_module().layers, strategy=strategy)
+                    smp.set_activation_checkpointing(
+                        trained.model.get_module().get_submodule("layers"), strategy=strategy
+                    )
                 Counted.calls = 0
                 losses.append(trained.step(*batch(case, number, 8)).reduce_mean().item())
                 calls.append(Counted.calls)

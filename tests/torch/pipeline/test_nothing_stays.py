@@ -124,7 +124,7 @@ def graphs_at_a_time() -> int:
         for number in range(3):
             Watched.nodes.clear()
             trained.step(*batch(case, number, 12))
-        most = trained.model.get_module()[1].most
+        most = trained.model.get_module().get_submodule("1").most
         assert isinstance(most, int)
         return most
 
