@@ -34,7 +34,7 @@ def no_gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Path:
+def gpu_file(tmp_path: Path) -> Path:
     """Put a GPU beside the process, as one finds it in a container that was given the second one."""
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "nvidia1").touch()
@@ -86,21 +86,21 @@ def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_a_build_for_cuda_beside_a_gpu_must_see_it(device: Path, tmp_path: Path) -> None:
+def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path, tmp_path: Path) -> None:
     (tmp_path / "version").write_text(OPEN_NVRM)
     text = message_of(gpus.probe_gpu(Launch(), {}))
-    assert f"rank 0 sees no GPU but should have one ({device} exists)" in text
+    assert f"rank 0 sees no GPU but should have one ({gpu_file} exists)" in text
     assert f"torch {torch.__version__} is built for CUDA 13.0, the driver is 580.65.06" in text
     assert "torch says `" in text
     assert "hint: update the driver (CUDA 13.0 needs 580 or newer)" in text
 
 
 @pytest.mark.usefixtures("cpu_build")
-def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(device: Path) -> None:
+def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(gpu_file: Path) -> None:
     gpu_info = gpus.probe_gpu(Launch(), {})
     assert problems_of([gpu_info, gpu_info]) == []
     (text,) = notices_of([gpu_info, gpu_info, GpuInfo()])
-    assert f"{device} exists" in text
+    assert f"{gpu_file} exists" in text
     assert "ranks 0 and 1 train on the CPU" in text
 
 
@@ -116,7 +116,7 @@ def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(device: Path) -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("gpu_file")
 def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(build)
     gpu_info = gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", **said})
@@ -177,7 +177,7 @@ def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeyp
 # --- scripts that say `cuda` ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("gpu_file")
 @pytest.mark.parametrize(
     ("environ", "installs"),
     [
@@ -267,7 +267,7 @@ def test_a_rank_that_misses_its_gpu_ends_all(
         assert (caught, started) == ([], False)
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("gpu_file")
 def test_a_gpu_that_torch_does_not_know_is_told_once() -> None:
     first, second = run_ranks(told_at_init, 2, unused, gpus.DEVICE_FILES)
     assert [first[0], second[0]] == ["", ""]
