@@ -6,6 +6,7 @@ Files `test_sim_*` are about the simulated device itself, of which their ranks h
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Generator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     if not _is_for_a_gpu(pyfuncitem) or device == pyfuncitem.config.getoption("device") or "device" in names:
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    arguments = pickle.dumps({name: pyfuncitem.funcargs[name] for name in names})
     call = (pyfuncitem.module.__name__, pyfuncitem.function.__name__, arguments)
     run_ranks(call_by_name, 1, *call, timeout=170, env={VARIABLE: device})
     return True

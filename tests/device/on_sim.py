@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,9 +41,13 @@ def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -
     return function(*args)
 
 
-def call_by_name(module: str, function: str, arguments: dict[str, Any]) -> None:
-    """Call a function of a module that is imported now: what that asks about its device is told by the environment."""
-    getattr(importlib.import_module(module), function)(**arguments)
+def call_by_name(module: str, function: str, arguments: bytes) -> None:
+    """Call a function of a module that is imported now: what that asks about its device is told by the environment.
+
+    The arguments are pickled, as they may belong to the same module: it would be imported before the rank has its
+    environment.
+    """
+    getattr(importlib.import_module(module), function)(**pickle.loads(arguments))
 
 
 @contextlib.contextmanager
