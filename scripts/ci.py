@@ -155,6 +155,7 @@ def parts() -> list[Part]:
         Part("containers", [*whole, *CONTAINERS]),
         Part("Slurm", [*whole, *SLURM]),
         Part("browser", [*whole, *BROWSER]),
+        Part("struck jobs", [*slow, "tests/chaos", "-k", "kill or flipped"]),
     ]
     if touched:
         name = "slow tests of the folders that the last ten commits touched"

@@ -15,10 +15,7 @@ from tests.chaos.runner import Case, make_reference, strike
 
 FIRST, LAST = (int(number) for number in os.environ.get("CHAOS_SEEDS", f"0 {len(FAULTS) - 1}").split())
 QUICK = (0, 18)
-"""Seeds of the default suite, with two ranks: a killed rank and a flipped bit.
-
-tests/torch/checkpoints/test_background.py kills a rank while it saves in the default run, too.
-"""
+"""Seeds with two ranks only: a killed rank and a flipped bit."""
 
 
 def launchers() -> tuple[str, ...]:
@@ -53,11 +50,8 @@ def label(seed: int) -> str:
     return f"{seed}: {case.fault}, {case.config}, {case.launcher}, rank {case.victim}, step {case.at}"
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(FIRST, LAST + 1)],
-    ids=label,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FIRST, LAST + 1), ids=label)
 def test_a_job_survives(seed: int, tmp_path: Path, reference: Callable[[str], Path]) -> None:
     """Set `CHAOS_SEEDS="100 139"` for other cases than those that are always tried."""
     case = case_of(seed)

@@ -301,7 +301,7 @@ if smp.rank() == 0:
 """
 
 
-@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("flag", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_script_that_insists_on_cuda_runs_with_the_flag_only(flag: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "smpkit", "compat", *(["--cuda-on-cpu"] if flag else [])]

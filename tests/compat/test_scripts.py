@@ -25,6 +25,7 @@ def _run(
     return report
 
 
+@pytest.mark.slow
 def test_mnist(tmp_path: Path) -> None:
     """Pipeline 2 × data 2 learns the digits, to the same losses as one process, and loads what it saved."""
     job = {"partitions": 2, "ddp": True, "placement_strategy": "spread", "pipeline": "interleaved", "optimize": "speed"}

@@ -80,6 +80,7 @@ def started(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
         os.close(theirs)
 
 
+@pytest.mark.slow
 def test_one_rank_is_debugged_while_the_others_wait(tmp_path: Path) -> None:
     with started(tmp_path, "--pdb", "1") as (process, terminal):
         terminal.until("(Pdb rank 1)")

@@ -57,13 +57,12 @@ JOB = """
     ("how", "expected"),
     [
         ("raise", ["(rank 1 on algo-1, exit 1)", "ValueError: hidden size 2050", "rank 0 stopped"]),
-        # tests/chaos kills a rank in the default run, too.
-        pytest.param("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"], marks=pytest.mark.slow),
+        ("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"]),
         ("hang", ["the reduction of gradients (bucket 0) for rank 1", "rank 1 was still running, here:"]),
-        # tests/torch/distributed/test_deadline.py and, for mpirun, test_launcher.py have it in the default run.
-        pytest.param("leave", ["rank 1"], marks=pytest.mark.slow),
+        ("leave", ["rank 1"]),
     ],
 )
+@pytest.mark.slow
 def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path, how: str, expected: list[str]) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "job.yaml").write_text(textwrap.dedent(JOB))

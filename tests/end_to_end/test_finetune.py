@@ -28,6 +28,7 @@ def small(tmp_path: Path) -> dict[str, Any]:
     return {**folders, "batch": 4, "save-every": 4, "context": 64}
 
 
+@pytest.mark.slow
 def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str, Any]) -> None:
     told = HELD_OUT.findall(on_forked_ranks(EXAMPLE / "job.yaml", {**small, "steps": 5}))
     (first, before), (middle, _), (last, after) = [(int(step), float(loss)) for step, loss in told]

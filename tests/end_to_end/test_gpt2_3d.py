@@ -21,7 +21,8 @@ def num_weights(width: int, layers: int, context: int) -> int:
     return (256 + context) * width + layers * block + 2 * width
 
 
-@pytest.mark.parametrize("run", [on_forked_ranks, pytest.param(launched, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [on_forked_ranks, launched])
 def test_the_example_learns_on_eight_ranks_that_hold_their_parts(
     run: Callable[[Path, Mapping[str, Any]], str],
 ) -> None:

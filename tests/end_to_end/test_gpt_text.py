@@ -48,6 +48,7 @@ def learned(output: str) -> tuple[float, float, int]:
     return float(said[1]), float(said[2]), int(said[3])
 
 
+@pytest.mark.slow
 def test_it_learns_saves_and_resumes_over_a_pipeline(job: Path, tmp_path: Path) -> None:
     """Two replicas, and then two pipelines of two stages."""
     small = {**SIZES, "checkpoints": tmp_path / "checkpoints"}

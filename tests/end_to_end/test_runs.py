@@ -181,6 +181,7 @@ smp.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_knows_its_model_and_the_block_its_share_of_the_peak(tmp_path: Path) -> None:
     peak = 1e6
     rate = {"dtype": "float32", "size": 512, "flops_per_second": peak, "shared_flops_per_second": peak}

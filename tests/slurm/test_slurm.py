@@ -51,6 +51,7 @@ def losses(user: User, name: str) -> str:
 # ---- what a job is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_two_nodes(user: User) -> None:
     """The run, from what the dry run shows to what is kept; losses are those of plain PyTorch in one process."""
     user.write(distribution=PIPELINE, hyperparameters={"steps": 6}, secrets={"KEY": {"variable": "MY_KEY"}})

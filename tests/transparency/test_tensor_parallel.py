@@ -103,6 +103,8 @@ PAIRS = pairwise([*AXES, [False, True]])
 ROWS = [
     *(row(*pair) for pair in PAIRS),
     row("encoder and decoder", (1, 4, 1), False, "memory"),
+    # All three kinds of parallelism at once, on eight ranks.
+    row("language model", (2, 2, 2), True, "memory"),
     # Exchanges between tensor-parallel ranks come in another order when backwards are split and stages are virtual.
     row("language model", (2, 2, 1), False, "memory", pipeline="zero_bubble"),
     row("language model", (2, 2, 1), True, "speed", virtual_pipeline_degree=2),

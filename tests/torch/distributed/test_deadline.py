@@ -202,7 +202,11 @@ FAILS = """
 """
 
 
-@pytest.mark.parametrize(("failing", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
+@pytest.mark.parametrize(
+    ("failing", "agent"),
+    [pytest.param(1, True, marks=pytest.mark.slow), (1, False), (0, False)],
+    ids=["agent", "other", "server"],
+)
 def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
     told = stories(
         start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent, fresh=agent)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.wrong_labels import assertions_in, error_in, train
+from tests.wrong_labels import KINDS, assertions_in, error_in, train
 
 
-@pytest.mark.parametrize(
-    "kind", ["data", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pipeline", "tensor"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_label_ends_all_ranks_and_names_the_one_that_has_it(kind: str, tmp_path: Path) -> None:
     first, second = train(kind, tmp_path, 150, CUDA_VISIBLE_DEVICES="")
     assert [rank.returncode for rank in (first, second)] == [1, 1]

@@ -116,6 +116,7 @@ def many_transfers(turns: int) -> int:
     return len(executor.stage.microbatches[-1].transfers)
 
 
+@pytest.mark.slow
 def test_thousands_of_values_between_ranks_follow_a_schedule() -> None:
     # Twelve bits for the number of a value, as tags of messages had once, are for 4,095 of them.
     assert run_ranks(many_transfers, 2, 2049, timeout=300) == [4097, 4097]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -110,6 +111,7 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
     return result
 
 
+@pytest.mark.slow
 def test_ranks_hold_what_was_planned() -> None:
     for (name, config), *ranks in zip(CASES, *run_ranks(held_in_all, RANKS, timeout=180), strict=True):
         plan = foreseen(name, config)
