@@ -1,6 +1,6 @@
 """`smpkit run` does what every other place does with a job: the body is that of the clusters.
 
-In the default run, tests/kubernetes has the first and tests/container/test_peers.py the second.
+In the default run tests/container/test_peers.py has both, with two launchers.
 """
 
 from __future__ import annotations
