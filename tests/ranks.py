@@ -28,7 +28,8 @@ def run_ranks(
 ) -> list[Any]:
     """Do what `smpkit.testing.run_ranks` does, whose arguments these are; `env` may have a device of its own."""
     start_server()
-    order = order_of((env or {}).get(VARIABLE, chosen_device()))
+    env = {VARIABLE: chosen_device(), **(env or {})}  # ranks have the environment of the server, not of the test
+    order = order_of(env[VARIABLE])
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
     return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chosen_device import VARIABLE
-from tests.device.on_sim import call_by_name
+from tests.device.on_sim import call_pickled
 from tests.ranks import run_ranks
 
 _HERE = Path(__file__).parent
@@ -53,9 +53,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     if not _is_for_a_gpu(pyfuncitem) or device == pyfuncitem.config.getoption("device") or "device" in names:
         return None
-    arguments = pickle.dumps({name: pyfuncitem.funcargs[name] for name in names})
-    call = (pyfuncitem.module.__name__, pyfuncitem.function.__name__, arguments)
-    run_ranks(call_by_name, 1, *call, timeout=170, env={VARIABLE: device})
+    call = pickle.dumps((pyfuncitem.function, {name: pyfuncitem.funcargs[name] for name in names}))
+    run_ranks(call_pickled, 1, call, timeout=170, env={VARIABLE: device})
     return True
 
 

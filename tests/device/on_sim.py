@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from tests.chosen_device import VARIABLE
 from tests.ranks import run_ranks
 from tests.simulated import Order, needs_sim, run_in_order
 
-__all__ = ["ORDERS", "call_by_name", "naming", "run_on_sim"]
+__all__ = ["ORDERS", "call_pickled", "naming", "run_on_sim"]
 
 ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
 """Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
@@ -41,13 +40,14 @@ def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -
     return function(*args)
 
 
-def call_by_name(module: str, function: str, arguments: bytes) -> None:
-    """Call a function of a module that is imported now: what that asks about its device is told by the environment.
+def call_pickled(call: bytes) -> Any:
+    """Call a function with arguments, both pickled, on a rank.
 
-    The arguments are pickled, as they may belong to the same module: it would be imported before the rank has its
-    environment.
+    What they belong to may ask for its device when it is imported. A rank knows that from its environment, which it
+    gets after it has unpickled what it is to call.
     """
-    getattr(importlib.import_module(module), function)(**pickle.loads(arguments))
+    function, arguments = pickle.loads(call)
+    return function(**arguments)
 
 
 @contextlib.contextmanager

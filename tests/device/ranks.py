@@ -6,6 +6,7 @@ On the simulated device each has a device of its own, and the process group for 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks.on_gpu.parts import NCCL
 from tests.device.device import gpu
+from tests.device.on_sim import call_pickled
 from tests.ranks import run_ranks
 
 __all__ = ["run_on_gpu"]
@@ -27,7 +29,8 @@ def run_on_gpu(
 ) -> list[Any]:
     """Call `function(*args)` on ranks and return their results, tensors on the host; see `tests.ranks.run_ranks`."""
     shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}
-    return run_ranks(_with_gpu, size, function, args, timeout=timeout, env={**shared, **(env or {})})
+    call = pickle.dumps((_with_gpu, {"function": function, "args": args}))
+    return run_ranks(call_pickled, size, call, timeout=timeout, env={**shared, **(env or {})})
 
 
 def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

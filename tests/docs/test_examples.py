@@ -34,23 +34,12 @@ def test_it_has_a_job_file_that_names_its_script(folder: Path) -> None:
 
 @each_folder
 def test_a_test_runs_it(folder: Path) -> None:
-    """In the default suite; a notebook, whose kernel and ranks take half a minute, with `-m slow`."""
     tests = {ROOT / block.run_by for block in blocks_of(folder / "README.md") if block.run_by}
-    names = [
-        name
-        for test in tests
-        if {"end_to_end", "slurm"} & {*test.parts}
-        for name in _tests_in(test, slow=any(folder.glob("*.ipynb")))
-    ]
+    names = [name for test in tests if {"end_to_end", "slurm"} & {*test.parts} for name in _tests_in(test)]
     assert [name for name in names if name != "test_no_output_is_committed"] != []
 
 
-def _tests_in(test: Path, *, slow: bool) -> list[str]:
-    """Return the functions of a file that are tests; those that are marked as `slow` where `slow` is."""
-    functions = [node for node in ast.parse(test.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return [
-        function.name
-        for function in functions
-        if function.name.startswith("test_")
-        and (slow or not any(ast.unparse(each) == "pytest.mark.slow" for each in function.decorator_list))
-    ]
+def _tests_in(test: Path) -> list[str]:
+    """Return the functions of a file that are tests."""
+    nodes = ast.parse(test.read_text(encoding="utf-8")).body
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

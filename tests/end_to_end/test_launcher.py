@@ -147,6 +147,7 @@ TAKEN = (
 """Options of torchrun or mpirun, or beginnings of some."""
 
 
+@pytest.mark.slow
 def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make_job: MakeJob) -> None:
     """Without a port race or a host name.
 

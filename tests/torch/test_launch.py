@@ -88,7 +88,7 @@ class Mine:
     value = 3
 
 def train(what):
-    print("ready", os.environ["RANK"], flush=True)
+    os.write(1, f"ready {os.environ['RANK']}\\n".encode())  # at once, or lines of two ranks mix
     time.sleep(what)
     return Mine.value
 
@@ -104,12 +104,14 @@ def test_ranks_of_a_script_end_with_it(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "train.py"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
     ) as it:
-        assert it.stdout is not None
-        seen = [it.stdout.readline().strip() for _ in range(5)]
-        assert seen[2] == "[3, 3]"
-        assert sorted(seen[:2]) == sorted(seen[3:]) == ["ready 0", "ready 1"]
-        assert len(processes_with(f"SMPKIT_TEST_MARK={tmp_path}")) >= 4
-        it.kill()
+        try:
+            assert it.stdout is not None
+            seen = [it.stdout.readline().strip() for _ in range(5)]
+            assert seen[2] == "[3, 3]"
+            assert sorted(seen[:2]) == sorted(seen[3:]) == ["ready 0", "ready 1"]
+            assert len(processes_with(f"SMPKIT_TEST_MARK={tmp_path}")) >= 4
+        finally:
+            it.kill()
     deadline = time.monotonic() + 20
     while processes_with(f"SMPKIT_TEST_MARK={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.05)

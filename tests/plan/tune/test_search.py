@@ -304,7 +304,7 @@ def test_the_jobs_own_configuration_is_predicted_with_the_schedule_that_it_settl
 
 
 def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
-    where = Job({1: gpt(16)}, with_device(16), 4096, 8192)
+    where = Job({1: gpt(8)}, with_device(16), 2048, 4096)
     found = search(where, {}, budget_seconds=1)
     assert found.best
     assert found.seconds < 60
