@@ -84,7 +84,6 @@ _FILES: Final[Mapping[str, tuple[str, float, bool, tuple[str, ...]]]] = {
 """Title, limit, whether it runs alone, and files of tests/device."""
 
 _CHOSEN: Final = (
-    "pipeline",
     "pipeline_schedules",
     "tensor_parallel",
     "data_parallel",
