@@ -21,6 +21,7 @@ def losses(said: str) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.slow
 def test_a_pipeline_has_the_losses_of_the_fitted_model_of_one_process(tmp_path: Path) -> None:
     small = [f"--{name}={value}" for name, value in SMALL.items()]
     alone = run_file(
