@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from tests.compat.commands import SCRIPTS, run_compat
 from tests.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_every_shim_computes_what_plain_torch_does(tmp_path: Path) -> None:
     # The real one has no `load_metric` either, and takes 150 MB.
     (tmp_path / "datasets.py").write_text("")

@@ -141,7 +141,7 @@ for _ in smp.progress(range(3)):
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "limit"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("limit", marks=pytest.mark.slow)])
 def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     job = "entry_point: train.py\ndistribution: {mpi: {enabled: true, processes_per_host: 1}}\n"
