@@ -8,7 +8,6 @@ than what a clock on the wall shows. A test of the default suite may take 5.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -16,7 +15,6 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,12 +39,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def pytest_configure() -> None:
-    """Say that the CPU is meant where torch is a build for CPUs beside a GPU, or every `smp.init()` would warn."""
-    with contextlib.suppress(PackageNotFoundError):
-        if any(Path("/dev").glob("nvidia[0-9]*")) and version("torch").endswith("+cpu"):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # A shell starts background jobs with SIGINT ignored, which every process below would inherit: tests of
-    # interrupted jobs would wait for ever.
+    """Take interrupts again where the shell has had them ignored, as it does for jobs in its background.
+
+    Every process below would inherit that, and tests of interrupted jobs would wait for ever.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
