@@ -143,7 +143,7 @@ def _cpu() -> float:
 
 def _is_limited(item: pytest.Item) -> bool:
     slow = any(item.get_closest_marker(mark) for mark in ("slow", "docker"))
-    return not slow and item.config.getoption("--device", "") != "cuda"
+    return not slow and item.config.getoption("--device", "cpu") == "cpu"
 
 
 def _shows_cpu(config: pytest.Config) -> bool:

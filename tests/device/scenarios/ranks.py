@@ -51,15 +51,17 @@ def trained_from_the_device(kind: Kind) -> list[Tensor]:
     case, way = kind
     found = []
     stream = torch.Stream(DEVICE)
-    with training(on(DEVICE, case), way) as of_kind, stream:
-        for number in range(3):
-            torch.manual_seed(number)
-            x, y = (each.to(DEVICE) for each in batch(case, number, 8))
-            for _ in range(3):
-                x = x * 1.5
-            found.append(of_kind.step(x, y).reduce_mean().detach())
-        found = [each.cpu() for each in found]
-        found += [each.detach().cpu() for _, each in sorted(of_kind.parameters())]
+    with training(on(DEVICE, case), way) as of_kind:
+        stream.wait_stream(torch.accelerator.current_stream(DEVICE))  # on which the model was copied to the device
+        with stream:
+            for number in range(3):
+                torch.manual_seed(number)
+                x, y = (each.to(DEVICE) for each in batch(case, number, 8))
+                for _ in range(3):
+                    x = x * 1.5
+                found.append(of_kind.step(x, y).reduce_mean().detach())
+            found = [each.cpu() for each in found]
+            found += [each.detach().cpu() for _, each in sorted(of_kind.parameters())]
     return found
 
 
