@@ -74,15 +74,15 @@ def override_options(function: _Function) -> _Function:
     return command  # type: ignore[return-value]
 
 
-def read_job(file: Path, overrides: Sequence[str]) -> LoadedJob:
-    """Read and check a job file and print its warnings.
+def read_job(file: Path, overrides: Sequence[str], *, script: bool = False) -> LoadedJob:
+    """Read and check a job file, or with `script` also a script that has none, and print its warnings.
 
     Raises:
         ConfigError: with all problems; let it go, the boundary prints them and exits with 2.
     """
-    from smpkit.config.load import load_job
+    from smpkit.config.load import is_script, load_job, load_script
 
-    job = load_job(file, overrides)
+    job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
     for notice in job.notices:
         _console.current().warn(notice)
     return job

@@ -8,7 +8,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smpkit.observe.runs import Run
     from smpkit.observe.summary import RunSummary
 
-__all__ = ["begin_run", "end_run", "shown", "version_of"]
+__all__ = ["begin_run", "end_run", "saved_job_text", "shown", "version_of"]
 
 _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
@@ -69,24 +69,35 @@ def shown(path: Path) -> str:
 
 
 def _job_text(job: LoadedJob, folder: Path, overrides: Sequence[str]) -> str:
+    from smpkit.config.confidential import masked
+
+    content = {name: masked(name, value) for name, value in _content(job).items()}
+    place = os.path.relpath(job.folder.absolute(), folder.absolute())
+    return _as_yaml([f"As it ran: {_command(job, overrides)}", f"Paths are relative to {place}."], content)
+
+
+def saved_job_text(job: LoadedJob, overrides: Sequence[str]) -> str:
+    """Return the job file that stands for a script and the options it was run with."""
+    return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job, overrides)}"], _content(job))
+
+
+def _content(job: LoadedJob) -> dict[str, Any]:
+    return job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _as_yaml(head: Sequence[str], content: Mapping[str, Any]) -> str:
     import yaml
 
-    from smpkit.config.confidential import hide_in_line, masked
-
-    content = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    hidden = {name: masked(name, value) for name, value in content.items()}
-    command = " ".join(["smpkit run", str(job.path), *map(_option, overrides)])
-    head = [
-        f"# As it ran: {hide_in_line(command)}",
-        f"# Paths are relative to {os.path.relpath(job.folder.absolute(), folder.absolute())}.",
-    ]
-    return "\n".join([*head, yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)])
+    comment = "".join(f"# {line}\n" for line in head)
+    return comment + yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
 
 
-def _option(override: str) -> str:
-    """Return an override as it was given on the command line."""
-    flag, given = (override[:2], override[3:]) if override[:3] in ("-p ", "-H ") else ("--set", override)
-    return f"{flag} {shlex.quote(given)}"
+def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
+    from smpkit.config.confidential import hide_in_line
+    from smpkit.config.load import option
+
+    options = [f"{flag} {shlex.quote(value)}" for flag, value in map(option, overrides)]
+    return hide_in_line(" ".join(["smpkit run", str(job.path), *options]))
 
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:

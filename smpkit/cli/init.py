@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Final
 
 import click
 
 from smpkit.cli import _console
+from smpkit.config.words import suggestion
 from smpkit.errors import UsageError
 
 __all__ = ["JOB", "SCRIPT", "init"]
 
 JOB = """\
 # A training job for smpkit. `smpkit validate job.yaml` checks it, `smpkit run job.yaml` runs it on this machine,
-# `smpkit submit job.yaml` on SageMaker. With the schema beside it, editors complete and check it:
+# `smpkit submit job.yaml` on SageMaker. `smpkit schema > job.schema.json` lets editors complete and check it:
 # yaml-language-server: $schema=job.schema.json
 
 entry_point: train.py
@@ -43,6 +45,14 @@ distribution:
 # checkpoints: s3://<bucket>/<folder>
 # inputs: {train: s3://<bucket>/<folder>}
 """
+
+_HEAD: Final = JOB[JOB.index("entry_point") : JOB.index("\ndistribution")]
+_HEAD_OF_OTHERS: Final = """\
+entry_point: {}
+# hyperparameters: {{lr: 0.001}}        # become arguments of the script: --lr 0.001
+"""
+_NO_SCRIPTS: Final = ("test_", "conftest.", "setup.", "_")
+"""How Python files begin that are not meant to be run."""
 
 SCRIPT = '''\
 """Train a small model with smpkit; run it with `smpkit run job.yaml`."""
@@ -83,21 +93,46 @@ for step in range(1, steps + 1):
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path())
+@click.option("--entry-point", metavar="SCRIPT", help="Write a job file for this script of FOLDER.")
 @click.option("--force", is_flag=True, help="Overwrite files that are there.")
-def init(folder: Path, force: bool) -> None:
-    """Write a job file and a script to begin with.
+def init(folder: Path, entry_point: str | None, force: bool) -> None:
+    """Write a job file, and a script that trains where there is none.
 
-    They, and the schema of the job file for editors, go to FOLDER (default: here), and are ready to run.
+    Both go to FOLDER (default: here) and are ready to run. Beside scripts of your own only `job.yaml` is written, for
+    the one that looks most like the one that trains.
     """
-    from smpkit.config.schema import json_schema
-
-    schema = json.dumps(json_schema("job"), indent=2) + "\n"
-    files = {folder / "job.yaml": JOB, folder / "job.schema.json": schema, folder / "train.py": SCRIPT}
+    scripts = _scripts(folder)
+    if entry_point is not None and not (folder / entry_point).is_file():
+        raise UsageError(f"`{folder / entry_point}` is no script", hint=suggestion(entry_point, scripts))
+    named = entry_point or next(iter(scripts), None)
+    ours = {"job.yaml": JOB, "train.py": SCRIPT} if named is None else {"job.yaml": _job_of(named)}
+    files = {folder / name: text for name, text in ours.items()}
     there = [path for path in files if path.exists() or path.is_symlink()]
     if there and not force:
-        raise UsageError(f"{there[0]} is there already", hint="`--force` overwrites it, another FOLDER leaves it alone")
+        raise UsageError(f"{there[0]} is there already", hint="`--force` overwrites it; or give another FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
+    console = _console.current()
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-        _console.current().note(f"wrote {path}")
-    _console.current().hint(f"`smpkit run {folder / 'job.yaml'}` runs it on this machine")
+        console.note(f"wrote {path}")
+    if entry_point is None and len(scripts) > 1:
+        console.note(f"it runs `{named}`; `--entry-point {scripts[1]} --force` takes another script")
+    console.hint(f"`smpkit run {folder / 'job.yaml'}` runs it on this machine")
+
+
+def _scripts(folder: Path) -> list[str]:
+    """Return the scripts in a folder, the one first that is likely to train."""
+
+    def rank(name: str) -> tuple[bool, bool, str]:
+        return name not in ("train.py", "main.py"), "train" not in name, name
+
+    try:
+        names = [path.name for path in folder.glob("*.py") if path.is_file()]
+    except OSError:
+        return []
+    return sorted((name for name in names if not name.startswith(_NO_SCRIPTS)), key=rank)
+
+
+def _job_of(script: str) -> str:
+    name = script if script.replace(".", "_").isidentifier() else json.dumps(script)
+    return JOB.replace(_HEAD, _HEAD_OF_OTHERS.format(name))

@@ -16,7 +16,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._files import write_file
 from smpkit.cli._job import job_arguments, read_job
-from smpkit.cli._run_folder import begin_run, end_run, shown
+from smpkit.cli._run_folder import begin_run, end_run, saved_job_text, shown
 from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
 from smpkit.config.words import coloured
@@ -47,6 +47,8 @@ class _DockerOptions:
 @click.command()
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start so many ranks on a host.")
+@click.option("--save-job", is_flag=True, help="For a script: also write the job file that does the same.")
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
 @click.option(
     "--profile",
@@ -76,6 +78,8 @@ def run(
     file: Path,
     overrides: tuple[str, ...],
     arguments: tuple[str, ...],
+    ranks: int | None,
+    save_job: bool,
     events: bool,
     profile: str | None,
     debugged: int | None,
@@ -85,7 +89,10 @@ def run(
     gpus: bool,
     **recipe: Any,
 ) -> int:
-    """Run the job on this machine, with the launcher of the training image or in the image itself.
+    """Run a job on this machine, with the launcher of the training image or in the image itself.
+
+    FILE is a job file, or a script such as `train.py`, which needs none: `-p pipeline_parallel_degree=2` sets what a
+    job file has as modelparallel parameters. There are as many ranks as GPUs, or as the degrees need.
 
     Inside a Slurm allocation of several nodes it runs on these. What the run leaves is in `runs/NAME-TIME` beside the
     job file: the job as it ran, its plan, events, logs by rank and a summary, and the results for which the job file
@@ -94,7 +101,11 @@ def run(
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
-    job = read_job(file, overrides)
+    if ranks is not None:
+        overrides = (*overrides, f"--ranks {ranks}")
+    job = read_job(file, overrides, script=True)
+    if save_job:
+        _save_job(job, overrides, arguments)
     if profile is not None:
         job = _profiled(job, profile)
     if docker:
@@ -109,6 +120,28 @@ def run(
         _refuse_debugger(debugged, "several nodes")
         return _run_on_nodes(job, overrides, arguments, nodes)
     return _run_here(job, overrides, arguments, debugged, events=events)
+
+
+def _save_job(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str]) -> None:
+    """Write the job file of a script beside it.
+
+    Raises:
+        UsageError: there is a job file, or the arguments of the script do not fit into one.
+    """
+    from smpkit.config.load import is_script
+
+    place = job.folder / "job.yaml"
+    if not is_script(job.path):
+        raise UsageError("`--save-job` is for a script, and this is a job file")
+    if arguments:
+        raise UsageError(
+            "`--save-job` does not take arguments after `--`: a job file has hyperparameters instead",
+            hint="give each as `-H name=value`, which the script gets as `--name value`",
+        )
+    if place.exists():
+        raise UsageError(f"`{shown(place)}` is there already", hint="run without `--save-job`, or move it")
+    write_file(place, saved_job_text(job, overrides), "job file")
+    _console.current().note(f"wrote {shown(place)}")
 
 
 def _profiled(job: LoadedJob, steps: str) -> LoadedJob:

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.documents import Document, literal, parse_value, read_document, similar
+from smpkit.config.documents import Document, literal, parse_value, read_document, refuse, similar
 from smpkit.config.explain import LocatedProblem, explain
 from smpkit.config.job import JobConfig
 from smpkit.config.migrate import HISTORIC, V2_KEYS
@@ -22,7 +22,18 @@ from smpkit.config.section import KeyPath, Section
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["ENVIRONMENT_PREFIX", "Kind", "Loaded", "LoadedJob", "Sources", "load", "load_job"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "Kind",
+    "Loaded",
+    "LoadedJob",
+    "Sources",
+    "is_script",
+    "load",
+    "load_job",
+    "load_script",
+    "option",
+]
 
 Kind = Literal["job", "distribution", "modelparallel"]
 
@@ -82,7 +93,8 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[s
     Args:
         path: a YAML file, or strict JSON if it is called `.json`.
         overrides: `key=value` each, as of `--set`; values are read as YAML. One that begins with `-p ` is below the
-            modelparallel parameters, one with `-H ` below the hyperparameters.
+            modelparallel parameters, one with `-H ` below the hyperparameters; `--ranks 2` is the number of ranks on a
+            host.
         environ: variables to look for `SMPKIT_JOB__...` in; the process's if None.
 
     Raises:
@@ -94,6 +106,18 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[s
     message = f"is a {loaded.kind_name}, not a job file"
     hint = f"make a job file with an `entry_point` and put it under `{_HOMES[loaded.kind]}`"
     raise ConfigError([LocatedProblem((), message, hint, printable(str(path)))])
+
+
+def load_script(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Return the job that trains with a script and has no job file; arguments and errors as of `load_job`."""
+    loaded = _load("job", path, Document(printable(str(path)), "", {"entry_point": path.name}, {}), overrides)
+    assert isinstance(loaded, LoadedJob)
+    return loaded
+
+
+def is_script(path: Path | str) -> bool:
+    """Tell whether a file is called as what a job runs is, not as a job file."""
+    return PurePath(path).suffix in (".py", ".sh")
 
 
 _HOMES: Mapping[Kind, str] = {
@@ -109,8 +133,16 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
     Variables of the environment are for jobs only. Arguments and errors as of `load_job`.
     """
     path = Path(path)
+    if is_script(path):
+        shown = printable(str(path))
+        refuse(shown, "is a script", hint=f"`smpkit run {shown}` runs it; `smpkit init` writes its job file")
     document = read_document(path)
-    kind = _kind(document)
+    return _load(_kind(document), path, document, overrides, environ)
+
+
+def _load(
+    kind: Kind, path: Path, document: Document, overrides: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Loaded:
     sources = Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
     sources.resolve_parameters()
     if kind == "job":
@@ -152,7 +184,8 @@ def _checked(kind: Kind, path: Path, sources: Sources) -> Loaded:
     if kind == "job":
         problems += map(sources.locate, _file_problems(sources.value, path.parent))
     if problems or config is None:
-        raise ConfigError(sources.in_order(problems), subject=f"{_KIND_NAMES[kind]} {printable(str(path))}")
+        what = "job of" if is_script(path) else _KIND_NAMES[kind]
+        raise ConfigError(sources.in_order(problems), subject=f"{what} {printable(str(path))}")
     notices = sources.in_order(map(sources.locate, _notices(config, sources.value)))
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
     if isinstance(config, JobConfig):
@@ -222,6 +255,13 @@ _EXAMPLES: Mapping[str, str] = {
     "-H": "for example `steps=100`",
 }
 
+
+def option(override: str) -> tuple[str, str]:
+    """Return the option of the command line that an override is short for, and what it was given."""
+    flag, _, value = override.partition(" ")
+    return (flag, value) if flag in (*_EXAMPLES, "--ranks") else ("--set", override)
+
+
 # Where a distribution holds the library's block, in its full and in its short form.
 _BLOCKS: tuple[KeyPath, ...] = (("smdistributed", "modelparallel"), ())
 
@@ -287,10 +327,11 @@ class Sources:
         self._set(path, text, printable(name))
 
     def set_override(self, override: str) -> None:
-        """Apply one `key=value`, `-p key=value` or `-H key=value`."""
-        flag, given = "--set", override
-        if override[:3] in ("-p ", "-H "):
-            flag, given = override[:2], override[3:]
+        """Apply one `key=value`, `-p key=value`, `-H key=value` or `--ranks 2`."""
+        flag, given = option(override)
+        if flag == "--ranks":
+            self._set((*self._launcher_path(), "processes_per_host"), given, flag)
+            return
         key, separator, text = given.partition("=")
         source = f"{flag} {printable(key)}"
         # Hyperparameters have any names, also with dots.
@@ -306,6 +347,15 @@ class Sources:
         elif parts[0] in _FREE_FORM and len(parts) > 1:
             parts = (parts[0], ".".join(parts[1:]))
         self._set(parts, text, source)
+
+    def _launcher_path(self) -> KeyPath:
+        """Return where this file has its launcher: mpirun's where that is enabled, or torchrun's, switched on."""
+        mpi, torchrun = ((*(self.distribution or ()), name) for name in ("mpi", "torch_distributed"))
+        if _get(self.value, (*mpi, "enabled")) is True:
+            return mpi
+        if _get(self.value, (*torchrun, "enabled")) is None:
+            self._set((*torchrun, "enabled"), "true", "--ranks")
+        return torchrun
 
     def _parameters_path(self) -> KeyPath:
         """Return where this file has its modelparallel parameters, or where they belong; then it is switched on."""

@@ -520,20 +520,6 @@ def test_completion_completes() -> None:
     assert {line.rpartition(",")[2] for line in done.stdout.splitlines()} == {"status", "stop"}
 
 
-def test_init_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path, smpkit: Smpkit) -> None:
-    result = smpkit("init", str(tmp_path / "new"))
-    assert result.exit_code == 0
-    assert smpkit("validate", str(tmp_path / "new" / "job.yaml")).exit_code == 0
-    compile((tmp_path / "new" / "train.py").read_text(), "train.py", "exec")
-    named = re.search(r"schema=(\S+)", (tmp_path / "new" / "job.yaml").read_text())
-    assert named is not None
-    assert json.loads((tmp_path / "new" / named[1]).read_text()) == json.loads(smpkit("schema").stdout)
-    again = smpkit("init", str(tmp_path / "new"))
-    assert again.exit_code == 2
-    assert "is there already" in again.stderr
-    assert smpkit("init", str(tmp_path / "new"), "--force").exit_code == 0
-
-
 @pytest.mark.usefixtures("demonstration")
 def test_a_real_interrupt_ends_following_and_nothing_else(smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMPKIT_FAKE_SPEED", "10")

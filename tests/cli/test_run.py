@@ -22,14 +22,14 @@ distribution:
 """
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [*SMPKIT, "run", "job.yaml", *arguments]
+def start(folder: Path, *arguments: str, file: str = "job.yaml") -> subprocess.Popen[str]:
+    command = [*SMPKIT, "run", file, *arguments]
     environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1", "TMPDIR": str(folder)}
     return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    with start(folder, *arguments) as process:
+def run(folder: Path, *arguments: str, file: str = "job.yaml") -> tuple[int, str, str]:
+    with start(folder, *arguments, file=file) as process:
         out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
@@ -48,6 +48,47 @@ def test_success_says_what_ran_and_how_long(tmp_path: Path) -> None:
     assert re.fullmatch(r"run: runs/train-\d{8}-\d{6}", place)
     assert first == "Running `train` on this machine: 2 ranks with mpirun, no model parallelism"
     assert last.startswith("Finished after ")
+
+
+def test_a_script_runs_without_a_job_file_and_can_leave_one(tmp_path: Path) -> None:
+    source = "import os, sys; print(sys.argv[1:], os.environ.get('SM_HP_MP_PARAMETERS'), os.environ['WORLD_SIZE'])"
+    write(tmp_path, source)
+    (tmp_path / "job.yaml").unlink()
+    options = ["--set", "distribution.mpi.enabled=true", "--ranks", "2", "-p", "ddp=true", "-H", "lr=0.1"]
+    first = run(tmp_path, *options, "--save-job", file="train.py")
+    assert first[0] == 0
+    said = """['--lr', '0.1'] {"ddp":true} 2"""
+    assert sorted(first[1].splitlines()) == [f"[rank {rank}] {said}" for rank in range(2)]
+    assert "wrote job.yaml" in first[2]
+    assert run(tmp_path)[:2] == (0, first[1])
+    assert "`job.yaml` is there already" in run(tmp_path, "--save-job", file="train.py")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["job.yaml", "--save-job"], "`--save-job` is for a script"),
+        (["train.py", "--save-job", "--", "--more"], "`--save-job` does not take arguments after `--`"),
+        (["trian.py"], "no such file: `trian.py`\n    hint: did you mean `train.py`?"),
+        (["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"], "3 × 1 = 3 must divide the number of ranks"),
+        (["job.yaml", "--ranks", "3", "-p", "pipeline_parallel_degree=2"], "must divide the number of ranks (3)"),
+    ],
+)
+def test_what_a_script_cannot_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit, arguments: list[str], message: str
+) -> None:
+    write(tmp_path, "")
+    monkeypatch.chdir(tmp_path)
+    done = smpkit("run", *arguments)
+    assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "train.py"]
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit"])
+def test_other_commands_say_what_to_do_with_a_script(tmp_path: Path, smpkit: Smpkit, command: str) -> None:
+    done = smpkit(command, str(tmp_path / "train.py"))
+    assert done.exit_code == 2
+    assert "train.py: is a script\n    hint: `smpkit run " in done.stderr
 
 
 def test_results_are_told_with_their_place(tmp_path: Path) -> None:

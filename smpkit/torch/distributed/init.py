@@ -180,9 +180,10 @@ def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
     """Return warnings about settings that are legal, but have little effect in this world."""
     texts = []
     if not cfg.ddp and mesh.dp_size > 1:
+        cut = '`smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})` cuts the model over ranks, '
         texts.append(
             f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
-            "set `ddp: true` to average their gradients"
+            f'{cut * (mesh.dp_size == mesh.size)}`"ddp": True` averages the gradients of replicas'
         )
     if cfg.ddp_dist_backend == backends.NCCL and not backends.uses_nccl(state.device):
         kind, used = state.device.type, backends.backend_for(state.device) or backends.GLOO

@@ -238,6 +238,7 @@ def test_independent_replicas_are_warned_of_by_rank_0_only() -> None:
     first, second = run_ranks(warn_on_one_rank_only, 2)
     assert len(first) == 1
     assert "2 data-parallel ranks: the replicas train independently" in first[0]
+    assert '`smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})` cuts the model' in first[0]
     assert second == []
 
 

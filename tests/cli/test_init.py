@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Smpkit
+
+
+def test_it_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path, smpkit: Smpkit) -> None:
+    folder = tmp_path / "new"
+    assert smpkit("init", str(folder)).exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["job.yaml", "train.py"]
+    assert smpkit("validate", str(folder / "job.yaml")).exit_code == 0
+    compile((folder / "train.py").read_text(), "train.py", "exec")
+    again = smpkit("init", str(folder))
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    assert smpkit("init", str(folder), "--force").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("scripts", "arguments", "taken", "said"),
+    [
+        (["mine.py"], [], "mine.py", "wrote job.yaml\nhint:"),
+        (
+            ["data.py", "test_data.py", "pretrain.py", "my eval.py"],
+            [],
+            "pretrain.py",
+            "it runs `pretrain.py`; `--entry-point data.py --force` takes another script",
+        ),
+        (["train.py", "my eval.py"], ["--entry-point", "my eval.py"], "my eval.py", "wrote job.yaml\nhint:"),
+    ],
+)
+def test_beside_scripts_it_writes_their_job_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smpkit: Smpkit,
+    scripts: list[str],
+    arguments: list[str],
+    taken: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in scripts:
+        Path(name).write_text("own = 1")
+    done = smpkit("init", *arguments)
+    assert said in done.stderr
+    job = yaml.safe_load(Path("job.yaml").read_text())
+    assert (job["entry_point"], "hyperparameters" in job) == (taken, False)
+    assert smpkit("validate", "job.yaml").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*scripts, "job.yaml"])
+    assert {Path(name).read_text() for name in scripts} == {"own = 1"}
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sample.py").touch()
+    done = smpkit("init", "--entry-point", "sampel.py")
+    assert (done.exit_code, done.stderr) == (2, "error: `sampel.py` is no script\nhint: did you mean `sample.py`?\n")
