@@ -102,8 +102,8 @@ def _one(run: Run, summary: RunSummary | None) -> Iterator[str]:
     if summary is not None:
         yield from block(summary)
     values = _last_values(run)
-    if values:
-        yield f"logged  {', '.join(f'{name} {value:.4g}' for name, value in values.items())}"
+    if values and (summary is None or not summary.values):
+        yield f"values  {', '.join(f'{name} {value:.4g}' for name, value in values.items())}"
 
 
 def _compared(chosen: Sequence[Run], summaries: Sequence[RunSummary | None]) -> Iterator[str]:

@@ -6,7 +6,8 @@ Rank 0 writes it as the ranks end. `smpkit run` adds how the run ended, which a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -141,6 +142,8 @@ class RunSummary:
     data: int = 1
     ranks: tuple[RankSummary, ...] = ()
     gains: tuple[Gain, ...] = ()
+    values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the loss and what else was logged, the first and the last value."""
     notes: tuple[str, ...] = ()
     """What is missing in this summary, and why."""
     format: int = FORMAT

@@ -33,6 +33,9 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
     rate = rates(summary)
     yield from _folded(f"run     {steps}", [":", *rate.replace(", ", ",\n").split("\n")] if rate else [])
+    if summary.values:
+        texts = [f"{name} {first:.4g} → {last:.4g}," for name, (first, last) in summary.values.items()]
+        yield from _folded("values  ", [*texts[:-1], texts[-1].removesuffix(",")])
     shown = _chosen(summary.ranks)
     if shown:
         yield from _step(summary, shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.observe.runs import RUN_DIR
-from smpkit.observe.values import Logged, ValueWriter
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.step import StepOutput
 from smpkit.torch.trackers import Trackers, open_trackers
@@ -27,19 +26,15 @@ class _Log:
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)
-        self._file = None if not folder else ValueWriter(Path(folder))
-        self._last = 0 if self._file is None else self._file.last_step
+        self._last = step_values.last_step()
         self._trackers: Trackers = open_trackers(None if not folder else Path(folder))
 
     def take(self, values: Mapping[str, float], step: int | None) -> None:
         self._last = self._last + 1 if step is None else step
-        if self._file is not None:
-            self._file.write(Logged(self._last, time.time(), values))
+        step_values.log(values, self._last)
         self._trackers.log(values, self._last)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
         self._trackers.close()
 
 
@@ -51,6 +46,9 @@ def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGr
 
     They go as lines into `values.jsonl` in the folder SMPKIT_RUN_DIR, which `smpkit run` and managed jobs set, and to
     the trackers that the job file names (`track: [tensorboard]`). Without either, nothing is written.
+
+    The mean of a scalar that a step returns is recorded without this call, if the script takes it by `reduce_mean()`:
+    as `loss`, or by the name of its key or step function. A name that is given here is not recorded so again.
 
     A step's output counts as its mean over microbatches, which is the same on all ranks of a pipeline. Replicas have
     losses of their own, and so has rank 0: `mean_over=smp.DP_GROUP` averages over them. All ranks of the group must
@@ -107,7 +105,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, StepOutput):
-        value = value.reduce_mean()
+        value = StepOutput(value.outputs).reduce_mean()  # under the script's own name alone
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.detach().item())
     if isinstance(value, (int, float)):

@@ -28,6 +28,7 @@ from smpkit.observe.summary_text import block
 from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.init import shared_store
 from smpkit.torch.distributed.recorder import QUIET, Recorder, latest_recorder
 
@@ -173,6 +174,7 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         data=mesh.rdp_size,
         ranks=tuple(_filled(each.rank, slowest) for each in told),
         gains=tuple(_largest([gain for each in told for gain in each.gains])),
+        values=step_values.ends(),
         notes=tuple(notes),
     )
 

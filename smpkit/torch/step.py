@@ -14,7 +14,9 @@ from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgres
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tree import children, rebuild
+from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.recorder import latest_recorder, note_training
+from smpkit.torch.distributed.step_values import Label
 from smpkit.torch.pipeline.one_stage import OneStage
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
@@ -104,7 +106,29 @@ class StepFunction:
             end(run)
         if run.total_backwards:
             note_training(_size_of, calls)
-        return collate(outputs)
+        collated = collate(outputs)
+        if state.rank == 0:
+            self._label(collated, trained=bool(run.total_backwards))
+        return collated
+
+    def _label(self, collated: Any, *, trained: bool) -> None:
+        """Give the scalars that the step has returned names, by which they are noted when the script reduces them.
+
+        The first function that trains returns the loss; what others return begins with their names.
+        """
+        recorder = latest_recorder()
+        if recorder is None:
+            return
+        function = getattr(self, "__name__", "step")
+        trains = trained and step_values.is_main(function)
+        parts = {0: collated} if isinstance(collated, StepOutput) else children(collated) or {}
+        for key, part in parts.items():
+            if isinstance(part, StepOutput) and part.is_scalar:
+                if isinstance(key, str):
+                    name = key if trains else f"{function}/{key}"
+                else:
+                    name = f"{function}[{key}]" if key else "loss" if trains else function
+                part.label = Label(name, recorder.meter.num_steps)
 
     def _body(self, call: MicrobatchCall) -> Any:
         """Run the function for one microbatch."""
@@ -193,17 +217,24 @@ class StepOutput:
     like raise an error that says how to get one.
     """
 
+    label: Label | None = None
+    """By which the mean of a scalar is noted."""
+
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self.outputs = list(outputs)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether each microbatch has one number."""
+        return all(output.dim() == 0 and not output.is_complex() for output in self.outputs)
 
     def __repr__(self) -> str:
         shapes = {tuple(output.shape) for output in self.outputs}
         return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
 
     def _misuse(self, what: str) -> StepOutputError:
-        scalar = "outputs" in vars(self) and all(output.dim() == 0 for output in self.outputs)
         hint = "`.reduce_mean()` gives their mean"
-        if not scalar:
+        if "outputs" not in vars(self) or not self.is_scalar:
             hint = f"`.concat()` gives those of the whole batch, {hint}"
         return StepOutputError(f"{what} is not for a StepOutput, which holds a tensor for each microbatch", hint=hint)
 
@@ -249,11 +280,15 @@ class StepOutput:
     def reduce_mean(self) -> torch.Tensor:
         """Average over microbatches; all outputs must have one shape, which is also the result's."""
         if len(self.outputs) == 1 and self.outputs[0].is_floating_point():
-            return self.outputs[0].clone()
-        stacked = torch.stack(self.outputs)
-        if not (stacked.is_floating_point() or stacked.is_complex()):
-            stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too
-        return stacked.mean(0)
+            mean = self.outputs[0].clone()
+        else:
+            stacked = torch.stack(self.outputs)
+            if not (stacked.is_floating_point() or stacked.is_complex()):
+                stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too
+            mean = stacked.mean(0)
+        if self.label is not None:
+            step_values.note(self.label, mean)
+        return mean
 
     def reduce_sum(self) -> torch.Tensor:
         """Add over microbatches; all outputs must have one shape, which is also the result's."""

@@ -66,7 +66,7 @@ def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
     said = smpkit("runs", runs[0].label).stdout.splitlines()
     assert said[0] == "gpt-20261125-191502: finished"
     assert said[1] == "run     600 steps in 1 m 0 s: 10 steps/s, 160 samples/s"
-    assert said[-1] == "logged  loss 1"
+    assert said[-1] == "values  loss 1"
 
 
 def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:

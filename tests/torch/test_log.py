@@ -70,6 +70,59 @@ def test_values_go_to_the_run_and_to_every_tracker(tmp_path: Path, monkeypatch: 
         assert not path.is_file() or b"hush-hush" not in path.read_bytes(), path
 
 
+def reduce_without_a_log() -> list[float]:
+    """Train with two functions, evaluate, log a name of its own; return the losses that the script saw."""
+    smp.init({"microbatches": 2})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(torch.nn.Linear(4, 4).to(smp.state.device))
+
+    @smp.step
+    def first(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output = model(x)
+        loss = output.square().mean()
+        model.backward(loss)
+        return loss, output, loss * 2
+
+    @smp.step
+    def second(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).abs().mean()
+        model.backward(loss)
+        return loss
+
+    @smp.step
+    def evaluate(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": model(x).square().mean(), "right": (model(x) > 0).sum()}
+
+    seen = []
+    for number in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+        loss, output, double = first(model, x)
+        seen.append(loss.reduce_mean())
+        output.reduce_mean()  # no scalar
+        if number == 1:
+            smp.log({"first[2]": double}, 1)
+        double.reduce_mean()
+        second(model, x).reduce_mean()
+    with torch.no_grad():
+        evaluated = evaluate(model, x)
+    seen += [evaluated["loss"].reduce_mean(), evaluated["right"].reduce_mean()]
+    smp.shutdown()
+    return [each.item() for each in seen]
+
+
+@pytest.mark.also_on("sim:lazy:0")
+def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path) -> None:
+    [seen] = run_ranks(reduce_without_a_log, 1, env={"SMPKIT_RUN_DIR": str(tmp_path)})
+    points: dict[str, dict[int, float]] = {}
+    for logged in read_values(tmp_path):
+        for name, value in logged.values.items():
+            points.setdefault(name, {})[logged.step] = value
+    assert points.pop("loss") == {0: seen[0], 2: seen[1], 4: seen[2]}
+    assert (points.pop("evaluate/loss"), points.pop("evaluate/right")) == ({6: seen[3]}, {6: seen[4]})
+    assert {name: sorted(steps) for name, steps in points.items()} == {"first[2]": [0, 1], "second": [1, 3, 5]}
+    assert points["first[2]"] == {0: pytest.approx(2 * seen[0]), 1: pytest.approx(2 * seen[1])}
+
+
 def from_tensorboard(run: Path) -> dict[int, float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -94,7 +94,7 @@ def read_material(run: runs.Run) -> Material:
         # Whoever names a folder of nothing at all gets the sentence about events.
         find_events(run.path)
     if not curves:
-        missing["values"] = 'Nothing was logged: `smp.log({"loss": loss}, step)` in the script records values.'
+        missing["values"] = "No values: a step's `loss.reduce_mean()` records the loss, `smp.log` anything else."
     if not settings:
         missing["settings"] = "The job is not in this folder: `smpkit run JOB_FILE` keeps it there."
     environment = _environment(run.path)

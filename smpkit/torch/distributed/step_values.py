@@ -1,0 +1,136 @@
+"""The scalars that steps return and the script reduces, such as the loss: noted on rank 0 without a call of `smp.log`.
+
+`reduce_mean()` only starts a copy to the host. It is read when it has arrived, at a later step or at the end, so that
+no step waits for it. A name that the script logs itself is not noted again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.values import Logged, ValueWriter
+from smpkit.torch.core import devices
+from smpkit.torch.core.runtime import state
+
+__all__ = ["Label", "ends", "is_main", "last_step", "log", "note"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a scalar is called, and the step that returned it, from 0."""
+
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A scalar on its way to the host; `arrived` is None if it is there."""
+
+    host: torch.Tensor
+    arrived: torch.Event | None
+
+
+class _Values:
+    """What is known of one job."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[Label, _Copy] = {}
+        self.logged = set[str]()
+        """Names that the script logs itself."""
+        self.main: str | None = None
+        self.ends: dict[str, tuple[float, float]] = {}
+        folder = os.environ.get(RUN_DIR)
+        self.file = ValueWriter(Path(folder)) if folder else None
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.ends[name] = self.ends.get(name, (value, value))[0], value
+        if self.file is not None:
+            self.file.write(Logged(step, time.time(), values))
+
+    def read(self, before: float = math.inf, *, wait: bool = False) -> None:
+        """Write what has arrived of steps before this one; with `wait`, what is under way, too."""
+        for label, copy in list(self.under_way.items()):
+            if label.step >= before:
+                return
+            if copy.arrived is not None and not copy.arrived.query():
+                if not wait:
+                    return
+                copy.arrived.synchronize()
+            del self.under_way[label]
+            self.write({label.name: float(copy.host)}, label.step)
+
+
+_values: _Values | None = None
+
+
+def _open() -> _Values:
+    global _values  # noqa: PLW0603 - one of a process, which is one rank
+    if _values is None:
+        _values = _Values()
+    return _values
+
+
+def is_main(function: str) -> bool:
+    """Tell whether a step function that trains is the first one of the job."""
+    values = _open()
+    values.main = values.main or function
+    return values.main == function
+
+
+def note(label: Label, value: torch.Tensor) -> None:
+    """Take a scalar that the script has reduced; only rank 0 calls this."""
+    values = _open()
+    values.read(label.step)  # those of this step may still be logged by the script
+    if label.name not in values.logged:
+        host = value.detach().to("cpu", non_blocking=True)
+        values.under_way[label] = _Copy(host, devices.record_event(value.device))
+
+
+def log(logged: Mapping[str, float], step: int) -> None:
+    """Write what the script logs itself."""
+    values = _open()
+    values.logged |= logged.keys()
+    values.under_way = {label: copy for label, copy in values.under_way.items() if label.name not in logged}
+    values.write(logged, step)
+
+
+def last_step() -> int:
+    """Return the step of the last line in the folder of the run; 0 if there is none."""
+    file = _open().file
+    return 0 if file is None else file.last_step
+
+
+def ends() -> dict[str, tuple[float, float]]:
+    """Return the first and the last value of each name, after a wait for those under way."""
+    if _values is None:
+        return {}
+    _values.read(wait=True)
+    return dict(_values.ends)
+
+
+def _close() -> None:
+    """Write no more, and wait for nothing: after a failure, what is under way may never arrive."""
+    global _values
+    closing, _values = _values, None
+    if closing is not None:
+        closing.read()
+        if closing.file is not None:
+            closing.file.close()
+
+
+def _finish() -> None:
+    ends()
+
+
+state.end_hooks.append(_finish)
+state.reset_hooks.append(_close)
