@@ -18,7 +18,7 @@ class Shape:
     context: int = 96
     width: int = 128
     heads: int = 4
-    layers: int = 3
+    layers: int = 4
 
 
 class Block(nn.Module):

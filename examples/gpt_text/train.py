@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -18,15 +19,21 @@ import smpkit.torch as smp
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text-bytes", type=int, default=2_000_000)
-    parser.add_argument("--save-every", type=int, default=80)
-    parser.add_argument("--write-bytes", type=int, default=160, help="how much the trained model writes at the end")
-    parser.add_argument("--recompute", default="none", help="checkpoint the blocks: each, contiguous or group_N")
+    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--stop-at", type=int, help="at this step, ask for a stop as a spot reclaim does")
+    parser.add_argument("--write-bytes", type=int, default=100, help="how much the trained model writes at the end")
+    parser.add_argument("--recompute", default="each", help="checkpoint the blocks: each, contiguous, group_N, none")
     parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "runs/checkpoints"))
     return parser.parse_known_args()[0]  # a launcher may add arguments of its own
+
+
+def planned() -> tuple[GPT, dict[str, torch.Tensor]]:
+    """What `smpkit plan --model train:planned` looks at: the model, and the arguments for a microbatch of four."""
+    return GPT(Shape()), {"tokens": torch.zeros(4, Shape().context, dtype=torch.long)}
 
 
 @smp.step
@@ -37,7 +44,7 @@ def train_step(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch
 
 
 @smp.step
-def test_step(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def held_out_loss(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -45,7 +52,7 @@ def evaluate(model: smp.DistributedModel, batches: Batches, count: int = 4) -> f
     """Return the mean loss on text the model never trained on, in nats per byte, over all ranks."""
     model.eval()
     with torch.no_grad():
-        losses = [test_step(model, *batches.at(step)).reduce_mean().item() for step in range(count)]
+        losses = [held_out_loss(model, *batches.at(step)).reduce_mean().item() for step in range(count)]
     model.train()
     return float(torch.tensor(smp.allgather(losses, smp.DP_GROUP)).mean())
 
@@ -99,6 +106,8 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         bar.set_postfix(loss=loss.item(), refresh=False)
+        if step == arguments.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         stops = smp.stop_requested()
         if stops or step == arguments.steps or step % arguments.save_every == 0:
             save()
@@ -106,6 +115,10 @@ def main() -> None:
             break
 
     say(f"held-out loss {before:.2f} -> {evaluate(model, test):.2f} nats per byte in {step - started} steps")
+    if smp.state.cfg.offload_activations:
+        say(f"offloaded by {str(smp.offload_report()).splitlines()[0]}")
+    if smp.stop_requested():
+        return
     written = write(model, "    def ", arguments.write_bytes, shape.context)
     say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
     weights = model.state_dict(gather_to_rank0=True)
