@@ -26,7 +26,7 @@ from typing import Final
 __all__ = ["CODE", "DRAWN", "PAGES", "ROOT", "Block", "blocks_of", "problem_of"]
 
 ROOT: Final = Path(__file__).parents[2]
-CODE: Final = ("python", "yaml", "console")
+CODE: Final = ("python", "yaml", "console", "diff")
 """Languages of blocks that run."""
 DRAWN: Final = ("", "text")
 """Drawings and outputs."""
