@@ -19,8 +19,10 @@ from typing import Final
 
 from smpkit.observe.runs import VALUES
 
-__all__ = ["Logged", "ValueWriter", "read_values"]
+__all__ = ["LOSS", "Logged", "ValueWriter", "read_values"]
 
+LOSS: Final = "loss"
+"""The name that is shown before all others."""
 _TAIL_BYTES: Final = 1 << 16
 
 

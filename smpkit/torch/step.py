@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from smpkit.errors import UsageError
+from smpkit.observe.values import LOSS
 from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgress
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
@@ -127,7 +128,7 @@ class StepFunction:
                 if isinstance(key, str):
                     name = key if trains else f"{function}/{key}"
                 else:
-                    name = f"{function}[{key}]" if key else "loss" if trains else function
+                    name = f"{function}[{key}]" if key else LOSS if trains else function
                 part.label = Label(name, recorder.meter.num_steps)
 
     def _body(self, call: MicrobatchCall) -> Any:

@@ -1,4 +1,4 @@
-"""What README.md claims: its script, before and after the change, and the figures that it quotes."""
+"""README.md and docs/index.md: their script before and after the change, how it is started, and figures they quote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import PAGES, ROOT, blocks_of
 
-README = ROOT / "README.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 MOST_LINES = 80
 
 
@@ -26,24 +26,41 @@ def loss_of(output: str) -> set[str]:
     return set(re.findall(r"loss (\d+\.\d{4})", output))
 
 
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def commands(page: Path, starting: str) -> list[str]:
+    """Return the words of the command on a page that begins so."""
+    lines = [line for block in blocks_of(page) for line in block.text.splitlines() if line.startswith(f"$ {starting}")]
+    return lines[0].removeprefix("$ ").partition("#")[0].split()
+
+
+def test_both_pages_show_one_script() -> None:
+    [shown] = [block.text for block in blocks_of(INDEX) if block.language == "python"]
+    assert re.sub(r"\n+", "\n", shown).replace("  # not loss.backward()", "") == script("+")
+    assert commands(README, "smpkit run train.py") == commands(INDEX, "smpkit run train.py")
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_script_trains_as_before_over_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(script("-"), encoding="utf-8")
     (tmp_path / "train.py").write_text(script("+"), encoding="utf-8")
-    [shown] = [block.text for block in blocks_of(README) if "smpkit run train.py" in block.text]
-    command = shown.splitlines()[0].partition("#")[0].removeprefix("$ smpkit ").split()
-    plain, cut = (
-        subprocess.run([sys.executable, *each], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
-        for each in (["plain.py"], ["-m", "smpkit", *command])
-    )
-    assert (plain.returncode, cut.returncode) == (0, 0), cut.stderr
-    assert "pipeline 2 × tensor 1 × data 1" in cut.stderr
-    assert loss_of(plain.stdout) == loss_of(cut.stdout)
-    assert len(loss_of(cut.stdout)) == 1
-    report = subprocess.run(
-        [sys.executable, "-m", "smpkit", "report", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert [curve["name"] for curve in json.loads(report.stdout)["curves"]] == ["loss"]
+    plain = run(tmp_path, sys.executable, "plain.py")
+    cut = run(tmp_path, sys.executable, "-m", *commands(README, "smpkit run train.py"))
+    assert "pipeline 2 × tensor 1 × data 1" in cut
+    assert loss_of(plain) == loss_of(cut)
+    assert len(loss_of(cut)) == 1
+    report = json.loads(run(tmp_path, sys.executable, "-m", "smpkit", "report", "--json"))
+    assert [curve["name"] for curve in report["curves"]] == ["loss"]
+    [told] = re.findall(r"With torchrun.*?`(smp\.init\(.*?\))`", INDEX.read_text(encoding="utf-8"))
+    (tmp_path / "train.py").write_text(script("+").replace("smp.init()", told), encoding="utf-8")
+    assert loss_of(
+        run(tmp_path, sys.executable, "-m", "torch.distributed.run", *commands(INDEX, "torchrun")[1:])
+    ) == loss_of(plain)
 
 
 def test_the_page_stays_short() -> None:

@@ -50,20 +50,24 @@ def learned(output: str) -> tuple[float, float, int]:
 
 @pytest.mark.slow
 def test_it_learns_saves_and_resumes_over_a_pipeline(job: Path, tmp_path: Path) -> None:
-    """Two replicas, and then two pipelines of two stages."""
+    """A pipeline of two stages that offloads, and then two replicas."""
     small = {**SIZES, "checkpoints": tmp_path / "checkpoints"}
     text = job.read_text(encoding="utf-8")
     job.write_text(text.replace("processes_per_host: 4", "processes_per_host: 2"), encoding="utf-8")
-    before, after, steps = learned(on_forked_ranks(job, {**small, "steps": 16}))
+    first = on_forked_ranks(job, {**small, "steps": 16})
+    before, after, steps = learned(first)
     assert before == pytest.approx(5.55, abs=0.3)  # ln 256: it knows nothing
     assert after < before - 0.5
     assert steps == 16
 
-    job.write_text(text.replace("microbatches: 4", "pipeline_parallel_degree: 2\n        microbatches: 4"))
+    assert re.search(r"offloaded by rank 0: 24 steps, ([\d.]+ MiB) out, \1 back", first)
+
+    text = job.read_text(encoding="utf-8")
+    job.write_text(text.replace("pipeline_parallel_degree: 2", "pipeline_parallel_degree: 1"), encoding="utf-8")
     output = on_forked_ranks(job, {**small, "steps": 20})
     assert "at step 16\n" in output
     resumed, now, more = learned(output)
-    assert resumed == pytest.approx(after, abs=0.02)
+    assert resumed == pytest.approx(after, abs=0.1)  # two replicas read other held-out text than one
     assert now < resumed
     assert more == 4
     assert "the model writes:\n  |     def " in output
@@ -71,7 +75,7 @@ def test_it_learns_saves_and_resumes_over_a_pipeline(job: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(job: Path) -> None:
-    """One life: two replicas learn and are asked to stop, go on, and then a pipeline with two replicas does."""
+    """One life: a pipeline learns and is asked to stop, goes on, and then four replicas do."""
     checkpoints = job.parent / "runs" / "checkpoints"
     with subprocess.Popen(
         [*command(job, 100_000), *TWO, "--set", "hyperparameters.save-every=20"],
@@ -89,7 +93,7 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
     assert before == pytest.approx(5.55, abs=0.3)  # ln 256: it knows nothing
     assert after < before - 1
     assert steps >= 20
-    assert "[rank 0] the model writes:\n[rank 0]   |     def " in output
+    assert "the model writes" not in output  # a job that is to stop is short of time
     assert (checkpoints / "newest").read_text().strip() == f"step_{steps}_partial"
 
     output, _ = run(job, steps + 2, *TWO)
@@ -97,13 +101,12 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
     _, after, more = learned(output)
     assert more == 2
 
-    pipeline = "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree=2"
     longer = "hyperparameters.write-bytes=92"  # than the context, so that the model is given slices in the end
-    output, errors = run(job, steps + 22, "--set", pipeline, "--set", longer)
-    assert "pipeline 2 × tensor 1 × data 2" in errors
+    output, errors = run(job, steps + 22, "-p", "pipeline_parallel_degree=1", "--set", longer)
+    assert "pipeline 1 × tensor 1 × data 4" in errors
     assert f"at step {steps + 2}" in output
     before, now, more = learned(output)
-    assert before == pytest.approx(after, abs=0.02)
+    assert before == pytest.approx(after, abs=0.1)
     assert now < before - 0.02
     assert more == 20
     assert f" {steps + 22}/{steps + 22} [" in output + errors, "the bar's last line"

@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     job = folder / "gpt" / "job.yaml"
     job.write_text(re.sub(r"(?m)^checkpoints:.*$", "", job.read_text()))
     options = [word for each in SMALL for word in ("-H", each)]
-    two = ["-p", "pipeline_parallel_degree=2", "--set", "distribution.torch_distributed.processes_per_host=2"]
+    two = ["--ranks", "2", "-p", "offload_activations=false", "-H", "recompute=none"]
     done = smpkit(folder, "run", "gpt/job.yaml", *options, *two)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout + done.stderr

@@ -20,7 +20,7 @@ from smpkit.observe.events import find_events, read_events
 from smpkit.observe.merge import Run, merge
 from smpkit.observe.report.settings import Setting, settings_of
 from smpkit.observe.summary import RunSummary, read_summary
-from smpkit.observe.values import read_values
+from smpkit.observe.values import LOSS, read_values
 
 __all__ = ["Curve", "LogTail", "Material", "Warned", "read_material"]
 
@@ -151,7 +151,8 @@ def _curves(folder: Path) -> Iterator[Curve]:
         for name, value in logged.values.items():
             # A run that was resumed logs some steps again: the last time counts.
             found.setdefault(name, {})[float(logged.step)] = value if math.isfinite(value) else None
-    for name, points in found.items():
+    for name in sorted(found, key=lambda name: name != LOSS):
+        points = found[name]
         ordered = sorted(points)
         yield Curve(name, tuple(ordered), tuple(points[step] for step in ordered), _broken(points))
 

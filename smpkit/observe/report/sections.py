@@ -42,7 +42,7 @@ def sections(contents: Sequence[Content]) -> list[Section]:
     if len(contents) == 2:
         found.insert(0, Section("differences", "Differences", _differences(contents[0], contents[1])))
     found += [
-        Section("values", "Logged values", _values(contents)),
+        Section("values", "Loss and other values", _values(contents)),
         Section("throughput", "Throughput", _throughput(contents)),
         Section("schedule", "Schedule", _each(contents, _schedule)),
         Section("memory", "Memory over a step", _both(contents, _memory)),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from smpkit.observe.runs import RUN_DIR
-from smpkit.observe.values import Logged, ValueWriter
+from smpkit.observe.values import LOSS, Logged, ValueWriter
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
@@ -111,11 +111,11 @@ def last_step() -> int:
 
 
 def ends() -> dict[str, tuple[float, float]]:
-    """Return the first and the last value of each name, after a wait for those under way."""
+    """Return the first and the last value of each name, the loss first, after a wait for those under way."""
     if _values is None:
         return {}
     _values.read(wait=True)
-    return dict(_values.ends)
+    return {name: _values.ends[name] for name in sorted(_values.ends, key=lambda name: name != LOSS)}
 
 
 def _close() -> None:
