@@ -41,9 +41,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("jobs")
     shutil.copytree(EXAMPLE, folder / "gpt", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     job = folder / "gpt" / "job.yaml"
-    job.write_text(re.sub(r"(?m)^checkpoints:.*$", "", job.read_text()))
+    job.write_text(
+        re.sub(r"(?m)^(checkpoints| *offload_activations| *activation_loading_horizon):.*$", "", job.read_text())
+    )
     options = [word for each in SMALL for word in ("-H", each)]
-    two = ["--ranks", "2", "-p", "offload_activations=false", "-H", "recompute=none"]
+    two = ["--ranks", "2", "-H", "recompute=none"]
     done = smpkit(folder, "run", "gpt/job.yaml", *options, *two)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout + done.stderr
@@ -61,6 +63,7 @@ def test_everything_is_in_the_folder_of_the_run_and_nothing_in_the_temporary_one
     assert re.fullmatch(r"gpt-text-\d{8}-\d{6}", run.name)
     assert {path.name for path in run.iterdir()} == {
         "checkpoints", "environment.json", "events", "job.yaml", "logs", "model", "plan.json", "summary.json",
+        "values.jsonl",
     }  # fmt: skip
     left = {path.name for path in (trained[0] / "tmp").iterdir()}
     assert left <= {f"torchinductor_{getpass.getuser()}"}, "torch's own cache is all that may be there"
@@ -82,6 +85,10 @@ def test_the_block_is_printed_once_and_is_the_summary(trained: tuple[Path, str],
     assert all(len(line) <= 80 for line in said.splitlines() if re.match(r"\[rank 0\] (run|step|memory|  rank) ", line))
     summary = read_summary(run)
     assert (summary.name, summary.steps, summary.exit_reason) == ("gpt-text", 6, "finished")
+    assert list(summary.values) == ["loss", "held_out_loss"]
+    first, last = summary.values["loss"]
+    assert f"values  loss {first:.4g} → {last:.4g}, held_out_loss " in said
+    assert last < first
     assert summary.steps_per_s is not None
     assert summary.samples_per_s == pytest.approx(summary.steps_per_s * 4)
     assert summary.tokens_per_s == pytest.approx(summary.steps_per_s * 4 * 96)
@@ -105,7 +112,7 @@ def test_commands_take_the_last_run(trained: tuple[Path, str], run: Path) -> Non
     logs = smpkit(folder, "logs", "--rank", "0", "--grep", "held-out loss .* ->")
     assert re.fullmatch(r"\[rank 0\] held-out loss .*\n", logs.stdout), logs.stderr
     runs = smpkit(folder, "runs")
-    assert re.search(rf"(?m)^{run.name} +finished +6 ", runs.stdout)
+    assert re.search(rf"(?m)^{run.name} +finished +6 +\d\.\d+ ", runs.stdout), "its loss"
     one = smpkit(folder, "runs", "gpt-text")
     assert one.stdout.splitlines()[0] == f"{run.name}: finished"
     assert one.stdout.splitlines()[1].startswith("run     6 steps in ")
