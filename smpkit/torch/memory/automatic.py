@@ -1,8 +1,8 @@
 """`strategy="auto"` and `offload_activations: auto`: what each layer of a DistributedModel does, chosen for all ranks.
 
-A step is one of `@smp.step`. After the first steps, every rank tells what it has measured in one all-reduce; then ranks
-that run the same layers (replicas, and those that share layers) choose from the same numbers, and each pipeline stage
-for itself. What may be chosen follows from the configuration::
+A step is one of `@smp.step`. Each pipeline stage chooses for itself: after the first steps its ranks tell each other
+what they have measured in one all-reduce, so that all of them choose from the same numbers, in the same step. What may
+be chosen follows from the configuration::
 
     offload_activations   layers of strategy "each"      layers of strategy "auto"
     false                 recompute                      keep, recompute
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,7 @@ from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import NUM_NUMBERS, Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
@@ -126,7 +127,8 @@ class AutomaticActivations(StepParticipant):
                 )
             return
         here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
-        # Every rank has a chooser, also one without layers: all take part in the all-reduce.
+        if not here:
+            return  # nor have the other ranks of this stage, so nobody waits for this one
         self._chooser = Chooser(here, self._site(), self._largest)
         state.reset_hooks.append(self._chooser.updates.handle.remove)  # the handle: it keeps no model alive
         if self._saved:
@@ -162,28 +164,25 @@ class AutomaticActivations(StepParticipant):
             overlaps=state.pp_size > 1,
         )
 
-    # --- all ranks ---------------------------------------------------------------------------------------------------
+    # --- all ranks of a stage ----------------------------------------------------------------------------------------
 
     def _largest(self, layers: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
-        """Return the largest numbers of all ranks of this stage, by one all-reduce over the job.
+        """Return the largest numbers of all ranks of this stage, by one all-reduce; of layers that any of them has run.
 
-        Of each layer there are as many numbers, wherever it lies, and of each stage the rest::
-
-            layer 0   layer 1   ...   stage 0   stage 1   ...
+        Other stages choose in other steps, if they choose at all: what they wait for is not waited for here.
         """
+        assert self._chooser is not None
         own = layers or {}
-        numbers = {} if layers is None else {name: own.get(name, _UNKNOWN) for name in self._names}
-        width, first = len(rest), NUM_NUMBERS * len(numbers)
-        start = first + width * state.pp_rank
-        flat = [each for own_numbers in numbers.values() for each in own_numbers] + [_NOTHING] * width * state.pp_size
-        flat[start : start + width] = rest
+        numbers = {} if layers is None else {name: own.get(name, _UNKNOWN) for name in self._chooser.layers}
+        flat = [*chain.from_iterable(numbers.values()), *rest]
         shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
-        group = state.process_group(CommGroup.WORLD)
+        group = state.process_group(CommGroup.DP_GROUP)
         with waiting("the choice of what layers do with their activations", group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        found = shared.tolist()
-        agreed = dict(zip(numbers, zip(*[iter(found[:first])] * NUM_NUMBERS, strict=True), strict=True))
-        return {name: agreed[name] for name in own}, found[start : start + width]
+        found = iter(shared.tolist())
+        agreed = {name: (next(found), next(found), next(found), next(found)) for name in numbers}
+        # In the order of the calls here, which the choice depends on.
+        return {name: agreed[name] for name in (*own, *agreed) if agreed[name] != _UNKNOWN}, list(found)
 
     def _line(self, chooser: Chooser) -> str:
         """Describe the choice of this stage (log line)."""

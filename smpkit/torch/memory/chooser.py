@@ -53,7 +53,7 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-__all__ = ["NUM_NUMBERS", "Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
+__all__ = ["Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
 
 _LAST_START: Final = 64
 """Steps to wait for the first update: only optimizers of torch's class tell."""
@@ -66,8 +66,6 @@ _LOOSE: Final = 0.05
 LayerNumbers = Mapping[str, tuple[float, float, float, float]]
 """Of each layer for one microbatch: seconds of its forward and of its recomputation, bytes that it saves and that it is
 given."""
-NUM_NUMBERS: Final = 4
-"""How many that are for each layer."""
 Agree = Callable[[LayerNumbers | None, Sequence[float]], tuple[LayerNumbers, Sequence[float]]]
 """Takes numbers of layers (None: nothing of layers is asked) and others; returns the largest of each among all ranks
 that must choose alike."""
