@@ -54,6 +54,15 @@ class Headed(Dropping):
         return result
 
 
+class Skipping(Dropping):
+    """Skips its first layer for some batches, as in LayerDrop: replicas skip it in other steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[int(x[0, 0] < 0) :]:
+            x = layer(x)
+        return x
+
+
 def recompute_on_rank_0(strategy: str, model: Any) -> None:
     recompute(strategy, model)
     smp.set_partition(model.layers, 0)
@@ -147,6 +156,13 @@ def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
             Way(pipeline=2, config={"auto_partition": False, "default_partition": 1}),
             [{"layers.0": "keep", "layers.1": "keep"}, {}],
             id="a stage without layers",
+        ),
+        pytest.param(
+            replace(DROPOUT, build=partial(Skipping, 2)),
+            recompute,
+            Way(replicas=2, microbatches=1),
+            [{"layers.0": "keep", "layers.1": "keep"}] * 2,
+            id="a layer that replicas skip in other steps",
         ),
     ],
 )

@@ -14,10 +14,8 @@ On a CPU `auto` offloads nothing: activations are in the memory of the host alre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.chooser import Chooser, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
@@ -40,9 +38,6 @@ from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
 
 __all__ = ["AutomaticActivations"]
-
-_NOTHING: Final = -math.inf
-_UNKNOWN: Final = (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class AutomaticActivations(StepParticipant):
@@ -166,23 +161,17 @@ class AutomaticActivations(StepParticipant):
 
     # --- all ranks of a stage ----------------------------------------------------------------------------------------
 
-    def _largest(self, layers: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
-        """Return the largest numbers of all ranks of this stage, by one all-reduce; of layers that any of them has run.
+    def _largest(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the largest of each number among the ranks of this stage.
 
         Other stages choose in other steps, if they choose at all: what they wait for is not waited for here.
         """
-        assert self._chooser is not None
-        own = layers or {}
-        numbers = {} if layers is None else {name: own.get(name, _UNKNOWN) for name in self._chooser.layers}
-        flat = [*chain.from_iterable(numbers.values()), *rest]
-        shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
+        shared = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         group = state.process_group(CommGroup.DP_GROUP)
         with waiting("the choice of what layers do with their activations", group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        found = iter(shared.tolist())
-        agreed = {name: (next(found), next(found), next(found), next(found)) for name in numbers}
-        # In the order of the calls here, which the choice depends on.
-        return {name: agreed[name] for name in (*own, *agreed) if agreed[name] != _UNKNOWN}, list(found)
+        found: list[float] = shared.tolist()
+        return found
 
     def _line(self, chooser: Chooser) -> str:
         """Describe the choice of this stage (log line)."""
