@@ -177,6 +177,26 @@ def test_clipping_what_is_not_finite_gives_what_torch_gives(value: float) -> Non
 
 
 @everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_clipped_by_their_exact_norm(dtype: torch.dtype) -> None:
+    """In their own type it would be rounded to three digits, or infinite, which leaves all weights as they were."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(64, 64, dtype=dtype) for _ in range(3)])
+    model = OffloadModel(copy.deepcopy(plain), CPU)
+    before = [each.clone() for each in model.parameters()]
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0, max_grad_norm=1.0)
+    inputs = torch.randn(8, 64, dtype=dtype)
+    for network in (plain, model):
+        (network(inputs).sum() * 2000).backward()
+    norm = torch.stack([each.grad.double().norm() for each in plain.parameters() if each.grad is not None]).norm()
+    assert norm > torch.finfo(torch.float16).max
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    moved = [(after - each).double().norm() for after, each in zip(model.parameters(), before, strict=True)]
+    assert torch.stack(moved).norm().item() == pytest.approx(1.0, rel=0.01)
+
+
+@everywhere
 def test_frozen_and_unused_parameters_are_left_alone() -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
