@@ -50,6 +50,7 @@ __all__ = [
     "Progress",
     "SlabProvider",
     "aligned",
+    "container_limit",
     "make_arena",
     "mapped_bytes",
     "ordinary_memory",
@@ -538,11 +539,17 @@ def _available_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    limit = container_limit()
     used = _number(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes")
-    if limit is None or used is None or limit >= _NO_LIMIT:
+    if limit is None or used is None:
         return None
     return max(0, limit - max(0, used - _unused_file_bytes()))
+
+
+def container_limit() -> int | None:
+    """Return how much memory this process's container may take; None if that is not bounded."""
+    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    return None if limit is None or limit >= _NO_LIMIT else limit
 
 
 def _unused_file_bytes() -> int:
