@@ -1,4 +1,4 @@
-"""How much a process may hold."""
+"""What a process may hold, and what its optimizers do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from smpkit.torch.memory.limits import device_limit
+from smpkit.torch.memory.updates import Updates
 from smpkit.torch.offload import arena
 
 CPU = torch.device("cpu")
@@ -21,3 +23,16 @@ def test_ranks_on_a_cpu_share_what_their_container_may_take(
     of_machine = device_limit("memory_budget_gib", CPU, None, 2)
     (tmp_path / "memory.max").write_text(f"{text}\n")
     assert device_limit("memory_budget_gib", CPU, None, 2) == (expected or of_machine)
+
+
+def test_an_optimizer_that_is_gone_holds_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    updates = Updates(lambda: [parameter], CPU)
+    for _ in range(2):
+        torch.optim.SGD([parameter], lr=0.1, momentum=0.9).step()
+    last = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    last.step()
+    updates.remove()
+    assert updates.num_updates == 3
+    assert updates.state_bytes == 8 * 4
