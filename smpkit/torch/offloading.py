@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.run_meter import STALL
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
-from smpkit.torch.offload.report import OffloadReport, StepReport
+from smpkit.torch.offload.report import MIN_SECONDS, OffloadReport, StepReport
 from smpkit.torch.offload.saved_storage import Group
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -137,9 +139,14 @@ def _record(step: StepReport) -> None:
             current_recorder.on_counter(f"offload stall of {layer}, ns", round(1e9 * stalled), at_ns)
 
 
-def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:
+def _record_stall(group: Group, start: recorder.Timestamp, end: recorder.Timestamp) -> None:
     if (current_recorder := recorder.current_recorder()) is not None:
-        current_recorder.on_work(f"wait for the activation of {group}", start_ns, end_ns)
+        current_recorder.note_times(partial(_on_stall, name=f"{STALL}{group}"), start, end)
+
+
+def _on_stall(current_recorder: recorder.Recorder, start_ns: int, end_ns: int, *, name: str) -> None:
+    if end_ns - start_ns >= 1e9 * MIN_SECONDS:
+        current_recorder.on_work(name, start_ns, end_ns)
 
 
 def _close_engine() -> None:

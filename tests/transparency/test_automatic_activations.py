@@ -6,7 +6,7 @@ Each job trains with every layer recomputed, and with the choice made in its fir
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.torch.memory.chooser import Phase
-from tests.models import CASES, DROPOUT, Dropping
+from tests.models import CASES, DROPOUT, WIDTH, Case, Dropping
 from tests.ranks import run_ranks
 from tests.train import Trace, Way, batch, check_same, divide_layers, flat, run, trace_of, training, whole
 
@@ -42,21 +42,54 @@ def recompute(strategy: str, model: Any) -> None:
     smp.set_activation_checkpointing(model.layers, strategy=strategy)
 
 
+class Headed(Dropping):
+    """Layers and a head, which may lie on pipeline ranks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(super().forward(x))
+        return result
+
+
+class Skipping(Dropping):
+    """Skips its first layer for some batches, as in LayerDrop: replicas skip it in other steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[int(x[0, 0] < 0) :]:
+            x = layer(x)
+        return x
+
+
+def recompute_on_rank_0(strategy: str, model: Any) -> None:
+    recompute(strategy, model)
+    smp.set_partition(model.layers, 0)
+    smp.set_partition(model.head, 1)
+
+
 @smp.step
 def evaluate(model: Any, x: Tensor) -> Tensor:
     output: Tensor = model(x)
     return output
 
 
-def choose(way: Way, numbers: Sequence[int] = range(STEPS), folder: Path | None = None) -> Chosen:
+def choose(
+    way: Way,
+    numbers: Sequence[int] = range(STEPS),
+    folder: Path | None = None,
+    case: Case = CASE,
+    mark: Callable[[str, Any], None] = recompute,
+) -> Chosen:
     """Train with `auto`, and evaluate between the steps; go on from what lies in a folder, and save there."""
-    with training(CASE, replace(way, prepare=partial(recompute, "auto"))) as trained:
+    with training(case, replace(way, prepare=partial(mark, "auto"))) as trained:
         model = trained.model
         if folder is not None and numbers[0] > 0:
             smp.resume_from_checkpoint(folder)
         outputs, choices = [], []
         for number in numbers:
-            x, y = batch(CASE, number, 8, smp.dp_rank())
+            x, y = batch(case, number, 8, smp.dp_rank())
             outputs.append(flat(trained.step(x, y)))
             choices.append(model.activation_choices())
             if number != numbers[-1]:
@@ -112,6 +145,37 @@ def test_no_bit_changes_before_during_and_after_the_switch(job: str) -> None:
     last = [found.choices[-1] for found in tight]
     assert all(one == other or not one.keys() & other.keys() for one in last for other in last)
     assert len({name for choices in last for name in choices}) == 6
+
+
+@pytest.mark.parametrize(
+    ("case", "mark", "way", "last"),
+    [
+        pytest.param(
+            replace(DROPOUT, build=Headed),
+            recompute_on_rank_0,
+            Way(pipeline=2, config={"auto_partition": False, "default_partition": 1}),
+            [{"layers.0": "keep", "layers.1": "keep"}, {}],
+            id="a stage without layers",
+        ),
+        pytest.param(
+            replace(DROPOUT, build=partial(Skipping, 2)),
+            recompute,
+            Way(replicas=2, microbatches=1),
+            [{"layers.0": "keep", "layers.1": "keep"}] * 2,
+            id="a layer that replicas skip in other steps",
+        ),
+    ],
+)
+def test_ranks_that_call_other_layers_choose_in_the_same_step(
+    case: Case, mark: Callable[[str, Any], None], way: Way, last: list[dict[str, str]]
+) -> None:
+    """Else one of them waits for the others in the all-reduce, until the deadline."""
+    way = replace(way, batches=(8,) * 16, config={**way.config, "timeout_seconds": 10})
+    plain = whole(run(case, replace(way, prepare=partial(mark, "each"))))
+    found = run_ranks(choose, 2, way, range(16), None, case, mark)
+    for each in found:
+        check_same(each.trace, plain[each.trace.replica], 0)
+    assert [each.choices[-1] for each in found] == last
 
 
 def test_a_resumed_job_does_the_same_and_measures_nothing(tmp_path: Path) -> None:

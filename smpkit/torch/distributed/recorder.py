@@ -66,6 +66,7 @@ __all__ = [
     "EVENTS_STEPS",
     "QUIET",
     "Recorder",
+    "Timestamp",
     "current_recorder",
     "latest_recorder",
     "note_memory",
@@ -268,6 +269,10 @@ class Recorder:
         yield
         end = _now()
         self._hold(end, self.memory.now())
+        self.note_times(callback, start, end)
+
+    def note_times(self, callback: SpanCallback, start: Timestamp, end: Timestamp) -> None:
+        """Call `callback` with these times at the end of the step, when those of the device are known."""
         self._timed.append((callback, start, end))
 
     # --- the life of a step -------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """`strategy="auto"` and `offload_activations: auto`: what each layer of a DistributedModel does, chosen for all ranks.
 
-A step is one of `@smp.step`. After the first steps, every rank tells what it has measured in one all-reduce; then ranks
-that run the same layers (replicas, and those that share layers) choose from the same numbers, and each pipeline stage
-for itself. What may be chosen follows from the configuration::
+A step is one of `@smp.step`. Each pipeline stage chooses for itself: after the first steps its ranks tell each other
+what they have measured in one all-reduce, so that all of them choose from the same numbers, in the same step. What may
+be chosen follows from the configuration::
 
     offload_activations   layers of strategy "each"      layers of strategy "auto"
     false                 recompute                      keep, recompute
@@ -14,9 +14,8 @@ On a CPU `auto` offloads nothing: activations are in the memory of the host alre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import NUM_NUMBERS, Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.chooser import Chooser, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
@@ -39,9 +38,6 @@ from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
 
 __all__ = ["AutomaticActivations"]
-
-_NOTHING: Final = -math.inf
-_UNKNOWN: Final = (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class AutomaticActivations(StepParticipant):
@@ -126,7 +122,8 @@ class AutomaticActivations(StepParticipant):
                 )
             return
         here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
-        # Every rank has a chooser, also one without layers: all take part in the all-reduce.
+        if not here:
+            return  # nor have the other ranks of this stage, so nobody waits for this one
         self._chooser = Chooser(here, self._site(), self._largest)
         state.reset_hooks.append(self._chooser.updates.handle.remove)  # the handle: it keeps no model alive
         if self._saved:
@@ -162,28 +159,19 @@ class AutomaticActivations(StepParticipant):
             overlaps=state.pp_size > 1,
         )
 
-    # --- all ranks ---------------------------------------------------------------------------------------------------
+    # --- all ranks of a stage ----------------------------------------------------------------------------------------
 
-    def _largest(self, layers: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
-        """Return the largest numbers of all ranks of this stage, by one all-reduce over the job.
+    def _largest(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the largest of each number among the ranks of this stage.
 
-        Of each layer there are as many numbers, wherever it lies, and of each stage the rest::
-
-            layer 0   layer 1   ...   stage 0   stage 1   ...
+        Other stages choose in other steps, if they choose at all: what they wait for is not waited for here.
         """
-        own = layers or {}
-        numbers = {} if layers is None else {name: own.get(name, _UNKNOWN) for name in self._names}
-        width, first = len(rest), NUM_NUMBERS * len(numbers)
-        start = first + width * state.pp_rank
-        flat = [each for own_numbers in numbers.values() for each in own_numbers] + [_NOTHING] * width * state.pp_size
-        flat[start : start + width] = rest
-        shared = torch.tensor(flat, dtype=torch.float64, device="cpu")
-        group = state.process_group(CommGroup.WORLD)
+        shared = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        group = state.process_group(CommGroup.DP_GROUP)
         with waiting("the choice of what layers do with their activations", group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        found = shared.tolist()
-        agreed = dict(zip(numbers, zip(*[iter(found[:first])] * NUM_NUMBERS, strict=True), strict=True))
-        return {name: agreed[name] for name in own}, found[start : start + width]
+        found: list[float] = shared.tolist()
+        return found
 
     def _line(self, chooser: Chooser) -> str:
         """Describe the choice of this stage (log line)."""

@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain, islice
 from statistics import median
 from typing import Any, Final
 
@@ -53,7 +54,7 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-__all__ = ["NUM_NUMBERS", "Agree", "Chooser", "LayerNumbers", "Phase", "Site"]
+__all__ = ["Agree", "Chooser", "Phase", "Site"]
 
 _LAST_START: Final = 64
 """Steps to wait for the first update: only optimizers of torch's class tell."""
@@ -63,14 +64,10 @@ _MOST_COMPARED: Final = 2
 _LOOSE: Final = 0.05
 """A choice stands if the share of the device that it leaves free by mistake is smaller."""
 
-LayerNumbers = Mapping[str, tuple[float, float, float, float]]
-"""Of each layer for one microbatch: seconds of its forward and of its recomputation, bytes that it saves and that it is
-given."""
-NUM_NUMBERS: Final = 4
-"""How many that are for each layer."""
-Agree = Callable[[LayerNumbers | None, Sequence[float]], tuple[LayerNumbers, Sequence[float]]]
-"""Takes numbers of layers (None: nothing of layers is asked) and others; returns the largest of each among all ranks
-that must choose alike."""
+Agree = Callable[[Sequence[float]], Sequence[float]]
+"""Returns the largest of each number among all ranks that must choose alike."""
+_UNKNOWN: Final = (-math.inf,) * 4
+"""The numbers of a layer that this rank has not called."""
 
 
 class Phase(Enum):
@@ -263,8 +260,10 @@ class Chooser:
     def _next_phase(self) -> Phase:
         """Return what the step that begins is for."""
         if self.phase is Phase.STARTING:
-            is_over = self.updates.num_updates or self._num_steps > _LAST_START
-            return Phase.MEASURED if is_over and self._num_calls >= FIRST_CALLS else Phase.STARTING
+            # Replicas may skip layers in other steps, and those without a part of the optimizer's state update nothing.
+            waits, updates = self._agree((self._num_calls < FIRST_CALLS, self.updates.num_updates))
+            is_over = (updates and not waits) or self._num_steps > _LAST_START
+            return Phase.MEASURED if is_over else Phase.STARTING
         if self.phase is Phase.MEASURED:
             if len(self._steps) < _NUM_MEASURED:
                 return Phase.MEASURED
@@ -273,7 +272,9 @@ class Chooser:
         if self.phase is Phase.CHOSEN:
             return Phase.COMPARED
         before = self.choices
-        if self._compare() and self.choices != before and self._num_compared < _MOST_COMPARED:
+        is_other = self._compare() and self.choices != before and self._num_compared < _MOST_COMPARED
+        (again,) = self._agree((is_other,))  # or one rank would compare for the second time, alone
+        if again:
             return Phase.CHOSEN
         if devices.is_asynchronous(self._site.device):  # only the peak as chosen says what fits
             self._warn_if_too_large()
@@ -369,10 +370,15 @@ class Chooser:
         times = median(each.busy_seconds for each in steps), median(each.stall_seconds for each in steps)
         speeds = 1 / site.link.out_bytes_per_second, 1 / site.link.back_bytes_per_second
         limits = -site.limit_bytes, -site.host_bytes, site.window_layers
-        layers, rest = self._agree(
-            measured, (dynamic, fullest.static_bytes, *times, self._own_bytes, live, *limits, *speeds)
+        rest = (dynamic, fullest.static_bytes, *times, self._own_bytes, live, *limits, *speeds)
+        # A rank may have called other layers than its replicas, so all send the numbers of all, in the same order.
+        found = iter(self._agree([*rest, *chain.from_iterable(measured.get(name, _UNKNOWN) for name in self.layers)]))
+        dynamic, static, busy, stalled, first_bytes, live, limit, host_bytes, window, out, back = islice(
+            found, len(rest)
         )
-        dynamic, static, busy, stalled, first_bytes, live, limit, host_bytes, window, out, back = rest
+        agreed = {name: (next(found), next(found), next(found), next(found)) for name in self.layers}
+        # In the order of the calls here, which the choice depends on.
+        layers = {name: agreed[name] for name in (*measured, *agreed) if agreed[name] != _UNKNOWN}
         self._largest_bytes = max(self._largest_bytes, int(first_bytes))
         self._facts = StepFacts(
             names=tuple(layers),
@@ -425,10 +431,10 @@ class Chooser:
         told = -1 if self._peak is None or not is_alike else self._peak
         if not devices.is_asynchronous(self._site.device):
             return False
-        _, (worst, differs, live) = self._agree(None, (told, float(told < 0), self._seen_live()))
+        worst, differs, live = self._agree((told, told < 0, self._seen_live()))
         if differs:
             return False  # of another batch
-        limit, limits, pick = self._site.limit_bytes, self.chosen.limits, self.chosen.pick
+        limit, limits, pick = self._facts.limit_bytes, self.chosen.limits, self.chosen.pick
         held = cost_of(self._facts.layers, pick.choices, replace(limits, live=live)).device_bytes
         dynamic = max(0.0, worst - self._facts.static_bytes - held)
         by_mistake = self._facts.dynamic_bytes - dynamic

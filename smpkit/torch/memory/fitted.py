@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -24,7 +23,7 @@ from smpkit.torch.core.arguments import check_module, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, LayerNumbers, Phase, Site
+from smpkit.torch.memory.chooser import Chooser, Phase, Site
 from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.graphs import LiveGraphs
 from smpkit.torch.memory.limits import device_limit
@@ -318,17 +317,15 @@ class Fitted:
             self._engine.exclude((*self._model.parameters(), *self._model.buffers()))
         self._chooser.begin_step(anew=anew)
 
-    def _worst(self, given: LayerNumbers | None, rest: Sequence[float]) -> tuple[LayerNumbers, Sequence[float]]:
-        """Return the largest of all ranks that must choose alike."""
-        layers = given or {}
+    def _worst(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the largest of each number among all ranks that must choose alike."""
         if self._group is None:
-            return layers, rest
-        flat = [*chain.from_iterable(layers.values()), *rest]
-        shared = torch.tensor(flat, dtype=torch.float64, device=self._device)
+            return numbers
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         with waiting("the choice of `smpkit.fit`", self._group):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
-        numbers = iter(shared.tolist())
-        return {name: (next(numbers), next(numbers), next(numbers), next(numbers)) for name in layers}, list(numbers)
+        found: list[float] = shared.tolist()
+        return found
 
 
 def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn.Module]:

@@ -10,6 +10,7 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.memory.facts import gib
+from smpkit.torch.offload.arena import container_limit
 
 __all__ = ["device_limit"]
 
@@ -38,4 +39,5 @@ def device_limit(name: str, device: torch.device, given: float | None, num_share
         return int(_USABLE * total)
     if num_sharers is None:
         raise UsageError(f"{device} does not tell how much memory it has", hint=f"give `{name}`")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharers
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(of_machine, container_limit() or of_machine) // num_sharers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class Updates:
         self, parameters: Callable[[], Iterable[Tensor]], device: torch.device, *, any_optimizer: bool = False
     ) -> None:
         self._parameters, self._device, self._any_optimizer = parameters, device, any_optimizer
-        self._sizes: dict[int, int] = {}
+        self._sizes: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """By optimizer: the states of one that the script has replaced are gone with it."""
         self.num_updates = 0
         self.peak_bytes = 0
         """The most that the device held until then; 0: not known, or the CPU."""
@@ -55,7 +57,7 @@ class Updates:
         self.peak_bytes = max(self.peak_bytes, devices.peak_bytes(self._device) or 0)
         states = [values for parameter, values in optimizer.state.items() if id(parameter) in owned]
         tensors = [each for values in states for each in values.values() if isinstance(each, Tensor)]
-        self._sizes[id(optimizer)] = sum(map(num_bytes_of, (*tensors, *masters)))
+        self._sizes[optimizer] = sum(map(num_bytes_of, (*tensors, *masters)))
 
 
 def num_bytes_of(tensor: Tensor) -> int:

@@ -50,12 +50,12 @@ class _StreamWait:
     """The time between two events around a wait: what the stream spent in it."""
 
     def __init__(self, first: torch.Event, last: torch.Event) -> None:
-        self._first, self._last = first, last
+        self.stamps = first, last
 
     @property
     def seconds(self) -> float | None:
         """The time; None if the device has not reached the events yet."""
-        return _seconds_between(self._first, self._last)
+        return _seconds_between(*self.stamps)
 
 
 class AcceleratorLink:

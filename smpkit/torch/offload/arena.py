@@ -50,6 +50,7 @@ __all__ = [
     "Progress",
     "SlabProvider",
     "aligned",
+    "container_limit",
     "make_arena",
     "mapped_bytes",
     "ordinary_memory",
@@ -538,9 +539,26 @@ def _available_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    limit = container_limit()
     used = _number(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes")
-    return None if limit is None or used is None or limit >= _NO_LIMIT else max(0, limit - used)
+    if limit is None or used is None:
+        return None
+    return max(0, limit - max(0, used - _unused_file_bytes()))
+
+
+def container_limit() -> int | None:
+    """Return how much memory this process's container may take; None if that is not bounded."""
+    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    return None if limit is None or limit >= _NO_LIMIT else limit
+
+
+def _unused_file_bytes() -> int:
+    """Return what the container holds of files that nobody has used lately: it counts as used, but is free to take."""
+    for file, name in (("memory.stat", "inactive_file"), ("memory/memory.stat", "total_inactive_file")):
+        if (_CGROUP / file).exists():
+            fields = dict(line.split() for line in (_CGROUP / file).read_text(encoding="ascii").splitlines())
+            return int(fields.get(name, 0))
+    return 0
 
 
 def _number(*files: Path) -> int | None:

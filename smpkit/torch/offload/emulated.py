@@ -56,6 +56,7 @@ class ThreadWait:
     """How long a thread stood still in a wait."""
 
     seconds: float
+    stamps: None = None
 
 
 class EmulatedLink:

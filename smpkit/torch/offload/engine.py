@@ -58,15 +58,15 @@ DEBUG: Final = "SMPKIT_OFFLOAD_DEBUG"
 class _ReuseWait:
     """How long compute waited for a copy whose memory it was about to reuse."""
 
-    __slots__ = ("_first", "_last", "_link")
+    __slots__ = ("_link", "stamps")
 
     def __init__(self, link: Link, first: Any, last: Any) -> None:
-        self._link, self._first, self._last = link, first, last
+        self._link, self.stamps = link, (first, last)
 
     @property
     def seconds(self) -> float | None:
         """The time; None if the device has not reached the wait yet."""
-        return self._link.seconds_between(self._first, self._last)
+        return self._link.seconds_between(*self.stamps)
 
 
 class ActivationEngine(Offloader):
@@ -110,8 +110,9 @@ class ActivationEngine(Offloader):
         self.num_inputs_of: dict[str, int] = {}
         """How many storages left with the latest call of each name; the next is sent when it has as many."""
         self.on_step: Callable[[StepReport], object] | None = None
-        self.on_stall: Callable[[Group, int, int], object] | None = None
-        """Called with the beginning and end of a wait that blocked this thread (`time.perf_counter_ns()`)."""
+        self.on_stall: Callable[[Group, Any, Any], object] | None = None
+        """Called with the beginning and end of each wait: stamps of the device, or where it blocked this thread, of
+        `time.perf_counter_ns()`."""
         self._device = link.device
         self._microbatch: int | None = None
         self._groups: dict[int, weakref.ref[Group]] = {}
@@ -436,8 +437,8 @@ class ActivationEngine(Offloader):
         """Make the current stream wait for the load."""
         start_ns = time.perf_counter_ns()
         wait = self.link.wait(h2d_event, group.label)
-        if self.on_stall is not None and not self.link.is_stream_ordered:
-            self.on_stall(group, start_ns, time.perf_counter_ns())
+        if self.on_stall is not None:
+            self.on_stall(group, *(wait.stamps or (start_ns, time.perf_counter_ns())))
         self.stats.add_wait(group.name, group.microbatch, wait)
         self.tuner.add_wait(wait)
 
@@ -517,7 +518,10 @@ class ActivationEngine(Offloader):
             return
         first = link.stamp()
         link.before_reuse(event, stream)
-        self.stats.add_wait(group.name, group.microbatch, _ReuseWait(link, first, link.stamp()))
+        wait = _ReuseWait(link, first, link.stamp())
+        self.stats.add_wait(group.name, group.microbatch, wait)
+        if self.on_stall is not None:
+            self.on_stall(group, *wait.stamps)
 
     def _drop_group(self, group: Group) -> None:
         """Retire what no other group needs; called by the group's destructor."""

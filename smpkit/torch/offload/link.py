@@ -49,6 +49,10 @@ class Wait(Protocol):
     def seconds(self) -> float | None:
         """How long compute stood still; None as long as that is unknown."""
 
+    @property
+    def stamps(self) -> tuple[Any, Any] | None:
+        """When it began and ended, by the device's clock (`Link.stamp`); None: this thread waited."""
+
 
 class Link(Protocol):
     """A device's link to host memory.

@@ -9,10 +9,10 @@ from typing import Final
 
 from smpkit.torch.offload.link import Wait
 
-__all__ = ["OffloadReport", "OffloadStats", "Stall", "StepReport"]
+__all__ = ["MIN_SECONDS", "OffloadReport", "OffloadStats", "Stall", "StepReport"]
 
 _STEPS_KEPT: Final = 100
-_MIN_SECONDS: Final = 20e-6
+MIN_SECONDS: Final = 20e-6
 """Shorter waits are the cost of measuring."""
 
 
@@ -163,4 +163,4 @@ class OffloadStats:
 
 
 def _stalls(known: Iterable[tuple[str, int | None, float | None]]) -> tuple[Stall, ...]:
-    return tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _MIN_SECONDS)
+    return tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= MIN_SECONDS)

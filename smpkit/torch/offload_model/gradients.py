@@ -8,6 +8,7 @@ over backwards (`GradientAccumulator`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -252,8 +253,9 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 def _norm(gradients: Sequence[Tensor]) -> Tensor | None:
     if not gradients:
         return None
-    norms = torch._foreach_norm(list(gradients))
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
+    # In the type of half-precision gradients, a norm has three digits, or overflows.
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in gradients), torch.float32)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, wide)))
     return whole
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError, UnsupportedError, UsageError
+from smpkit.torch.core.clipping import hold_gradients
 from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS
 from smpkit.torch.offload_model.gradients import GradientAccumulator, GradientCopy
 from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd, Workers
@@ -47,7 +48,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         model: whose parameters to update.
         rule: `torch.optim.SGD`, `Adam` or `AdamW`.
         groups: parameter groups, as torch's optimizers take them; all parameters if not given.
-        max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+        max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does; that function itself
+            would find none, and raises UsageError.
         overlap: "forward": update after `step()`, each slice before its next forward. "backward": update during the
             backward; then only one backward per `step()` is allowed, without clipping and loss scale.
         num_threads: for the update; by default all cores but two, at least one. Ranks of one host share its cores.
@@ -93,6 +95,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if overlap == "forward":  # all gradients are kept until `step`
             self._engine.gradients.reserve()
         self._engine.attach(self)
+        hold_gradients(self)
 
     def __del__(self) -> None:
         """Wait for updates that run: the model and its next optimizer use the same weights."""
@@ -107,6 +110,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "an OffloadOptimizer takes no further parameter groups", hint="give all of them when it is made"
             )
         super().add_param_group(param_group)
+
+    def holds_gradients_of(self) -> Iterable[Tensor]:
+        """Return the model's parameters, if gradients go to this optimizer; see `core.clipping`."""
+        return self._engine.parameters if self._engine.consumer is self else ()
 
     # --- what the engine calls ---------------------------------------------------------------------------------------
 

@@ -14,16 +14,15 @@ Every value counts once::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.clipping import before_torch_clips, check_not_held
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
@@ -57,12 +56,14 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is not a finite number, instead of scaling by it.
 
     Raises:
-        UsageError: before `smp.init()`, for a `max_norm` that is none, or on all ranks for such a norm.
+        UsageError: before `smp.init()`, for a `max_norm` that is none, for gradients that an `OffloadOptimizer` holds,
+            or on all ranks for such a norm.
     """
     if not max_norm >= 0:
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
+    check_not_held(unique.values())
     masters = None if state.optimizer is None else state.optimizer.masters
     if masters is not None:
         pairs = masters.gradients_of(unique.values())
@@ -176,20 +177,12 @@ def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.Pro
 # --- torch.nn.utils.clip_grad_norm_ -----------------------------------------------------------------------------------
 
 
-_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
-"""The helper with which `torch.nn.utils.clip_grad_norm_` scales gradients, in torch 2.6 to 2.13 at least."""
-
-_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
-
-
 def warn_of_torch_clipping() -> None:
     """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only."""
-    # Scripts import that function by name, so it cannot be replaced; the helper that it looks up on every call can.
-    if _torch_function is not None:
-        setattr(torch_clip_grad, _TORCH_FUNCTION, _warn_and_clip)
+    before_torch_clips(_warn_of_one_part)
 
 
-def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+def _warn_of_one_part(parameters: Sequence[torch.Tensor]) -> None:
     model = state.model
     if model is not None and model.pipeline is not None:
         held = set(map(id, model.local_parameters()))
@@ -198,5 +191,3 @@ def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) ->
                 "torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part only, so each clips by"
                 " another norm; call smp.clip_grad_norm_ with the same arguments for the whole model's",
             )
-    assert _torch_function is not None
-    _torch_function(parameters, *args, **kwargs)

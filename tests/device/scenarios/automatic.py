@@ -16,9 +16,15 @@ from smpkit.torch.offload import accelerator
 from tests.device.scenarios.common import WIDTH, add, assert_same
 from tests.device.scenarios.steps import Stack, smp_step
 
+ROOM_FOR_ONE_MORE = 275_000
+"""Bytes with which the second stage of `smp_chosen_again` keeps one of its three layers, and then finds room for two:
+between 270,000 and 279,000."""
 
-def smp_choose(config: Mapping[str, Any], strategy: str, room: int = 0) -> tuple[list[Tensor], int, dict[str, str]]:
-    """Train for seven steps; return losses and gradients of all, the peak of a late one, and what layers do then.
+
+def smp_choose(
+    config: Mapping[str, Any], strategy: str, room: int = 0, steps: int = 7
+) -> tuple[list[Tensor], int, list[dict[str, str]]]:
+    """Train; return losses and gradients of all steps, the peak of the last, and what layers did in each.
 
     Args:
         room: bytes for all of it; 0: no bound.
@@ -31,10 +37,12 @@ def smp_choose(config: Mapping[str, Any], strategy: str, room: int = 0) -> tuple
         module = Stack(0.3)
         x = torch.randn(8, 32, WIDTH)
     smp.set_activation_checkpointing(module.layers, strategy=strategy)
+    if "default_partition" in config:
+        smp.set_partition(module.layers[0], 0)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), foreach=False))
-    found = []
-    for number in range(7):
+    found, choices = [], []
+    for number in range(steps):
         torch.manual_seed(number)
         optimizer.zero_grad()
         torch.accelerator.synchronize()
@@ -43,8 +51,9 @@ def smp_choose(config: Mapping[str, Any], strategy: str, room: int = 0) -> tuple
         found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
         optimizer.step()
+        choices.append(model.activation_choices())
     torch.accelerator.synchronize()
-    peak, choices = torch.accelerator.max_memory_allocated() - before, model.activation_choices()
+    peak = torch.accelerator.max_memory_allocated() - before
     smp.shutdown()
     return found, peak, choices
 
@@ -64,7 +73,7 @@ def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) ->
         found, peak, choices = smp_choose({**plain, "offload_activations": offloads}, strategy, room)
     assert_same(found, expected)
     assert peak <= room, f"a peak of {peak} within {room}"
-    assert set(words.split()) <= set(choices.values()), choices
+    assert set(words.split()) <= set(choices[-1].values()), choices
 
 
 def smp_chosen_over_ranks(**config: Any) -> None:
@@ -76,11 +85,23 @@ def smp_chosen_over_ranks(**config: Any) -> None:
         none, _, least = smp_choose({**plain, "offload_activations": True, "memory_budget_gib": 1e-6}, "auto")
     assert_same(kept, expected)
     assert_same(none, expected)
-    assert (set(choices.values()), set(least.values())) == ({"keep"}, {"offload"})
+    assert (set(choices[-1].values()), set(least[-1].values())) == ({"keep"}, {"offload"})
+
+
+def smp_chosen_again() -> None:
+    """Let the second stage choose again, once it has seen its peak, and the first not."""
+    config: dict[str, Any] = {"microbatches": 4, "pipeline_parallel_degree": 2, "timeout_seconds": 30}
+    config |= {"auto_partition": False, "default_partition": 1}
+    expected, _, _ = smp_choose(config, "each", steps=9)
+    found, _, choices = smp_choose(config, "auto", ROOM_FOR_ONE_MORE, steps=9)
+    assert_same(found, expected)
+    kept = {list(each.values()).count("keep") for each in choices}
+    assert kept == ({0, 1, 2} if len(choices[0]) > 1 else {0, 1}), choices
 
 
 add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
 add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
 add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"))
 add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
+add("auto, a stage that chooses again", smp_chosen_again, ranks=2, is_quick=True)
 add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)

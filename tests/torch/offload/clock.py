@@ -39,6 +39,7 @@ class _Ticket:
 @dataclass(frozen=True)
 class _Waited:
     seconds: float
+    stamps: None = None
 
 
 class ClockLink:

@@ -321,6 +321,16 @@ def test_an_arena_of_pinned_memory_waits_for_its_link(monkeypatch: pytest.Monkey
     [
         ({"memory.max": "1000", "memory.current": "400"}, 600),
         ({"memory.max": "max", "memory.current": "400"}, None),
+        # After a data set was read: the kernel drops files that nobody uses as soon as somebody needs the memory.
+        ({"memory.max": "1000", "memory.current": "990", "memory.stat": "anon 90\ninactive_file 800\nfile 900"}, 810),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "990",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 800",
+            },
+            810,
+        ),
         ({"memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "1200"}, 0),
         ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"}, None),
         ({}, None),

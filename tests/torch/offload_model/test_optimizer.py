@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
@@ -174,6 +175,40 @@ def test_clipping_what_is_not_finite_gives_what_torch_gives(value: float) -> Non
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(q.isnan(), p.isnan())
         torch.testing.assert_close(q, p, rtol=0, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, smp.clip_grad_norm_])
+def test_clipping_what_the_optimizer_holds_is_refused(clip: Any) -> None:
+    """It would find no gradient in any parameter, clip nothing, and return a norm of 0."""
+    _, model = make_pair()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.randn(5, 6)).square().mean().backward()
+    with pytest.raises(UsageError, match=r"would clip nothing: these gradients go to an OffloadOptimizer"):
+        clip(model.parameters(), 1.0)
+    optimizer.step()
+    del optimizer
+    model(torch.randn(5, 6)).square().mean().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_clipped_by_their_exact_norm(dtype: torch.dtype) -> None:
+    """In their own type it would be rounded to three digits, or infinite, which leaves all weights as they were."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(64, 64, dtype=dtype) for _ in range(3)])
+    model = OffloadModel(copy.deepcopy(plain), CPU)
+    before = [each.clone() for each in model.parameters()]
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0, max_grad_norm=1.0)
+    inputs = torch.randn(8, 64, dtype=dtype)
+    for network in (plain, model):
+        (network(inputs).sum() * 2000).backward()
+    norm = torch.stack([each.grad.double().norm() for each in plain.parameters() if each.grad is not None]).norm()
+    assert norm > torch.finfo(torch.float16).max
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    moved = [(after - each).double().norm() for after, each in zip(model.parameters(), before, strict=True)]
+    assert torch.stack(moved).norm().item() == pytest.approx(1.0, rel=0.01)
 
 
 @everywhere
