@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +112,36 @@ def scripted() -> nn.Module:
     return nn.Sequential(block(), torch.jit.script(block()), block())
 
 
+class Extended(nn.Linear):
+    """Returns more than the next layer needs."""
+
+    def __init__(self, more: Callable[[Tensor], object]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.more = more
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.more(x)
+
+
+class Extending(nn.Module):
+    """Keeps what its first layer returns beside the input of its second."""
+
+    def __init__(self, more: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Extended(more), block()])
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.kept = self.layers[0](x)
+        out: Tensor = self.layers[1](x)
+        return out
+
+
+def as_normal(x: Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal(x, 1.0)
+
+
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
 RING = Way(pipeline=2, placement=-1)
 ROWS = {
@@ -125,6 +157,10 @@ ROWS = {
     # Microbatches mixed what modules keep: the losses were other ones, without a word.
     "a hidden state on a rank that is visited again": (Case(stateful, vectors, mse_step), RING),
     "statistics on a rank that is visited again": (Case(normed, doubled, mse_step), RING),
+    "an object of which nobody asks for anything": (
+        Case(functools.partial(Extending, as_normal), vectors, mse_step),
+        Way(pipeline=2, placement=-1),
+    ),
     "a scripted layer": (Case(scripted, vectors, mse_step), Way(pipeline=2, microbatches=2)),
 }
 
@@ -298,6 +334,40 @@ def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
         run_ranks(take_step, 2, step)
     assert hint in str(caught.value)
+
+
+def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model(x)
+    loss: Tensor = -model.module.kept.log_prob(y).mean()
+    model.backward(loss)
+    return loss
+
+
+def summed(x: Tensor) -> float:
+    return x.sum().item()
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], object], Any, str]] = {
+    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
+    "an object": (as_normal, likelihood_step, "`layers.0` returned an object of the type Normal"),
+    "another number": (summed, mse_step, "`layers.0` returned 12.0 the first time and 24.0 now"),
+}
+
+
+def return_more(more: Callable[[Tensor], object], step: Any) -> None:
+    module = Extending(more)
+    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
+    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
+    smp.step(step)(begin(*module.layers, around=module), x, x)
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_other_ranks_cannot_have_of_a_result_is_refused_by_name(name: str) -> None:
+    more, step, message = RETURNED[name]
+    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
+        run_ranks(return_more, 2, more, step)
+    assert message in str(caught.value)
 
 
 def train_on_ten() -> str:

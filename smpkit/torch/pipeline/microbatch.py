@@ -33,6 +33,7 @@ from smpkit.torch.core.tensor_spec import (
     to_layout,
     version_of,
 )
+from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
@@ -53,6 +54,7 @@ from smpkit.torch.pipeline.output_specs import (
     has_same_specs,
     make_placeholders,
     replicated_spec_of,
+    spec_of_leaf,
     specs_in,
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
@@ -453,15 +455,16 @@ class Microbatch:
         stage_tensors = map_tensors(
             lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
         )
-        output_spec = map_tensors(_spec_of_stage_tensor, stage_tensors)
+        output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if is_new:
             self.stage.output_specs.remember(call, output_spec, arguments.mutation_info(tensors))
             self.stage.transport.broadcast_object((output_spec, call.mutation_info))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
                 f"`{name}` returned {describe_difference(known, output_spec)} for arguments of the same shapes",
-                hint="shapes that depend on values cannot cross pipeline ranks; put the code that makes and the code"
-                " that uses them into one torch.nn.Module, which is placed as a whole",
+                hint="shapes and Python's numbers that depend on values cannot cross pipeline ranks; put the code that"
+                " makes and the code that uses them into one torch.nn.Module, which is placed as a whole, or return"
+                " numbers as tensors",
             )
         return stage_tensors
 
@@ -646,8 +649,3 @@ class Microbatch:
         self._weights = None
         self._sent_versions.clear()
         self.released = True
-
-
-def _spec_of_stage_tensor(value: Any) -> TensorSpec:
-    spec: TensorSpec = value.spec
-    return spec
