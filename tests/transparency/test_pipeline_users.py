@@ -317,22 +317,24 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
     return loss if smp.pp_rank() == 0 else None
 
 
-REFUSED = {
-    "a loss kept as an attribute": (noted_step, "return it from the module's forward"),
-    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module"),
-    "a result on one rank only": (returning_step, "returned other things from the step"),
+REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "a loss kept as an attribute": (noted_step, "return it from the module's forward", {}),
+    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module", {}),
+    "a result on one rank only": (returning_step, "returned other things from the step", {}),
+    # It trained, though `smpkit plan` showed no backward.
+    "a backward where none is planned": (mse_step, "`pipeline: _only_forward`", {"pipeline": "_only_forward"}),
 }
 
 
-def take_step(step: Any) -> None:
-    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)]), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+def take_step(step: Any, more: dict[str, Any]) -> None:
+    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
-    step, hint = REFUSED[name]
+    step, hint, more = REFUSED[name]
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(take_step, 2, step)
+        run_ranks(take_step, 2, step, more)
     assert hint in str(caught.value)
 
 
