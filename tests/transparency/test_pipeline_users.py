@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -269,18 +270,45 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def whole_and_own_buffers() -> tuple[bool, list[str]]:
-    model = begin(Centred(), block())
+class Centring(nn.Module):
+    """Keeps a running mean, and nothing else."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return x - self.mean
+
+
+CENTRED: dict[str, Callable[[], nn.Module]] = {
+    "around a unit": Centred,
+    "beside a unit": lambda: nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH), centring=Centring())),
+}
+
+
+def whole_and_own_buffers(name: str) -> tuple[bool, int, int, bool]:
+    """Return whether a state dict has what training made of a buffer, and how many of them each rank has."""
+    model = begin(CENTRED[name](), block())
     smp.step(mse_step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-    mean = model.state_dict()["0.mean"]
-    names = [name for name, _ in model.local_named_buffers()]
+    whole = model.state_dict()
+    [mean] = [each for key, each in whole.items() if key.endswith("mean")]
+    in_part = sum(key.endswith("mean") for key in model.local_state_dict())
+    changed, num_own = bool(mean.abs().sum() > 0), len(list(model.local_named_buffers()))
+    model.load_state_dict({key: torch.full_like(each, 2.0) for key, each in whole.items()})
+    is_loaded = all(bool((each == 2).all()) for each in model.buffers() if each.device.type != "meta")
     smp.barrier()
-    return bool(mean.abs().sum() > 0), names
+    return changed, num_own, in_part, is_loaded
 
 
-def test_buffers_around_a_unit_are_those_of_the_rank_that_changes_them() -> None:
+@pytest.mark.parametrize("name", CENTRED)
+def test_buffers_in_a_module_of_one_rank_are_those_of_the_rank_that_changes_them(name: str) -> None:
     # A state dict had them as the last rank had them: as they were at first.
-    assert run_ranks(whole_and_own_buffers, 2) == [(True, ["0.mean"]), (True, [])]
+    assert run_ranks(whole_and_own_buffers, 2, name) == [(True, 1, 1, True), (True, 0, 0, True)]
 
 
 # --- what cannot work is refused --------------------------------------------------------------------------------------
