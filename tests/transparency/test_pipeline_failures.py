@@ -358,12 +358,27 @@ def assign_data(model: Any, x: Tensor) -> Any:
     return out
 
 
+def average_weights(model: Any, x: Tensor) -> Any:
+    query, key = model.module[0][2].bias, model.module[1].bias
+    key.data = key.data * 0.9 + query.data * 0.1
+    return model(x)
+
+
+def assign_data_of_plain(model: Any, x: Tensor) -> Any:
+    mean = torch.zeros(WIDTH)
+    mean.data = model(x).detach().mean(0)
+    return mean
+
+
 FENCES: dict[str, tuple[Callable[..., Any], str]] = {
     "a custom Function": (custom_function, "put the code that calls it"),
     "into a plain tensor": (add_into_plain, "write `x = x + y` instead of `x += y`"),
     "deepcopy": (lambda model, x: copy.deepcopy(model(x)), "cannot be copied deeply"),
     "pickle": (lambda model, x: pickle.dumps(model(x)), "cannot be saved inside the step"),
     "assigning data": (assign_data, "was assigned"),
+    # The process ended with SIGSEGV, and no rank was named.
+    "assigning data of a weight": (average_weights, "`.data` of a tensor of shape [6] was assigned"),
+    "assigning data of a plain tensor": (assign_data_of_plain, "`.data` of a tensor of shape [6] was assigned"),
     "a bare backward": (lambda model, x: model(x).mean().backward(), "call `model.backward(loss)` instead"),
     "a hook": (
         lambda model, x: model(x).register_hook(print),
