@@ -77,8 +77,8 @@ class ModelParallelConfig(Section):
 
     `zero_bubble`, an extension of smpkit, is `interleaved` with the backward split in two where that is faster: the
     gradients of inputs, for which other ranks wait, first, and those of weights later, where the rank would be idle.
-    `_only_forward` is v1's undocumented third value. `simple` becomes `interleaved` where `active_microbatches` differs
-    from `microbatches`, as in v1.
+    `_only_forward`, v1's undocumented third value, is for evaluation: `model.backward` is an error. `simple` becomes
+    `interleaved` where `active_microbatches` differs from `microbatches`, as in v1.
     """
 
     ddp: bool = False

@@ -165,7 +165,9 @@ def load_model_state(
         if strict:
             expected = held if is_partial and same_partition_load else set(module.state_dict())
             _check_names(values.keys(), expected)
-        values = {name: value for name, value in values.items() if name in held}
+        # Also another rank's buffers that are here: in a module that is not called, code between units uses them.
+        live = {name for name, each in module.named_buffers(remove_duplicate=False) if each.device.type != "meta"}
+        values = {name: value for name, value in values.items() if name in held or name in live}
     # What is left are wholes, or this rank's own pieces: tensor parallelism takes its piece, then delayed parameters
     # get their memory, then sharded data parallelism takes its slice. The last looks at tensors that must exist.
     values = shard_state(values, shards_in(module))

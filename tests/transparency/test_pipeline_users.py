@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +113,36 @@ def scripted() -> nn.Module:
     return nn.Sequential(block(), torch.jit.script(block()), block())
 
 
+class Extended(nn.Linear):
+    """Returns more than the next layer needs."""
+
+    def __init__(self, more: Callable[[Tensor], object]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.more = more
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.more(x)
+
+
+class Extending(nn.Module):
+    """Keeps what its first layer returns beside the input of its second."""
+
+    def __init__(self, more: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Extended(more), block()])
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.kept = self.layers[0](x)
+        out: Tensor = self.layers[1](x)
+        return out
+
+
+def as_normal(x: Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal(x, 1.0)
+
+
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
 RING = Way(pipeline=2, placement=-1)
 ROWS = {
@@ -125,6 +158,10 @@ ROWS = {
     # Microbatches mixed what modules keep: the losses were other ones, without a word.
     "a hidden state on a rank that is visited again": (Case(stateful, vectors, mse_step), RING),
     "statistics on a rank that is visited again": (Case(normed, doubled, mse_step), RING),
+    "an object of which nobody asks for anything": (
+        Case(functools.partial(Extending, as_normal), vectors, mse_step),
+        Way(pipeline=2, placement=-1),
+    ),
     "a scripted layer": (Case(scripted, vectors, mse_step), Way(pipeline=2, microbatches=2)),
 }
 
@@ -233,18 +270,45 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def whole_and_own_buffers() -> tuple[bool, list[str]]:
-    model = begin(Centred(), block())
+class Centring(nn.Module):
+    """Keeps a running mean, and nothing else."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return x - self.mean
+
+
+CENTRED: dict[str, Callable[[], nn.Module]] = {
+    "around a unit": Centred,
+    "beside a unit": lambda: nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH), centring=Centring())),
+}
+
+
+def whole_and_own_buffers(name: str) -> tuple[bool, int, int, bool]:
+    """Return whether a state dict has what training made of a buffer, and how many of them each rank has."""
+    model = begin(CENTRED[name](), block())
     smp.step(mse_step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-    mean = model.state_dict()["0.mean"]
-    names = [name for name, _ in model.local_named_buffers()]
+    whole = model.state_dict()
+    [mean] = [each for key, each in whole.items() if key.endswith("mean")]
+    in_part = sum(key.endswith("mean") for key in model.local_state_dict())
+    changed, num_own = bool(mean.abs().sum() > 0), len(list(model.local_named_buffers()))
+    model.load_state_dict({key: torch.full_like(each, 2.0) for key, each in whole.items()})
+    is_loaded = all(bool((each == 2).all()) for each in model.buffers() if each.device.type != "meta")
     smp.barrier()
-    return bool(mean.abs().sum() > 0), names
+    return changed, num_own, in_part, is_loaded
 
 
-def test_buffers_around_a_unit_are_those_of_the_rank_that_changes_them() -> None:
+@pytest.mark.parametrize("name", CENTRED)
+def test_buffers_in_a_module_of_one_rank_are_those_of_the_rank_that_changes_them(name: str) -> None:
     # A state dict had them as the last rank had them: as they were at first.
-    assert run_ranks(whole_and_own_buffers, 2) == [(True, ["0.mean"]), (True, [])]
+    assert run_ranks(whole_and_own_buffers, 2, name) == [(True, 1, 1, True), (True, 0, 0, True)]
 
 
 # --- what cannot work is refused --------------------------------------------------------------------------------------
@@ -281,23 +345,59 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
     return loss if smp.pp_rank() == 0 else None
 
 
-REFUSED = {
-    "a loss kept as an attribute": (noted_step, "return it from the module's forward"),
-    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module"),
-    "a result on one rank only": (returning_step, "returned other things from the step"),
+REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "a loss kept as an attribute": (noted_step, "return it from the module's forward", {}),
+    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module", {}),
+    "a result on one rank only": (returning_step, "returned other things from the step", {}),
+    # It trained, though `smpkit plan` showed no backward.
+    "a backward where none is planned": (mse_step, "`pipeline: _only_forward`", {"pipeline": "_only_forward"}),
 }
 
 
-def take_step(step: Any) -> None:
-    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)]), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+def take_step(step: Any, more: dict[str, Any]) -> None:
+    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
-    step, hint = REFUSED[name]
+    step, hint, more = REFUSED[name]
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(take_step, 2, step)
+        run_ranks(take_step, 2, step, more)
     assert hint in str(caught.value)
+
+
+def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model(x)
+    loss: Tensor = -model.module.kept.log_prob(y).mean()
+    model.backward(loss)
+    return loss
+
+
+def summed(x: Tensor) -> float:
+    return x.sum().item()
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], object], Any, str]] = {
+    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
+    "an object": (as_normal, likelihood_step, "`layers.0` returned an object of the type Normal"),
+    "another number": (summed, mse_step, "`layers.0` returned 12.0 the first time and 24.0 now"),
+}
+
+
+def return_more(more: Callable[[Tensor], object], step: Any) -> None:
+    module = Extending(more)
+    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
+    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
+    smp.step(step)(begin(*module.layers, around=module), x, x)
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_other_ranks_cannot_have_of_a_result_is_refused_by_name(name: str) -> None:
+    more, step, message = RETURNED[name]
+    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
+        run_ranks(return_more, 2, more, step)
+    assert message in str(caught.value)
 
 
 def train_on_ten() -> str:

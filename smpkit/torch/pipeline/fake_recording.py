@@ -176,6 +176,7 @@ class _FakeMicrobatch(Microbatch):
         caller_args = args, kwargs
         with _NoTorchFunction():
             self.call_trace.append(name)
+            self._consumer = name
             device_type = self.stage.device.type
             autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
             call, args, kwargs = self._describe_call(

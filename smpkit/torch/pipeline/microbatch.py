@@ -33,6 +33,7 @@ from smpkit.torch.core.tensor_spec import (
     to_layout,
     version_of,
 )
+from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
@@ -53,6 +54,7 @@ from smpkit.torch.pipeline.output_specs import (
     has_same_specs,
     make_placeholders,
     replicated_spec_of,
+    spec_of_leaf,
     specs_in,
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
@@ -114,13 +116,15 @@ class Microbatch:
     """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
     _weights: StageParameters | None = None
     _in_hooks = 0
+    _consumer = ""
+    """The latest call, which needs what is transferred."""
 
     def __init__(self, stage: StageContext, index: int) -> None:
         self.stage = stage
         self.index = index
         self.transfers: list[P2PTransfer] = []
         self.call_trace: list[str] = []
-        """The names of all calls in order: the same on every rank, or the ranks run different programs."""
+        """All calls and transfers in order: the same on every rank, or the ranks run different programs."""
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
         self._rank, self._device_type = stage.rank, stage.device.type
@@ -245,6 +249,7 @@ class Microbatch:
         with _NoTorchFunction():
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
             self.call_trace.append(name)
+            self._consumer = name
             # Every rank makes the same transfers, whether it sends, receives or only counts them.
             device_type, caller_args = self._device_type, (args, kwargs)
             autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -453,15 +458,16 @@ class Microbatch:
         stage_tensors = map_tensors(
             lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
         )
-        output_spec = map_tensors(_spec_of_stage_tensor, stage_tensors)
+        output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if is_new:
             self.stage.output_specs.remember(call, output_spec, arguments.mutation_info(tensors))
             self.stage.transport.broadcast_object((output_spec, call.mutation_info))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
                 f"`{name}` returned {describe_difference(known, output_spec)} for arguments of the same shapes",
-                hint="shapes that depend on values cannot cross pipeline ranks; put the code that makes and the code"
-                " that uses them into one torch.nn.Module, which is placed as a whole",
+                hint="shapes and Python's numbers that depend on values cannot cross pipeline ranks; put the code that"
+                " makes and the code that uses them into one torch.nn.Module, which is placed as a whole, or return"
+                " numbers as tensors",
             )
         return stage_tensors
 
@@ -514,6 +520,7 @@ class Microbatch:
     def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
         """Send a value from its owner to `target`; all ranks call this alike, and count segments and transfers."""
         stage, source, spec = self.stage, tensor.owner, spec.as_sent
+        self.call_trace.append(f"a transfer of {spec} from rank {source} to rank {target}")
         begins_segment = self._sent[target]  # see [Note: segments]
         if begins_segment:
             self.segments[target] += 1
@@ -526,6 +533,8 @@ class Microbatch:
             value = self._local_value(tensor)
             # Send first, since the target waits for it; the bookkeeping can come later.
             sent = value.detach()
+            if record is None:
+                stage.transport.announce(self.index, transfer)
             # The value may be changed in place while it travels, unless the record says that it is not.
             is_unchanged = record is not None and transfer.number not in record.mutated
             if not is_unchanged:
@@ -544,6 +553,14 @@ class Microbatch:
             use = None
             if self._in_hooks:
                 self.unsplittable.add(segment)
+            if record is None and not spec.text.startswith(text := stage.transport.announced(self.index, transfer)):
+                stage.failed_alone = True  # the sender has got its message off, and waits for others
+                raise UsageError(
+                    f"pipeline rank {source} sends {text} for `{self._consumer}` in microbatch {self.index}, where"
+                    f" pipeline rank {target} expects {spec}",
+                    hint="a step runs on every pipeline rank, and what it does between layers (a slice, say) must not"
+                    " depend on the rank or on data of its own",
+                )
             if spec.requires_grad:
                 # A leaf cannot be changed in place: allow it unless the record says that no call does so.
                 is_mutable = record is None or record.has_mutations
@@ -569,12 +586,11 @@ class Microbatch:
         if number >= TRANSFERS_PER_MICROBATCH - 1:
             raise UnsupportedError(
                 f"one microbatch sends more than {len(self.transfers):,} values between pipeline ranks, the last for "
-                f"`{self.call_trace[-1] if self.call_trace else 'the step function'}`",
+                f"`{self._consumer or 'the step function'}`",
                 hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
                 "which is placed as a whole",
             )
-        consumer = self.call_trace[-1] if self.call_trace else ""
-        return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, consumer)
+        return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, self._consumer)
 
     def _diverge(self) -> None:
         """Diverge from the record, and first run everything that follows it."""
@@ -616,7 +632,8 @@ class Microbatch:
             grads: for each root its gradient, None for one that is a scalar.
         """
         self.has_backward = True
-        self.call_trace.append("model.backward")  # a rank that leaves it out would train on without these gradients
+        self._consumer = "model.backward"
+        self.call_trace.append(self._consumer)  # a rank that leaves it out would train on without these gradients
         with _NoTorchFunction():
             for root, grad in zip(roots, grads, strict=True):
                 # All ranks hold a loss that no unit took part in; it must count once.
@@ -646,8 +663,3 @@ class Microbatch:
         self._weights = None
         self._sent_versions.clear()
         self.released = True
-
-
-def _spec_of_stage_tensor(value: Any) -> TensorSpec:
-    spec: TensorSpec = value.spec
-    return spec

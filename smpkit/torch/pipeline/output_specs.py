@@ -13,6 +13,9 @@ Hugging Face models have outputs that no call returns: hooks put hidden states, 
 *output collectors*, that the model's forward has opened. Over a pipeline the hooks run where the layer runs, so the
 lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
 its result, what it has added to the lists, and every rank adds that to its own.
+
+Other ranks cannot make placeholders of an object that is no container, such as a distribution or a cache of keys and
+values: they get an `AbsentObject`.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, NoReturn
 
 import torch
 
+from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, TensorSpec
 from smpkit.torch.core.tree import children, rebuild
 from smpkit.torch.pipeline.mutation import MutationInfo
@@ -32,6 +37,7 @@ from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 __all__ = [
     "MAX_INFERRED",
     "MISSING",
+    "AbsentObject",
     "CachedCall",
     "Collectors",
     "Mode",
@@ -44,6 +50,7 @@ __all__ = [
     "make_placeholders",
     "replicated_spec_of",
     "returning_collected",
+    "spec_of_leaf",
     "specs_in",
 ]
 
@@ -57,6 +64,9 @@ Mode = tuple[object, bool, torch.dtype | None]
 """What else decides a result: the mode of the module or operation, grad mode, and the dtype of autocast."""
 
 _MODULE: Final = "transformers.utils.output_capturing"
+
+_CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, type, Enum)
+"""Leaves of a result that other ranks may copy: `has_same_specs` sees if a later call returns another one."""
 
 Collectors = dict[str, Any]
 """By kind of output, a list; beside the lists settings, under names that begin with an underscore."""
@@ -78,6 +88,40 @@ class CachedCall:
     """Whether no rank had run the call when its output spec was made."""
     has_tensors_only: bool = False
     """Whether its positional arguments are tensors, all of them."""
+
+
+class AbsentObject:
+    """Stands for an object that a call on another rank has returned, and refuses to be used.
+
+    A copy would stay that of the first microbatch, and its tensors would have no graph.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._smpkit_refusal = (
+            f"`{name}` returned an object of the type {kind}, which was used on a pipeline rank that does not have it:"
+            " smpkit does not look into such objects"
+        )
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(
+            self._smpkit_refusal,
+            hint="return its tensors instead, in a tuple, list, dict or dataclass, and make the object of them where it"
+            " is used; or use it in the torch.nn.Module that makes it",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for methods that objects need not have
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _refuse
+
+
+def spec_of_leaf(leaf: Any, name: str) -> Any:
+    """Return what stands in an output spec for a leaf of what `name` has returned, a stage tensor or anything else."""
+    if type(leaf) is StageTensor:
+        return leaf.spec
+    return leaf if isinstance(leaf, _CONSTANTS) else AbsentObject(type(leaf).__name__, name)
 
 
 def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -159,28 +203,31 @@ def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any
 
 
 def has_same_specs(left: Any, right: Any) -> bool:
-    """Compare output specs by their tensors; other leaves are the user's objects, which may have no equality."""
+    """Return whether other ranks, which have made their result of one output spec, may take it for the other."""
     if isinstance(left, TensorSpec) or isinstance(right, TensorSpec):
         return bool(left == right)
     parts, others = children(left), children(right)
     if parts is None or others is None:
-        return type(left) is type(right)
+        return type(left) is type(right) and (isinstance(left, AbsentObject) or left == right)
     return parts.keys() == others.keys() and all(has_same_specs(part, others[key]) for key, part in parts.items())
 
 
 def describe_difference(left: Any, right: Any) -> str:
     """Return the first difference of two output specs, for an error."""
-    for first, now in zip(specs_in(left), specs_in(right), strict=False):
-        if first != now:
+    for first, now in zip(_leaves_in(left), _leaves_in(right), strict=False):
+        if not has_same_specs(first, now):
             return f"{first} the first time and {now} now"
     return "another structure than before"
 
 
 def specs_in(output_spec: Any) -> list[TensorSpec]:
     """Return the specs in an output spec, in order."""
-    if isinstance(output_spec, TensorSpec):
-        return [output_spec]
-    return [spec for part in (children(output_spec) or {}).values() for spec in specs_in(part)]
+    return [leaf for leaf in _leaves_in(output_spec) if isinstance(leaf, TensorSpec)]
+
+
+def _leaves_in(output_spec: Any) -> list[Any]:
+    inside = None if isinstance(output_spec, TensorSpec) else children(output_spec)
+    return [output_spec] if inside is None else [leaf for part in inside.values() for leaf in _leaves_in(part)]
 
 
 def active_collectors() -> Callable[[], Collectors | None] | None:

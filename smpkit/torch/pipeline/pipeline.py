@@ -302,10 +302,15 @@ class Pipeline:
         """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs.
 
         Raises:
-            UsageError: outside a step.
+            UsageError: outside a step, or where steps have no backward.
         """
         if state.step is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
+        if state.cfg.pipeline == "_only_forward":
+            raise UsageError(
+                "model.backward was called, but `pipeline: _only_forward` plans steps without backward",
+                hint="train with `interleaved`, `zero_bubble` or `simple`, or leave out model.backward",
+            )
         state.step.total_backwards += 1
         microbatch = Current.microbatch or current_microbatch()
         microbatch.backward(roots, (None,) * len(roots) if grads is None else grads, scale)

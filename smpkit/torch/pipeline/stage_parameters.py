@@ -170,6 +170,8 @@ def parameters_as_stage_tensors(
     for argument in args:
         for part in argument if type(argument) in _CONTAINERS else (argument,):
             if type(part) is StageTensor:
+                if getattr(func, "__name__", "") == "__set__":
+                    raise _assignment_error(func, args[0])
                 return None
             found = found or id(part) in remote
     if not found:
@@ -220,6 +222,17 @@ def parameter_change_error(name: str, parameter: torch.Tensor) -> UsageError:
         f"`{name}` changed in place, between modules, a parameter of shape {list(parameter.shape)} that not every"
         " pipeline rank holds",
         hint="change parameters between steps, or in the forward of the module that owns them",
+    )
+
+
+def _assignment_error(func: Any, tensor: torch.Tensor) -> UsageError:
+    """Return the error for a placeholder as the data of a tensor: those are its memory, and a placeholder has none."""
+    return UsageError(
+        f"`.{func.__self__.__name__}` of a tensor of shape {list(tensor.shape)} was assigned, between modules, a value"
+        " that only one pipeline rank holds",
+        hint="change a weight in the forward of a torch.nn.Module that owns it and all that it is made of (both"
+        " encoders of a momentum encoder) and lies on one rank (smp.set_partition); a buffer is changed in place:"
+        " `with torch.no_grad(): self.mean.copy_(value)`",
     )
 
 

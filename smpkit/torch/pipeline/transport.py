@@ -75,6 +75,8 @@ _UNWRITTEN: Final = -(1 << 62)
 _END: Final = "the end of a step that was given up"
 _TAGS: Final = (1 << 30) - 1
 """Bits of a message's tag; those of abandoned steps count too, see `Transport.abandon`."""
+_TEXT_BYTES: Final = 256
+"""Of the text of a spec that is announced."""
 _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""
 
@@ -185,7 +187,7 @@ class Transport:
             message = self._message(entry.microbatch, entry.transfer, entry.backward)
             if (entry.microbatch in over and not entry.backward) or not self._channels.is_connected_to(message.peer):
                 continue
-            tag = self._first_tag + message.tag & _TAGS
+            tag = self._tag(message)
             self._positions[tag] = len(self._positions)
             if message.peer == entry.sender and not self._has_left:
                 self._expected.append((tag, message))
@@ -232,7 +234,7 @@ class Transport:
 
     def post(self, message: Message) -> None:
         """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
-        tag = self._first_tag + message.tag & _TAGS
+        tag = self._tag(message)
         if tag in self._posted:
             return
         if self._uses_channels and (tag in self._begun_receives or self._expects_on_channel(message.peer, tag)):
@@ -251,6 +253,22 @@ class Transport:
         assert value is not None, "only gradients may be None"
         return value
 
+    def announce(self, microbatch: int, transfer: P2PTransfer) -> None:
+        """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
+
+        Gloo ends the process if a message is longer than its receive, and says nothing if it is shorter.
+        """
+        message = self._message(microbatch, transfer, False)
+        text = f"{transfer.spec.text:{_TEXT_BYTES}.{_TEXT_BYTES}}".encode()
+        self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), message.peer, self._tag(message), message)
+
+    def announced(self, microbatch: int, transfer: P2PTransfer) -> str:
+        """Return the text of the spec that the sender has announced."""
+        message = self._message(microbatch, transfer, False)
+        text = torch.empty(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        self._wait(self._recv(text, message.peer, self._tag(message), message), message.peer, message)
+        return bytes(text.tolist()).decode().rstrip()
+
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
         """Return the gradient of a value that was sent; None if it has none."""
         return self._receive_message(self._message(microbatch, transfer, True), None)
@@ -265,6 +283,9 @@ class Transport:
         since = time.monotonic() if started is None else started
         return explain_error(error, describe_message(what), [self.ranks[peer]], since)
 
+    def _tag(self, message: Message) -> int:
+        return self._first_tag + message.tag & _TAGS
+
     def _message(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> Message:
         message = self.messages.get((microbatch, transfer.number, backward))
         return message or Message(self._rank, microbatch, transfer, backward)
@@ -272,7 +293,7 @@ class Transport:
     def _send_message(self, tensor: torch.Tensor | None, message: Message) -> None:
         recorder = self.recorder
         start_ns = 0 if recorder is None else time.perf_counter_ns()
-        target, tag = message.peer, self._first_tag + message.tag & _TAGS
+        target, tag = message.peer, self._tag(message)
         if self._uses_channels and self._channels is not None and self._prepare_channel_send(target, tag):
             self._send_on_channel(self._channels, tensor, tag, message)
         else:
@@ -284,7 +305,7 @@ class Transport:
             recorder("send", target, num_bytes, tag, start_ns, time.perf_counter_ns())
 
     def _receive_message(self, message: Message, use: Use | None) -> torch.Tensor | None:
-        source, spec, tag = message.peer, message.transfer.spec, self._first_tag + message.tag & _TAGS
+        source, spec, tag = message.peer, message.transfer.spec, self._tag(message)
         start_ns = time.perf_counter_ns() if self._uses_channels else 0
         if self._uses_channels and self._channels is not None and self._prepare_channel_receive(tag, message):
             result = self._take_from_channel(self._channels, tag, spec, use, start_ns)

@@ -195,14 +195,17 @@ class Placement:
     def running_pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank whose calls of a module change its buffers; None if all ranks run it.
 
-        Besides units and what is inside, a module above whose units all lie on one rank runs there alone.
+        Besides units and what is inside, a module above whose units all lie on one rank runs there alone, and so does
+        what it calls. A module without any units is called by the one around it.
         """
         pp_rank = self.pp_rank_of(module)
-        if pp_rank is not None:
-            return pp_rank
-        below = f"{module}." if module else ""
-        pp_ranks = {rank for unit, rank in self._pp_rank_of_unit.items() if unit.startswith(below)}
-        return pp_ranks.pop() if len(pp_ranks) == 1 else None
+        while pp_rank is None:
+            below = f"{module}." if module else ""
+            pp_ranks = {rank for unit, rank in self._pp_rank_of_unit.items() if unit.startswith(below)}
+            if pp_ranks or not module:
+                return pp_ranks.pop() if len(pp_ranks) == 1 else None
+            module = module.rpartition(".")[0]
+        return pp_rank
 
     def make_groups(self) -> None:
         """Make the process groups of this rank's parameters; all ranks call this."""

@@ -54,6 +54,12 @@ class Wire:
     def receive_object(self, _source: int, _what: str) -> Any:
         return self.told.popleft()
 
+    def announce(self, _microbatch: int, move: P2PTransfer) -> None:
+        pass
+
+    def announced(self, _microbatch: int, move: P2PTransfer) -> str:
+        return move.spec.text
+
     def send(self, tensor: Tensor, _microbatch: int, _move: P2PTransfer, *, copy: bool = False) -> None:
         self.sent.append(tensor.clone())
 
