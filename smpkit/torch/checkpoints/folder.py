@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -84,7 +85,7 @@ class Index:
         degrees: pipeline, virtual pipeline and tensor degree it was saved with.
         smpkit: version that wrote it.
         files: name -> size in bytes.
-        elsewhere: files of this checkpoint on the file systems of other hosts -> where.
+        hosts: of hosts that had a folder each, the files in each and who wrote them; empty if they shared one.
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
@@ -98,7 +99,7 @@ class Index:
     degrees: Mapping[str, int]
     smpkit: str
     files: Mapping[str, int] = field(default_factory=dict)
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    hosts: Sequence[Mapping[str, str]] = ()
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
@@ -114,7 +115,7 @@ class Index:
             raise ValueError("a name is no text")
         if not set(self.activations.values()) <= set(Choice):
             raise ValueError("a layer's choice is unknown")
-        for name in (*self.files, *self.elsewhere, *self.checksums):
+        for name in (*self.files, *self.checksums, *itertools.chain(*self.hosts)):
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
 
@@ -261,6 +262,7 @@ def read_index(folder: Path) -> Index:
             raise ValueError("its checksum does not fit its content")
         if content.get("format") not in _READABLE:
             raise _another_format(folder, content)
+        content.pop("elsewhere", None)  # of format 2
         return Index(**content)
     except FileNotFoundError:
         raise CheckpointError(
@@ -286,17 +288,24 @@ def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatE
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
-    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is."""
+    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is.
+
+    If hosts had a folder each, those of one host are enough.
+    """
+    missing = set()
     for name, size in index.files.items():
         try:
             found = (folder / name).stat()
         except OSError:
-            return f"{folder / name} is missing"
+            missing.add(name)
+            continue
         if not stat.S_ISREG(found.st_mode):
             return f"{folder / name} is a folder, a pipe or a device, not a file"
         if found.st_size != size:
             return f"{folder / name} has {found.st_size} bytes instead of {size}"
-    return None
+    hosts = [host.keys() for host in index.hosts] or [index.files.keys()]
+    lacking = min((sorted(missing & host) for host in hosts), key=len)
+    return f"{folder / lacking[0]} is missing" if lacking else None
 
 
 @dataclass(frozen=True)

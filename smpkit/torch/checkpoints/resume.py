@@ -16,8 +16,7 @@ from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.file_systems import position_beside
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
-from smpkit.torch.checkpoints.save import USER_CONTENT
+from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in, present_files
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.checkpoints.state_entries import all_or_raise, degrees, wrapped_model
 from smpkit.torch.core.runtime import WrappedOptimizer, state
@@ -200,7 +199,8 @@ class _Wanted:
         index = files.read_index(path)
         if damage := files.find_damage(path, index):
             return damage
-        names = sorted(name for name in index.files if self.with_optimizer or not name.startswith("optimizer_"))
+        present = present_files(path, index)
+        names = sorted(name for name in present if self.with_optimizer or not name.startswith("optimizer_"))
         if corruption := self._corruption(members_in(path, index, names), position, count):
             return corruption
         # These raise if a file makes no sense: not all damage is in what has a checksum.
@@ -254,8 +254,8 @@ def _load_partial(
     index = files.read_index(folder)
     reader = CheckpointReader(folder, verify_checksums=False, weights_only=weights_only)  # they have been verified
     content = None
-    if USER_CONTENT in index.files:
-        content = read_file(folder / USER_CONTENT, "cpu", weights_only=weights_only)
+    if found := [name for name in present_files(folder, index) if name.startswith("user_content.")]:
+        content = read_file(folder / found[0], "cpu", weights_only=weights_only)
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)

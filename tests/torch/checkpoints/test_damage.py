@@ -294,9 +294,10 @@ def test_an_index_names_no_file_outside_its_folder(saved: Path) -> None:
     outside = saved / "outside.pt"
     shutil.copy(saved / "two_partial" / "optimizer_0_0.pt", outside)
     index = json.loads((saved / "two_partial" / "index.json").read_text())
-    for field in ("files", "elsewhere", "checksums"):
+    for field in ("files", "hosts", "checksums"):
         for name in ("../outside.pt", str(outside), "..", "a/b"):
-            edit_index(saved / "two_partial", **{field: {**index[field], name: outside.stat().st_size}})
+            forged = [{name: "rank 0"}] if field == "hosts" else {**index[field], name: outside.stat().st_size}
+            edit_index(saved / "two_partial", **{field: forged})
             with pytest.raises(CheckpointError, match=r"index\.json is damaged: `.*` is not a file in this folder"):
                 resume_from_checkpoint(saved, "two")
         edit_index(saved / "two_partial", **{field: index[field]})
