@@ -286,7 +286,7 @@ def _prepare_part(save: _Save, kind: str, entries: Sequence[StateEntry], snapsho
 
 def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | None, snapshot: Snapshot) -> None:
     """Write the copies, in the thread of a save in the background."""
-    with contextlib.closing(StoreGather(save.save_id, save.tag)) as gather:
+    with StoreGather(save.save_id, save.tag) as gather:
         snapshot.wait()
         _complete(save, contents, failure, kept, gather)
 
