@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -50,6 +51,7 @@ __all__ = [
     "find_damage",
     "folder_of",
     "fsync_write",
+    "is_fault_of_machine",
     "new_save_id",
     "publish_folder",
     "read_index",
@@ -69,6 +71,11 @@ _READABLE: Final = (2, 3)
 """In format 2, tensors are in files of `torch.save`, too, which carry their own checksums."""
 _CRC: Final = "crc32"
 """The key in the index of the checksum of all the rest of it."""
+_NOT_A_FILE: Final = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG),
+    None,  # of a library
+)
+"""The errors of a path that leads to no file, which is damage."""
 _MAX_JSON_BYTES: Final = 1 << 30
 _MAX_NAME_BYTES: Final = 1 << 12
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
@@ -224,6 +231,18 @@ def remove_leftovers(path: Path, save_id: str) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def is_fault_of_machine(error: BaseException | None) -> bool:
+    """Return whether an error says nothing of a file: too many are open, memory is short, its server is away.
+
+    Such a checkpoint may be intact, so it is no reason to go back to an older one.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno not in _NOT_A_FILE):
+            return True
+        error = error.__cause__
+    return False
+
+
 class _AnotherFormatError(CheckpointError):
     """A checkpoint is whole, but not of the format that this version reads."""
 
@@ -291,12 +310,17 @@ def find_damage(folder: Path, index: Index) -> str | None:
     """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is.
 
     If hosts had a folder each, those of one host are enough.
+
+    Raises:
+        CheckpointError: this machine cannot tell.
     """
     missing = set()
     for name, size in index.files.items():
         try:
             found = (folder / name).stat()
-        except OSError:
+        except OSError as error:
+            if is_fault_of_machine(error):
+                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
             missing.add(name)
             continue
         if not stat.S_ISREG(found.st_mode):
@@ -328,12 +352,14 @@ def survey(path: Path, partial: bool) -> Survey:
     """Look at all checkpoints of one kind in a folder; sizes are compared, contents are not.
 
     Raises:
-        CheckpointError: the newest one has another format.
+        CheckpointError: the newest one has another format, or this machine cannot tell.
     """
     damaged: dict[str, str] = {}
     try:
         newest = read_newest(path)
     except CheckpointError as error:
+        if is_fault_of_machine(error):
+            raise
         newest, damaged[NEWEST] = None, error.message
     usable: dict[str, Index | None] = {}
     if partial:
@@ -360,17 +386,15 @@ def _survey_partials(path: Path, newest: str | None, damaged: dict[str, str]) ->
             continue
         try:
             index = read_index(folder)
-        except _AnotherFormatError as error:
-            if name == newest:
-                raise
-            damaged[name] = error.message
+            damage = find_damage(folder, index)
         except CheckpointError as error:
-            damaged[name] = error.message
+            if name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
+                raise
+            damage = error.message
+        if damage:
+            damaged[name] = damage
         else:
-            if damage := find_damage(folder, index):
-                damaged[name] = damage
-            else:
-                found[name] = index
+            found[name] = index
     return dict(sorted(found.items(), key=lambda item: (item[0] != newest, -item[1].order)))
 
 

@@ -133,6 +133,9 @@ def find_corruption(members: Iterable[Member], local_size: int = 1) -> str | Non
     Args:
         local_size: how many ranks of this host do the same now.
 
+    Raises:
+        OSError: a file cannot be read, which says nothing of what is in it.
+
     A CRC of 0 is none: `torch.serialization.set_crc32_options(False)` leaves them out.
     """
     wanted = [member for member in members if member.crc and member.size]
@@ -151,8 +154,8 @@ def _threads(local_size: int) -> ThreadPoolExecutor:
 def _corruption(member: Member) -> str | None:
     try:
         crc = crc_of(member)
-    except OSError as error:
-        return f"{member.path} cannot be read: {error.strerror or error}"
+    except FileNotFoundError:
+        return f"{member.path} is missing"
     if crc is None:
         return f"{member.path} ends inside `{member.name}`"
     if crc != member.crc:

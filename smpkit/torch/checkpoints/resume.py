@@ -136,7 +136,7 @@ class _Wanted:
         failure = f"checkpoint `{name}` in {self.folder} was not loaded"
         if self.partial:
             all_or_raise(failure, lambda: files.read_index(files.folder_of(self.folder, name)))
-        if damage := self._find_damage(name):
+        if damage := self._find_damage(name, failure):
             raise CheckpointError(
                 f"{failure}; {damage}",
                 hint="without a tag, the newest checkpoint that is intact is used",
@@ -145,7 +145,8 @@ class _Wanted:
 
     def newest(self) -> str:
         """Return the name of the newest checkpoint that is intact on all ranks."""
-        found = all_or_raise("no checkpoint was loaded", lambda: files.survey(self.folder, self.partial))
+        failure = "no checkpoint was loaded"
+        found = all_or_raise(failure, lambda: files.survey(self.folder, self.partial))
         saves = {name: "" if index is None else index.save_id for name, index in found.usable.items()}
         seen = allgather((saves, dict(found.damaged), found.newest))
         damaged = {name: text for _, theirs, _ in reversed(seen) for name, text in theirs.items()}
@@ -160,7 +161,7 @@ class _Wanted:
         common = [name for name, save in seen[0][0].items() if all(usable.get(name) == save for usable, _, _ in seen)]
         chosen: str
         for chosen in common:
-            damage = self._find_damage(chosen)
+            damage = self._find_damage(chosen, failure)
             if damage is None:
                 self._warn_if_not_newest(chosen, seen[0][2], damaged)
                 return chosen
@@ -180,15 +181,18 @@ class _Wanted:
         if passed:
             _warn(self.folder, chosen, passed)
 
-    def _find_damage(self, name: str) -> str | None:
+    def _find_damage(self, name: str, failure: str) -> str | None:
         """Return how a checkpoint is damaged on some rank; None if it is intact on all. All ranks call this.
 
         The ranks of a file system divide its files among them.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot tell, such as for want of memory.
         """
         path = files.folder_of(self.folder, name) if self.partial else self.folder / name
         known = path / files.INDEX if self.partial else path
         position, count = position_beside(known)
-        found = _damage_of(lambda: self._look(path, position, count))
+        found = all_or_raise(failure, lambda: _damage_of(lambda: self._look(path, position, count)))
         return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
 
     def _look(self, path: Path, position: int, count: int) -> str | None:
@@ -219,9 +223,9 @@ def _damage_of(look: Callable[[], str | None]) -> str | None:
     try:
         return look()
     except CheckpointError as error:
+        if files.is_fault_of_machine(error):
+            raise
         return error.message
-    except Exception as error:  # of any kind: the other ranks wait for this one's word
-        return f"{type(error).__name__}: {error}"
 
 
 def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:

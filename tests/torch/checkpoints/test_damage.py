@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -21,7 +22,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
-from smpkit.torch.checkpoints import integrity, safetensors
+from smpkit.torch.checkpoints import folder as folder_module
+from smpkit.torch.checkpoints import integrity, objects, safetensors
 from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
 
@@ -189,6 +191,39 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, save
     found = state_of_model()
     resume_from_checkpoint(saved, "one")
     assert all(map(torch.equal, found, state_of_model()))
+
+
+TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (folder_module, "read_regular", TOO_MANY),
+        (safetensors, "_read_header", CheckpointError("no whole file")),
+        (objects, "_load", MemoryError("no memory")),
+        (integrity, "crc_of", TOO_MANY),
+        (integrity, "crc_of", RuntimeError("can't start new thread")),
+    ],
+    ids=["JSON", "header", "objects", "tensors", "threads"],
+)
+def test_a_fault_of_the_machine_is_no_damage(
+    module: Any, name: str, error: Exception, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = getattr(module, name)
+
+    def fail(source: Any, *args: Any, **options: Any) -> Any:
+        if getattr(source, "path", source).parent.name == "two_partial":
+            raise error from (TOO_MANY if isinstance(error, CheckpointError) else None)
+        return read(source, *args, **options)
+
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(CheckpointError, match=r"^no checkpoint was loaded; rank 0: ") as caught:
+        resume_from_checkpoint(saved)
+    assert (os.strerror(errno.EMFILE) if error is TOO_MANY else str(error)) in str(caught.value)
+    if module is folder_module:
+        with pytest.raises(CheckpointError, match=r"two_partial.*cannot be read: Too many open files"):
+            latest_checkpoint(saved)
 
 
 def test_a_file_of_zeros_of_the_right_size_is_damage(saved: Path) -> None:
