@@ -299,13 +299,16 @@ def _load_full(
     # Hugging Face makes an empty file as a marker, which is no pickle.
     is_content = content.is_file() and content.stat().st_size > 0
     user_content = read_file(content, "cpu", weights_only=weights_only) if is_content else {}
-    load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
+    saved = _state_of(folder / name, translate, weights_only)
+    load_model(model, StateReader(folder / name, saved), strict, prefix="")
     return user_content
 
 
-def _state_of(path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Mapping[str, Any]:
+def _state_of(
+    path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None, weights_only: bool | None
+) -> Mapping[str, Any]:
     """Return the state dict of a file, mapped instead of read if the file's format allows it."""
-    saved = read_mapped(path)
+    saved = read_mapped(path, weights_only=weights_only)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved
