@@ -216,7 +216,7 @@ class _Wanted:
 
     def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
         mine = share_of(members, position, count) if self.verify_checksums else []
-        return find_corruption(mine, state.local_size)
+        return find_corruption(mine)
 
 
 def _damage_of(look: Callable[[], str | None]) -> str | None:

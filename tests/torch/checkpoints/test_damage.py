@@ -233,6 +233,11 @@ def test_a_file_of_zeros_of_the_right_size_is_damage(saved: Path) -> None:
         assert resume_from_checkpoint(saved)["step"] == 1
 
 
+def test_a_system_that_tells_no_cores_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert resume_from_checkpoint(saved)["step"] == 2
+
+
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(saved: Path) -> None:
     flip_inside(saved / "two_partial" / "optimizer_0_0.safetensors")
     with pytest.raises(CheckpointError, match=r"`two_partial` in .* was not loaded; rank 0: .* has the CRC-32"):
