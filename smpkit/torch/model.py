@@ -323,8 +323,15 @@ class DistributedModel(nn.Module):
         self._hooks.run(self._hooks.post_step)
 
     def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
-        """Call `hook(model, optimizer)` once, after partitioning and before the next forward."""
-        return self._hooks.register(self._hooks.post_partition, hook)
+        """Call `hook(model, optimizer)` once, after partitioning and before the next forward.
+
+        At once if the model is partitioned already and has an optimizer, as in SMP v1.
+        """
+        handle = self._hooks.register(self._hooks.post_partition, hook)
+        # A post-step hook may register one that loads the optimizer, for the update that follows the step.
+        if self.partitioned and state.optimizer is not None:
+            self._hooks.run(self._hooks.post_partition)
+        return handle
 
     def register_post_step_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once, at the end of the next step, when gradients are final."""

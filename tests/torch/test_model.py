@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -143,6 +144,37 @@ def test_trap_10_without_a_step_function_hooks_run_around_forward_and_optimizer(
     assert calls == ["partition"]
     optimizer.step()
     assert calls == ["partition", "step"]
+
+
+def test_trap_10_an_optimizer_that_is_loaded_by_a_hook_of_a_hook_resumes_exactly() -> None:
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    def begin() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = wrap(nn.Linear(2, 2))
+        return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+
+    def update(model: Any, optimizer: Any, number: int) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        train(model, torch.eye(2) + number)
+        optimizer.step()
+        return copy.deepcopy(model.state_dict())
+
+    model, optimizer = begin()
+    weights, states = update(model, optimizer, 0), copy.deepcopy(optimizer.state_dict())
+    expected = [update(model, optimizer, number) for number in (1, 2)]
+    smp.shutdown()
+
+    model, optimizer = begin()
+    model.load_state_dict(weights)
+    # GPT scripts of 2022 do so: when the step has ended, the model is partitioned.
+    model.register_post_step_hook(
+        lambda m, _: m.register_post_partition_hook(lambda _, o: o.load_state_dict(states)),
+    )
+    for number, each in enumerate(expected, 1):
+        torch.testing.assert_close(update(model, optimizer, number), each, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,45 @@ def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all()
         assert each["saved"]["layers.0.0.weight"] == (WIDTH, WIDTH)
     assert found[0]["parameters"] + found[1]["parameters"] == size
     assert [each["gathered"] for each in found] == [len(plain.values), 0, 0, 0]
+
+
+def evaluated(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+
+def evaluate_and_change(way: Way) -> list[float]:
+    """Evaluate in each way that a script may; after each, double all parameters, and train without changing them."""
+    in_step: Any = smp.step(evaluated)
+    losses = []
+    with world(way):
+        script = Training(CASE, way)
+        model = script.model
+        known = list(model.parameters())
+        script.optimizer.param_groups[0]["lr"] = 0.0
+        for evaluate, gradients in itertools.product((in_step, evaluated), (False, True)):
+            model.eval()
+            with torch.set_grad_enabled(gradients):
+                loss = evaluate(model, *batch(CASE, 0, 8))
+            losses.append((loss.reduce_mean() if evaluate is in_step else loss).item())
+            after = list(model.parameters())
+            assert all(one is other for one, other in zip(known, after, strict=True)), "not those of the optimizer"
+            with torch.no_grad():
+                for each in after:
+                    each.mul_(2)
+            model.train()
+            script.run(0)
+    return losses
+
+
+def test_parameters_may_be_changed_after_an_evaluation() -> None:
+    plain = build(CASE)
+    expected = []
+    for _ in range(4):
+        expected.append(evaluated(plain, *batch(CASE, 0, 8)).item())
+        with torch.no_grad():
+            for each in plain.parameters():
+                each.mul_(2)
+    assert run_ranks(evaluate_and_change, 2, way_of()) == [pytest.approx(expected, rel=1e-11)] * 2
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------

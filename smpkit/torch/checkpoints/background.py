@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from smpkit.torch.distributed.init import shared_store
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.distributed.rendezvous import name_ranks
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Gather", "PendingSave", "Snapshot", "StoreGather", "finish_previous_save", "start"]
 
 Gather = Callable[[Any], list[Any]]
@@ -38,7 +41,7 @@ Gather = Callable[[Any], list[Any]]
 
 _POLL_SECONDS: Final = 0.02
 _SERVE_SECONDS: Final = 3.0
-"""How long the rank that may serve the store waits for the others to read the last answer."""
+"""How long the rank that may serve the store waits, after an error, for the others to read the last answer."""
 
 
 class PendingSave:
@@ -180,17 +183,24 @@ class StoreGather:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Remove the keys when all ranks have read them. Never raises."""
         try:
             self._store.add("read", 1)
             if state.rank == 0:  # it may serve the store, and end after this
-                end = time.monotonic() + _SERVE_SECONDS
-                while self._store.add("read", 0) < state.size and time.monotonic() < end:
+                # After an error a rank may be gone; else all come, however late: the checkpoint is complete.
+                end = time.monotonic() + (state.timeout.total_seconds() if error is None else _SERVE_SECONDS)
+                while self._store.add("read", 0) < state.size:
+                    if deadline.failed() or time.monotonic() > end:
+                        return  # without the keys, a rank that is only late would take the others for absent
                     time.sleep(_POLL_SECONDS)
                 for number in range(1, self._round + 1):
                     for rank in range(state.size):
                         self._store.delete_key(f"{number}/{rank}")
+                self._store.delete_key("read")
         except (dist.DistError, RuntimeError):
             pass
 

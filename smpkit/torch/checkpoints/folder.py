@@ -19,6 +19,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import re
@@ -26,7 +28,7 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -49,6 +51,7 @@ __all__ = [
     "find_damage",
     "folder_of",
     "fsync_write",
+    "is_fault_of_machine",
     "new_save_id",
     "publish_folder",
     "read_index",
@@ -68,6 +71,11 @@ _READABLE: Final = (2, 3)
 """In format 2, tensors are in files of `torch.save`, too, which carry their own checksums."""
 _CRC: Final = "crc32"
 """The key in the index of the checksum of all the rest of it."""
+_NOT_A_FILE: Final = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG),
+    None,  # of a library
+)
+"""The errors of a path that leads to no file, which is damage."""
 _MAX_JSON_BYTES: Final = 1 << 30
 _MAX_NAME_BYTES: Final = 1 << 12
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
@@ -84,7 +92,7 @@ class Index:
         degrees: pipeline, virtual pipeline and tensor degree it was saved with.
         smpkit: version that wrote it.
         files: name -> size in bytes.
-        elsewhere: files of this checkpoint on the file systems of other hosts -> where.
+        hosts: of hosts that had a folder each, the files in each and who wrote them; empty if they shared one.
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
@@ -98,7 +106,7 @@ class Index:
     degrees: Mapping[str, int]
     smpkit: str
     files: Mapping[str, int] = field(default_factory=dict)
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    hosts: Sequence[Mapping[str, str]] = ()
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
@@ -114,7 +122,7 @@ class Index:
             raise ValueError("a name is no text")
         if not set(self.activations.values()) <= set(Choice):
             raise ValueError("a layer's choice is unknown")
-        for name in (*self.files, *self.elsewhere, *self.checksums):
+        for name in (*self.files, *self.checksums, *itertools.chain(*self.hosts)):
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
 
@@ -223,6 +231,18 @@ def remove_leftovers(path: Path, save_id: str) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def is_fault_of_machine(error: BaseException | None) -> bool:
+    """Return whether an error says nothing of a file: too many are open, memory is short, its server is away.
+
+    Such a checkpoint may be intact, so it is no reason to go back to an older one.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno not in _NOT_A_FILE):
+            return True
+        error = error.__cause__
+    return False
+
+
 class _AnotherFormatError(CheckpointError):
     """A checkpoint is whole, but not of the format that this version reads."""
 
@@ -261,6 +281,7 @@ def read_index(folder: Path) -> Index:
             raise ValueError("its checksum does not fit its content")
         if content.get("format") not in _READABLE:
             raise _another_format(folder, content)
+        content.pop("elsewhere", None)  # of format 2
         return Index(**content)
     except FileNotFoundError:
         raise CheckpointError(
@@ -286,17 +307,29 @@ def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatE
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
-    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is."""
+    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is.
+
+    If hosts had a folder each, those of one host are enough.
+
+    Raises:
+        CheckpointError: this machine cannot tell.
+    """
+    missing = set()
     for name, size in index.files.items():
         try:
             found = (folder / name).stat()
-        except OSError:
-            return f"{folder / name} is missing"
+        except OSError as error:
+            if is_fault_of_machine(error):
+                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+            missing.add(name)
+            continue
         if not stat.S_ISREG(found.st_mode):
             return f"{folder / name} is a folder, a pipe or a device, not a file"
         if found.st_size != size:
             return f"{folder / name} has {found.st_size} bytes instead of {size}"
-    return None
+    hosts = [host.keys() for host in index.hosts] or [index.files.keys()]
+    lacking = min((sorted(missing & host) for host in hosts), key=len)
+    return f"{folder / lacking[0]} is missing" if lacking else None
 
 
 @dataclass(frozen=True)
@@ -319,12 +352,14 @@ def survey(path: Path, partial: bool) -> Survey:
     """Look at all checkpoints of one kind in a folder; sizes are compared, contents are not.
 
     Raises:
-        CheckpointError: the newest one has another format.
+        CheckpointError: the newest one has another format, or this machine cannot tell.
     """
     damaged: dict[str, str] = {}
     try:
         newest = read_newest(path)
     except CheckpointError as error:
+        if is_fault_of_machine(error):
+            raise
         newest, damaged[NEWEST] = None, error.message
     usable: dict[str, Index | None] = {}
     if partial:
@@ -351,17 +386,15 @@ def _survey_partials(path: Path, newest: str | None, damaged: dict[str, str]) ->
             continue
         try:
             index = read_index(folder)
-        except _AnotherFormatError as error:
-            if name == newest:
-                raise
-            damaged[name] = error.message
+            damage = find_damage(folder, index)
         except CheckpointError as error:
-            damaged[name] = error.message
+            if name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
+                raise
+            damage = error.message
+        if damage:
+            damaged[name] = damage
         else:
-            if damage := find_damage(folder, index):
-                damaged[name] = damage
-            else:
-                found[name] = index
+            found[name] = index
     return dict(sorted(found.items(), key=lambda item: (item[0] != newest, -item[1].order)))
 
 

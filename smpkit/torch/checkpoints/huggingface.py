@@ -35,7 +35,6 @@ from smpkit.torch.checkpoints.safetensors import (
     specs_of,
 )
 from smpkit.torch.checkpoints.state_entries import all_or_raise, model_entries, wrapped_model
-from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import run_deferred_loads
@@ -265,7 +264,7 @@ class _FolderReader(PieceReader):
             CheckpointError: one of this rank's is damaged.
         """
         members = [member for name in self._files() for member in members_of(self.folder / name)]
-        if corruption := find_corruption(share_of(members, position, count), state.local_size):
+        if corruption := find_corruption(share_of(members, position, count)):
             raise CheckpointError(corruption)
 
     def _describe(self) -> Metadata:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.distributed.cores import own_cores
 
 __all__ = [
     "PIECE_BYTES",
@@ -127,32 +128,31 @@ def _members_in(file: IO[bytes], path: Path) -> list[Member]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def find_corruption(members: Iterable[Member], local_size: int = 1) -> str | None:
+def find_corruption(members: Iterable[Member]) -> str | None:
     """Read members, and return which of them is not as it was written; None if all are.
 
-    Args:
-        local_size: how many ranks of this host do the same now.
+    Raises:
+        OSError: a file cannot be read, which says nothing of what is in it.
 
     A CRC of 0 is none: `torch.serialization.set_crc32_options(False)` leaves them out.
     """
     wanted = [member for member in members if member.crc and member.size]
-    with _threads(local_size) as pool:
+    with _threads() as pool:
         try:
             return next(filter(None, pool.map(_corruption, wanted)), None)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _threads(local_size: int) -> ThreadPoolExecutor:
-    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // local_size))
-    return ThreadPoolExecutor(num_threads, "smpkit-checksums")
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums")
 
 
 def _corruption(member: Member) -> str | None:
     try:
         crc = crc_of(member)
-    except OSError as error:
-        return f"{member.path} cannot be read: {error.strerror or error}"
+    except FileNotFoundError:
+        return f"{member.path} is missing"
     if crc is None:
         return f"{member.path} ends inside `{member.name}`"
     if crc != member.crc:
@@ -176,7 +176,7 @@ def crc_of(member: Member) -> int | None:
 
 def crcs_of(members: Sequence[Member]) -> list[int | None]:
     """Return the CRC-32 of each member, as `crc_of`, computed in threads."""
-    with _threads(1) as pool:
+    with _threads() as pool:
         return list(pool.map(crc_of, members))
 
 

@@ -53,9 +53,10 @@ __all__ = [
     "members_in",
     "merge_pieces",
     "metadata_of",
-    "only_in_files",
+    "present_files",
     "read_into",
     "read_whole",
+    "with_names",
 ]
 
 PIECES: Final = "pieces.json"
@@ -185,7 +186,6 @@ class CheckpointReader(PieceReader):
         CheckpointError: the folder is no complete checkpoint, or is damaged.
     """
 
-    _elsewhere: Mapping[str, str] = {}
     _missing: Container[str] | None = None
 
     def __init__(
@@ -201,11 +201,11 @@ class CheckpointReader(PieceReader):
         self._index = index = read_index(self.folder)
         if damage := find_damage(self.folder, index):
             raise CheckpointError(damage)
-        self._elsewhere, self._missing, self._verified = index.elsewhere, None, set()
+        self._missing, self._verified = None, set()
         self._verify([PIECES])
-        files: dict[str, int | None] = {**dict.fromkeys(index.elsewhere), **index.files}
         try:
-            return metadata_of(read_json(self.folder / PIECES), files)
+            spec = read_json(self.folder / PIECES)
+            return metadata_of(_of_files_here(spec, present_files(self.folder, index)), index.files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / PIECES} is damaged: {error!r}") from error
 
@@ -217,11 +217,13 @@ class CheckpointReader(PieceReader):
         return name in self._missing
 
     def _is_absent(self, file: str) -> bool:
-        return file in self._elsewhere and not (self.folder / file).is_file()
+        return self._index is not None and bool(self._index.hosts) and not (self.folder / file).is_file()
 
     def _check_files(self, names: Iterable[str]) -> None:
         if lacking := sorted(filter(self._is_absent, names)):
-            missing = ", ".join(f"`{name}` (saved by {self._elsewhere[name]})" for name in lacking)
+            hosts = () if self._index is None else self._index.hosts
+            writers = {name: writer for host in hosts for name, writer in host.items()}
+            missing = ", ".join(f"`{name}` (saved by {writers.get(name, 'another host')})" for name in lacking)
             raise CheckpointError(
                 f"{self.folder} lacks {missing}",
                 hint="when it was saved, hosts had a folder each: copy these files here from there, or resume on the "
@@ -262,8 +264,13 @@ class CheckpointReader(PieceReader):
         return read_file(path, "cpu", weights_only=self._weights_only, mmap=True)
 
 
+def present_files(folder: Path, index: Index) -> list[str]:
+    """Return which files of a partial checkpoint are in its folder; others may be on the hosts that saved them."""
+    return [name for name in index.files if (folder / name).is_file()]
+
+
 def members_in(folder: Path, index: Index, names: Iterable[str]) -> list[Member]:
-    """Return what has a checksum in these files of a partial checkpoint; files on other hosts are left out.
+    """Return what has a checksum in these files of a partial checkpoint, which are in the folder.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -414,27 +421,33 @@ def describe(entry: StateEntry, file: str, key: str) -> dict[str, Any]:
     return {"dtype": str(entry.value.dtype).removeprefix("torch."), "shape": entry.shape, "pieces": pieces}
 
 
-def only_in_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the part of `describe` that is about some of the files."""
-    result = {}
-    for name, spec in pieces.items():
-        found = [piece for piece in spec["pieces"] if piece[0] in names]
-        if found:
-            result[name] = {**spec, "pieces": found}
-    return result
+def with_names(pieces: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `describe` with other names of files."""
+    return {
+        name: {**spec, "pieces": [[names[file], *piece] for file, *piece in spec["pieces"]]}
+        for name, spec in pieces.items()
+    }
 
 
 def merge_pieces(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the descriptions of several ranks; of the same chunk the first one counts."""
+    """Merge the descriptions of several ranks; hosts with a folder each may have the same chunk in several files."""
     whole: dict[str, Any] = {}
     for part in parts:
         for name, spec in part.items():
-            if name not in whole:
-                whole[name] = {**spec, "pieces": list(spec["pieces"])}
-                continue
-            known = {_chunk_offsets(piece) for piece in whole[name]["pieces"]}
-            whole[name]["pieces"] += [piece for piece in spec["pieces"] if _chunk_offsets(piece) not in known]
+            known = whole.setdefault(name, {**spec, "pieces": []})["pieces"]
+            known += [piece for piece in spec["pieces"] if piece not in known]
     return whole
+
+
+def _of_files_here(pieces: Mapping[str, Any], present: Container[str]) -> dict[str, Any]:
+    """Return each chunk once: the first of those whose file is here, else the first of all."""
+    result = {}
+    for name, spec in pieces.items():
+        chosen: dict[object, Any] = {}
+        for piece in sorted(spec["pieces"], key=lambda piece: piece[0] not in present):
+            chosen.setdefault(_chunk_offsets(piece), piece)
+        result[name] = {**spec, "pieces": [*chosen.values()]}
+    return result
 
 
 def _chunk_offsets(piece: Sequence[Any]) -> object:

@@ -16,8 +16,7 @@ from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.file_systems import position_beside
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
-from smpkit.torch.checkpoints.save import USER_CONTENT
+from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in, present_files
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.checkpoints.state_entries import all_or_raise, degrees, wrapped_model
 from smpkit.torch.core.runtime import WrappedOptimizer, state
@@ -137,7 +136,7 @@ class _Wanted:
         failure = f"checkpoint `{name}` in {self.folder} was not loaded"
         if self.partial:
             all_or_raise(failure, lambda: files.read_index(files.folder_of(self.folder, name)))
-        if damage := self._find_damage(name):
+        if damage := self._find_damage(name, failure):
             raise CheckpointError(
                 f"{failure}; {damage}",
                 hint="without a tag, the newest checkpoint that is intact is used",
@@ -146,7 +145,8 @@ class _Wanted:
 
     def newest(self) -> str:
         """Return the name of the newest checkpoint that is intact on all ranks."""
-        found = all_or_raise("no checkpoint was loaded", lambda: files.survey(self.folder, self.partial))
+        failure = "no checkpoint was loaded"
+        found = all_or_raise(failure, lambda: files.survey(self.folder, self.partial))
         saves = {name: "" if index is None else index.save_id for name, index in found.usable.items()}
         seen = allgather((saves, dict(found.damaged), found.newest))
         damaged = {name: text for _, theirs, _ in reversed(seen) for name, text in theirs.items()}
@@ -161,7 +161,7 @@ class _Wanted:
         common = [name for name, save in seen[0][0].items() if all(usable.get(name) == save for usable, _, _ in seen)]
         chosen: str
         for chosen in common:
-            damage = self._find_damage(chosen)
+            damage = self._find_damage(chosen, failure)
             if damage is None:
                 self._warn_if_not_newest(chosen, seen[0][2], damaged)
                 return chosen
@@ -181,15 +181,18 @@ class _Wanted:
         if passed:
             _warn(self.folder, chosen, passed)
 
-    def _find_damage(self, name: str) -> str | None:
+    def _find_damage(self, name: str, failure: str) -> str | None:
         """Return how a checkpoint is damaged on some rank; None if it is intact on all. All ranks call this.
 
         The ranks of a file system divide its files among them.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot tell, such as for want of memory.
         """
         path = files.folder_of(self.folder, name) if self.partial else self.folder / name
         known = path / files.INDEX if self.partial else path
         position, count = position_beside(known)
-        found = _damage_of(lambda: self._look(path, position, count))
+        found = all_or_raise(failure, lambda: _damage_of(lambda: self._look(path, position, count)))
         return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
 
     def _look(self, path: Path, position: int, count: int) -> str | None:
@@ -200,7 +203,8 @@ class _Wanted:
         index = files.read_index(path)
         if damage := files.find_damage(path, index):
             return damage
-        names = sorted(name for name in index.files if self.with_optimizer or not name.startswith("optimizer_"))
+        present = present_files(path, index)
+        names = sorted(name for name in present if self.with_optimizer or not name.startswith("optimizer_"))
         if corruption := self._corruption(members_in(path, index, names), position, count):
             return corruption
         # These raise if a file makes no sense: not all damage is in what has a checksum.
@@ -212,16 +216,16 @@ class _Wanted:
 
     def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
         mine = share_of(members, position, count) if self.verify_checksums else []
-        return find_corruption(mine, state.local_size)
+        return find_corruption(mine)
 
 
 def _damage_of(look: Callable[[], str | None]) -> str | None:
     try:
         return look()
     except CheckpointError as error:
+        if files.is_fault_of_machine(error):
+            raise
         return error.message
-    except Exception as error:  # of any kind: the other ranks wait for this one's word
-        return f"{type(error).__name__}: {error}"
 
 
 def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:
@@ -254,8 +258,8 @@ def _load_partial(
     index = files.read_index(folder)
     reader = CheckpointReader(folder, verify_checksums=False, weights_only=weights_only)  # they have been verified
     content = None
-    if USER_CONTENT in index.files:
-        content = read_file(folder / USER_CONTENT, "cpu", weights_only=weights_only)
+    if found := [name for name in present_files(folder, index) if name.startswith("user_content.")]:
+        content = read_file(folder / found[0], "cpu", weights_only=weights_only)
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
@@ -295,13 +299,16 @@ def _load_full(
     # Hugging Face makes an empty file as a marker, which is no pickle.
     is_content = content.is_file() and content.stat().st_size > 0
     user_content = read_file(content, "cpu", weights_only=weights_only) if is_content else {}
-    load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
+    saved = _state_of(folder / name, translate, weights_only)
+    load_model(model, StateReader(folder / name, saved), strict, prefix="")
     return user_content
 
 
-def _state_of(path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Mapping[str, Any]:
+def _state_of(
+    path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None, weights_only: bool | None
+) -> Mapping[str, Any]:
     """Return the state dict of a file, mapped instead of read if the file's format allows it."""
-    saved = read_mapped(path)
+    saved = read_mapped(path, weights_only=weights_only)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved

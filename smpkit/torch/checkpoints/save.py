@@ -12,12 +12,15 @@ With `blocking=False` a thread does this with copies of the values (`background.
 must say before is exchanged before.
 
 So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
-each; each file system gets what its own ranks need to resume, and `pieces.json` lists where the rest is.
+each; each file system gets what its own ranks need to resume, and the index lists where the rest is. The index and
+`pieces.json` are equal on all of them, and a name never stands for two contents: so whatever copies the hosts' folders
+into one, as SageMaker does with checkpoints in S3, makes one checkpoint of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -45,7 +48,7 @@ from smpkit.torch.checkpoints.background import (
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
 from smpkit.torch.checkpoints.full_state import write_whole_file
 from smpkit.torch.checkpoints.integrity import crc_of, whole_file
-from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
+from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, with_names
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import (
     StateEntry,
@@ -283,7 +286,7 @@ def _prepare_part(save: _Save, kind: str, entries: Sequence[StateEntry], snapsho
 
 def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | None, snapshot: Snapshot) -> None:
     """Write the copies, in the thread of a save in the background."""
-    with contextlib.closing(StoreGather(save.save_id, save.tag)) as gather:
+    with StoreGather(save.save_id, save.tag) as gather:
         snapshot.wait()
         _complete(save, contents, failure, kept, gather)
 
@@ -291,9 +294,11 @@ def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | 
 def _complete(save: _Save, contents: _Contents, failure: str, kept: int | None, gather: Gather) -> None:
     """Write this rank's files, and make the checkpoint visible when all ranks have."""
     try:
-        written = gather(all_or_raise(failure, lambda: _write_files(save, contents.own), gather))
+        own = all_or_raise(failure, lambda: (_write_files(save, contents.own), _highest_order(save)), gather)
+        written, orders = zip(*gather(own), strict=True)
+        order = 1 + max(orders)  # a count, not a time: clocks of restarted hosts can go back
         # Publish only after all ranks have written: a rename makes the checkpoint visible.
-        all_or_raise(failure, lambda: _publish(save, contents, written), gather)
+        all_or_raise(failure, lambda: _publish(save, contents, written, order), gather)
     except BaseException:
         shutil.rmtree(save.staged, ignore_errors=True)
         raise
@@ -335,64 +340,87 @@ def _write(path: Path, file: _File) -> tuple[int, int]:
     return size, crc or 0
 
 
-def _publish(save: _Save, contents: _Contents, written: Sequence[_Written]) -> None:
+def _highest_order(save: _Save) -> int:
+    """Return the count of the newest checkpoint on this rank's file system."""
+    if not (save.partial and save.file_systems.is_leader):
+        return 0
+    return max((index.order for _, index in files.complete_partials(save.path)), default=0)
+
+
+def _publish(save: _Save, contents: _Contents, written: Sequence[_Written], order: int) -> None:
     """Make the checkpoint visible on this rank's file system.
 
     Args:
         written: by each rank.
+        order: of the index.
     """
     # The folder is gone if another leader on this file system, which saw our marker late, has published it.
     if not save.file_systems.is_leader or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
-            _finish_folder(save, contents, written)
+            _finish_folder(save, contents, written, order)
             files.publish_folder(save.staged, save.path / save.name)
         else:
             _publish_full(save)
 
 
-def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written]) -> None:
+def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written], order: int) -> None:
     """Write `pieces.json` and the index of a partial checkpoint, including files on other file systems."""
-    parts = contents.parts
-    here = [part for rank, part in enumerate(parts) if rank in save.file_systems.here]
-    # Of files with the same name one on this file system counts, then the lowest rank's.
-    ranks = sorted(range(len(parts)), key=lambda rank: (rank in save.file_systems.here, -rank))
-    known = {name: each for rank in ranks for name, each in written[rank].items()}
-    sizes = {name: known[name][0] for rank in save.file_systems.here for name in written[rank]}
-    checksums = {name: crc for name, (_, crc) in known.items()}
-    elsewhere: dict[str, str] = {}
-    there = []
-    for rank, part in enumerate(parts):
-        new = {name for name in written[rank] if name not in sizes and name not in elsewhere}
-        elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
-        there.append(only_in_files(part.pieces, new))
-    # Chunks in files of this file system first: of the same chunk the first one counts.
-    pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
+    sizes, checksums, names = _name_files(save.file_systems, written)
+    for rank in save.file_systems.here:
+        for name, final in names[rank].items():
+            (save.staged / name).rename(save.staged / final)
+    parts = [with_names(part.pieces, names[rank]) for rank, part in enumerate(contents.parts)]
+    pieces = json.dumps(merge_pieces(parts)).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
     checksums[PIECES] = zlib.crc32(pieces)
-    # A count, not a time: clocks of restarted hosts can go back.
-    orders = [index.order for _, index in files.complete_partials(save.path)]
+    writers = [f"rank {rank} on {part.host}" for rank, part in enumerate(contents.parts)]
+    hosts = [
+        {PIECES: writers[leader]}
+        | {name: writers[rank] for rank in save.file_systems.ranks_led_by(leader) for name in names[rank].values()}
+        for leader in sorted(set(save.file_systems.leaders))
+    ]
     index = files.Index(
         tag=save.tag,
         save_id=save.save_id,
-        order=max(orders, default=0) + 1,
+        order=order,
         degrees=degrees(),
         smpkit=metadata.version("smpkit"),
         files=sizes,
-        elsewhere=elsewhere,
+        hosts=hosts if len(hosts) > 1 else (),
         random=contents.random,
         partition=contents.partition,
         activations={name: choice for part in contents.parts for name, choice in part.activations.items()},
         checksums=checksums,
     )
     files.write_index(save.staged, index)
-    if elsewhere:
+    if {*itertools.chain(*written)} > {name for rank in save.file_systems.here for name in written[rank]}:
         warn_user(
             f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
             " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
             " all hosts share",
         )
+
+
+def _name_files(
+    file_systems: FileSystems, written: Sequence[_Written]
+) -> tuple[dict[str, int], dict[str, int], list[dict[str, str]]]:
+    """Return sizes and checksums of all files, and for each rank the final names of those that it has written.
+
+    Replicas on different hosts write files of the same name. Where the contents differ, as buffers and what scripts
+    save may, those that are not the first have the rank of their host's leader in their names.
+    """
+    known: dict[str, tuple[int, int]] = {}
+    names = []
+    for leader, own in zip(file_systems.leaders, written, strict=True):
+        names.append({name: name for name in own})
+        for name, (size, crc) in own.items():
+            if known.setdefault(name, (size, crc)) != (size, crc):
+                path = Path(name)
+                names[-1][name] = f"{path.stem}.host_{leader}{path.suffix}"
+                known[names[-1][name]] = size, crc
+    return {name: size for name, (size, _) in known.items()}, {name: crc for name, (_, crc) in known.items()}, names
 
 
 def _publish_full(save: _Save) -> None:

@@ -113,6 +113,7 @@ class ShardedDataParallel(DataParallel):
         self._was_called = False
         """Whether the model has been called; before that `fully_shard` has no state to reset."""
         module.register_forward_pre_hook(self._mark_called)
+        module.register_forward_hook(self._end_forward)
         self._gathered_at_failure: frozenset[str] | None = None
         """The parameters that were gathered when a pass failed, until the next one begins."""
 
@@ -139,6 +140,25 @@ class ShardedDataParallel(DataParallel):
 
     def before_last_backward(self) -> None:
         """Do nothing: `fully_shard` reduces while backward runs, every time."""
+
+    def end_step(self, step: StepProgress) -> None:
+        super().end_step(step)
+        self._reshard(may_go_backward=not step.detach_outputs)
+
+    def _end_forward(self, *_: object) -> None:
+        if state.step is None:
+            self._reshard(may_go_backward=True)
+
+    def _reshard(self, *, may_go_backward: bool) -> None:
+        """Give the module its parts back, which `fully_shard` does only in a backward, unless one may still come.
+
+        Until then the module has other parameters than the optimizer, and what a script writes to them is lost.
+        """
+        if may_go_backward and self._root.training and torch.is_grad_enabled():
+            return
+        for each in self._root.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     def begin_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""

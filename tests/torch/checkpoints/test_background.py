@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
+from smpkit.torch.checkpoints import background
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
@@ -202,6 +204,35 @@ def save_twice(folder: Path) -> list[str]:
 def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
     run_ranks(save_twice, 2, tmp_path)
     assert (tmp_path / "newest").read_text() == "second_partial\n"
+
+
+def answer_late(folder: Path) -> None:
+    """Save while the thread of rank 1 is held up in the last agreement, as by a long call that holds the GIL."""
+    Job(pipeline_parallel_degree=2)
+    marked, mark, wait = threading.Event(), saving._mark_newest, background.StoreGather._wait
+
+    def mark_newest(*args: Any) -> None:
+        mark(*args)
+        marked.set()
+
+    def late(*args: Any) -> None:
+        if smp.rank() == 1 and marked.is_set():
+            time.sleep(1)
+        wait(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_SERVE_SECONDS", 0.1)
+        patch.setattr(background.StoreGather, "_wait", late)
+        patch.setattr(saving, "_mark_newest", mark_newest)
+        wait_shortly(15)
+        pending = smp.save_checkpoint(folder, "late", blocking=False)
+        assert pending is not None
+        pending.wait(60)
+
+
+def test_a_rank_that_is_late_at_the_end_of_a_save_learns_that_it_is_complete(tmp_path: Path) -> None:
+    run_ranks(answer_late, 2, tmp_path)
+    assert (tmp_path / "newest").read_text() == "late_partial\n"
 
 
 def lose_a_rank(folder: Path) -> None:

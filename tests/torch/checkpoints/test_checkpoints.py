@@ -291,6 +291,21 @@ def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(
     assert isinstance(resume_from_checkpoint(tmp_path, weights_only=False)["object"], Unreviewed)
 
 
+def test_a_full_checkpoint_with_other_objects_is_loaded_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # so that the class is none of the script's own
+    smp.init()
+    model, _ = make()
+    weights = {name: value + 1 for name, value in model.state_dict().items()}
+    torch.save({**weights, "by": Unreviewed()}, tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"needs .*Unreviewed") as caught:
+        resume_from_checkpoint(tmp_path, "whole", partial=False, strict=False)
+    assert "weights_only=False" in str(caught.value.hint)
+    resume_from_checkpoint(tmp_path, "whole", partial=False, strict=False, weights_only=False)
+    torch.testing.assert_close(model.state_dict(), weights)
+
+
 def test_user_content_that_cannot_be_pickled_leaves_no_checkpoint(tmp_path: Path) -> None:
     smp.init()
     make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -21,7 +22,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
-from smpkit.torch.checkpoints import integrity, safetensors
+from smpkit.torch.checkpoints import folder as folder_module
+from smpkit.torch.checkpoints import integrity, objects, safetensors
 from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
 
@@ -191,11 +193,49 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, save
     assert all(map(torch.equal, found, state_of_model()))
 
 
+TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (folder_module, "read_regular", TOO_MANY),
+        (safetensors, "_read_header", CheckpointError("no whole file")),
+        (objects, "_load", MemoryError("no memory")),
+        (integrity, "crc_of", TOO_MANY),
+        (integrity, "crc_of", RuntimeError("can't start new thread")),
+    ],
+    ids=["JSON", "header", "objects", "tensors", "threads"],
+)
+def test_a_fault_of_the_machine_is_no_damage(
+    module: Any, name: str, error: Exception, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = getattr(module, name)
+
+    def fail(source: Any, *args: Any, **options: Any) -> Any:
+        if getattr(source, "path", source).parent.name == "two_partial":
+            raise error from (TOO_MANY if isinstance(error, CheckpointError) else None)
+        return read(source, *args, **options)
+
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(CheckpointError, match=r"^no checkpoint was loaded; rank 0: ") as caught:
+        resume_from_checkpoint(saved)
+    assert (os.strerror(errno.EMFILE) if error is TOO_MANY else str(error)) in str(caught.value)
+    if module is folder_module:
+        with pytest.raises(CheckpointError, match=r"two_partial.*cannot be read: Too many open files"):
+            latest_checkpoint(saved)
+
+
 def test_a_file_of_zeros_of_the_right_size_is_damage(saved: Path) -> None:
     path = saved / "two_partial" / "model_0_0.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.warns(UserWarning, match=r"`two_partial`: rank 0: .*model_0_0\.safetensors"):
         assert resume_from_checkpoint(saved)["step"] == 1
+
+
+def test_a_system_that_tells_no_cores_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert resume_from_checkpoint(saved)["step"] == 2
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(saved: Path) -> None:
@@ -294,9 +334,10 @@ def test_an_index_names_no_file_outside_its_folder(saved: Path) -> None:
     outside = saved / "outside.pt"
     shutil.copy(saved / "two_partial" / "optimizer_0_0.pt", outside)
     index = json.loads((saved / "two_partial" / "index.json").read_text())
-    for field in ("files", "elsewhere", "checksums"):
+    for field in ("files", "hosts", "checksums"):
         for name in ("../outside.pt", str(outside), "..", "a/b"):
-            edit_index(saved / "two_partial", **{field: {**index[field], name: outside.stat().st_size}})
+            forged = [{name: "rank 0"}] if field == "hosts" else {**index[field], name: outside.stat().st_size}
+            edit_index(saved / "two_partial", **{field: forged})
             with pytest.raises(CheckpointError, match=r"index\.json is damaged: `.*` is not a file in this folder"):
                 resume_from_checkpoint(saved, "two")
         edit_index(saved / "two_partial", **{field: index[field]})

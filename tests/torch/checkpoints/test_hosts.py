@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def resumed(folder: Path, degree: int = 2) -> dict[str, Tensor]:
     return weights
 
 
+def check_equal_descriptions(path: Path) -> None:
+    for name in ("index.json", "pieces.json"):  # so that either host's may replace the other's
+        first, second = ((path / host / "one_partial" / name).read_text() for host in ("host_0", "host_1"))
+        assert first == second, name
+
+
 def refused(folder: Path) -> str:
     begin(1)
     with pytest.raises(CheckpointError) as caught:
@@ -100,6 +107,7 @@ def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict
 
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
     results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
+    check_equal_descriptions(tmp_path)
     for host, (kept, messages, weights) in enumerate(results):
         files = [f"model_{host}_0.safetensors", f"optimizer_{host}_0.pt", f"optimizer_{host}_0.safetensors"]
         assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
@@ -111,3 +119,58 @@ def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_to
             assert found.keys() == weights[0].keys()
             for name, value in weights[0].items():
                 torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+# --- copied into one folder -------------------------------------------------------------------------------------------
+
+
+def go_on(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    optimizer.zero_grad()
+    train_step(model, torch.eye(2).repeat(2, 1) * (1 + smp.dp_rank()) + torch.arange(4.0)[:, None])
+    optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def save_on_two_hosts(path: Path) -> dict[str, Tensor]:
+    model, optimizer = begin(2)
+    own = path / f"host_{smp.rank() // smp.local_size()}"
+    go_on(model, optimizer)
+    smp.save_checkpoint(own, "zero")
+    if smp.rank() == 2:
+        shutil.rmtree(own / "zero_partial")  # hosts may have other checkpoints beside this one
+    # Buffers differ from one replica to the other, and so may what the script saves.
+    smp.save_checkpoint(own, "one", user_content={"host": own.name})
+    return go_on(model, optimizer)
+
+
+def resume_from_each(folders: list[Path]) -> list[tuple[Any, dict[str, Tensor]]]:
+    results = []
+    for folder in folders:
+        model, optimizer = begin(2)
+        results.append((smp.resume_from_checkpoint(folder), go_on(model, optimizer)))
+        smp.barrier()
+        smp.shutdown()
+    return results
+
+
+def test_the_folders_of_two_hosts_make_one_whichever_files_of_equal_names_come_last(tmp_path: Path) -> None:
+    """As with SageMaker, which copies the folders of all hosts to one place in S3."""
+    expected = run_ranks(save_on_two_hosts, 4, tmp_path, hosts=2)
+    check_equal_descriptions(tmp_path)
+    mixtures: list[Path] = []
+    for is_first in (lambda file: file.name == "index.json", lambda _: True, lambda _: False, _by_dice):
+        mixtures.append(tmp_path / f"mixture_{len(mixtures)}")
+        for host in ("host_0", "host_1"):
+            for file in sorted((tmp_path / host).rglob("*")):
+                target = mixtures[-1] / file.relative_to(tmp_path / host)
+                if file.is_file() and (not target.exists() or not is_first(file)):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, target)
+    for results, weights in zip(run_ranks(resume_from_each, 4, mixtures), expected, strict=True):
+        for content, found in results:
+            assert content == {"host": "host_0"}
+            torch.testing.assert_close(found, weights, rtol=0, atol=0)
+
+
+def _by_dice(file: Path) -> bool:
+    return random.Random(file.name).random() < 0.5
