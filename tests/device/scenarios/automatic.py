@@ -101,7 +101,7 @@ def smp_chosen_again() -> None:
 
 add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
 add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
-add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.6, "keep"))
+add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.9, "keep"))
 add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
 add("auto, a stage that chooses again", smp_chosen_again, ranks=2, is_quick=True)
 add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)
