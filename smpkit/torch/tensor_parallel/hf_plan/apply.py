@@ -160,7 +160,11 @@ def _expert_names(styles: Mapping[str, str]) -> list[str]:
 
 
 def _has_dropout(base: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+    # Not all dropout is a module: some models call the function, by what their configuration says.
+    configured = [value for name, value in vars(base.config).items() if "drop" in name and isinstance(value, float)]
+    return any(value > 0 for value in configured) or any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules()
+    )
 
 
 def _mark_layers(root: nn.Module, blocks: Sequence[ParallelBlock], boundaries: Mapping[str, Layout]) -> None:
