@@ -6,6 +6,7 @@ No library is imported before a model is built: some take seconds, and torchvisi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -317,7 +318,7 @@ def padded_tokens(size: int, generator: torch.Generator) -> tuple[Any, ...]:
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
-def loss_and_logits_step(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_logits_step(model: Any, ids: Tensor, mask: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Call the model twice: where it gets labels, logits may stay divided. Not every model rounds its loss."""
     logits = model(input_ids=ids, attention_mask=mask)["logits"]
     loss = model(input_ids=ids, attention_mask=mask, labels=labels)["loss"].double()
@@ -365,6 +366,23 @@ REPLACED: dict[str, Case] = {
 }
 """The families that SMP v1 knew: modules of `smp.nn` take their place."""
 DIVISIBLE: dict[str, Case] = {**WITH_PLANS, **REPLACED}
+
+
+def unmasked_step(model: Any, ids: Tensor, _mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out the mask: a mask of other positions than the values makes an error of what would be a wrong number."""
+    return loss_and_logits_step(model, ids, None, labels)
+
+
+HYBRID: Sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+HYBRID |= {"linear_value_head_dim": 4, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}
+HYBRID |= {"shared_expert_intermediate_size": 12, "layer_types": ["linear_attention", "full_attention"]}
+PARTLY_DIVIDED: dict[str, Case] = {
+    "Qwen3Next": replace(divisible("Qwen3Next", **HYBRID, **EAGER), step=unmasked_step),
+    "Llama of three heads": divisible(
+        "Llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3, head_dim=8
+    ),
+}
+"""What mixes positions is whole on each of two ranks: linear attention, and heads that they do not divide."""
 
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
 

@@ -366,9 +366,9 @@ class _YamlReader:
         try:
             value = _SCALARS[tag](node.value)
         except KeyError:
-            self._refuse(node, f"has a value of an unknown kind: {printable(node.tag)}", hint="remove the tag")
+            self._refuse(node, "has a value of an unknown kind", hint="put it in quotes, or remove its `!`")
         except ValueError:
-            self._refuse(node, f"has a value that is no {tag}: {quoted(node.value)}")
+            self._refuse(node, f"has a value that is no {tag}")
         check_text(value, self.name)
         return value
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from smpkit.config.confidential import hide_in_line
+from smpkit.config.confidential import hide_in_line, hide_in_message, hide_in_text
 from smpkit.config.words import printable, quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
@@ -61,9 +61,9 @@ def _problem(detail: ErrorDetails) -> Problem:
     context = detail.get("ctx", {})
     path = detail["loc"]
     if detail["type"] == _OURS:
-        return Problem(path, context["message"], context["hint"])
+        return Problem(path, hide_in_message(path, context["message"]), context["hint"])
     say = _SENTENCES.get(detail["type"], _fallback)
-    return Problem(path, say(detail, context), _hint(detail, context))
+    return Problem(path, hide_in_message(path, say(detail, context)), _hint(detail, context))
 
 
 def _fallback(detail: ErrorDetails, _: Mapping[str, Any]) -> str:
@@ -188,7 +188,7 @@ class LocatedProblem(Problem):
 @functools.lru_cache(maxsize=8)
 def _lines(text: str) -> Sequence[str]:
     """Split a text once, not once for each of its problems."""
-    return text.splitlines()
+    return hide_in_text(text)
 
 
 @functools.lru_cache(maxsize=128)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from smpkit.config.confidential import HIDDEN, is_confidential
 from smpkit.config.distribution import Distribution
 from smpkit.config.documents import Document, literal, parse_value, read_document, refuse, similar
 from smpkit.config.explain import LocatedProblem, explain
@@ -379,13 +380,14 @@ class Sources:
             self._put(path, read(text, source))
             self.resolve_parameters()
 
-        self._attempt(put)
+        self._attempt(put, path)
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], None], path: KeyPath = ()) -> None:
         try:
             action()
         except ConfigError as error:
-            self.problems += [problem for problem in error.problems if isinstance(problem, LocatedProblem)]
+            found = [problem for problem in error.problems if isinstance(problem, LocatedProblem)]
+            self.problems += [replace(problem, text="") for problem in found] if is_confidential(path) else found
 
     def _put(self, path: KeyPath, document: Document) -> None:
         target = self.value
@@ -394,7 +396,8 @@ class Sources:
             if below is None:
                 below = target[str(part)] = {}
             if not isinstance(below, dict):
-                message = f"cannot be set inside {quoted(below)}, which is no mapping"
+                shown = HIDDEN if is_confidential(path) else quoted(below)
+                message = f"cannot be set inside {shown}, which is no mapping"
                 raise ConfigError([LocatedProblem(path[: depth + 2], message, None, document.name)])
             target = below
         target[str(path[-1])] = document.value

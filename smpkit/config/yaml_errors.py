@@ -54,7 +54,7 @@ def explain_syntax(error: Any, text: str) -> SyntaxProblem:
         character = printable(text[mark.index : mark.index + 1])
         return SyntaxProblem(f"a value cannot start with `{character}`", line, column, _QUOTE_IT)
     if problem.startswith("found undefined alias"):
-        message = f"{printable(problem.removeprefix('found '))}: `*` refers to a value marked with `&` further up"
+        message = "undefined alias: `*` refers to a value marked with `&` further up"  # its name may be a password
         return SyntaxProblem(message, line, column, "put it in quotes if it is text")
     if line is not None and ("mapping values" in problem or "<block" in problem or "expected ':'" in problem):
         found = _misplaced(text, line) or _without_colon(text, line, opened) or _second_colon(text, line, column)
@@ -111,8 +111,7 @@ def _without_colon(text: str, number: int, opened: Any) -> SyntaxProblem | None:
     for line in _lines(text, number):
         if line.number >= first and ":" not in line.text and not line.text.startswith(("-", "#")):
             message = f"line {line.number} is neither `name: value` nor an item of a list"
-            word = printable(line.text.split()[0])
-            return SyntaxProblem(message, line.number, line.indent + 1, f"write `{word}: ...`")
+            return SyntaxProblem(message, line.number, line.indent + 1, "put a `:` after the name")
     return None
 
 

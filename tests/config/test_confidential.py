@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from smpkit.config.confidential import HIDDEN, hide_in_line, looks_secret, masked
+from smpkit.config.confidential import HIDDEN, hide_in_line, hide_in_text, looks_secret, masked
+from smpkit.config.explain import validated
+from smpkit.config.job import JobConfig
+from smpkit.config.load import load_job
 from smpkit.config.words import coloured, quoted
+from smpkit.errors import ConfigError
 
 HF = "hf_" + "a1B2" * 9
 AWS = "AKIA" + "ABCDEFGH12345678"
@@ -54,6 +60,75 @@ def test_the_inner_parts_are_masked() -> None:
 )
 def test_lines_of_a_file_are_shown_without_them(line: str, shown: str) -> None:
     assert hide_in_line(line) == shown
+
+
+SECRET = "271828182845"
+"""A number, which is no legal value of a variable, and whose name alone tells that it is a secret."""
+
+BROKEN = {
+    "number": "environment: {{}}\nhyperparameters:\n  password: [{0}, .inf]\n",
+    "in a list": "environment:\n  PASSWORD: [{0}]\n  OTHER: [{0}]\n",
+    "as a number": "environment:\n  API_KEY: {0}\n# a remark\n  OTHER: {0}\n",
+    "in a block": "environment:\n  API_KEY:\n    - {0}\n  B:\n    c: {0}\n",
+    "no mapping": "environment: {0}\n",
+    "list of settings": "environment:\n- API_KEY={0}\n- [{0}]\n- x: {0}\n",
+    "braces": "environment: {{A: {0}, B: [{0}], C: {{d: {0}}}}}\n",
+    "wrapped braces": "environment: {{A: b,\nB: {0}\n}}\n",
+    "entry": "secrets: {{A: {0}, B: 'x {0}', C: {{entry: {0}}}, D: {{entri: {0}}}}}\n",
+    "secret's name": "secrets:\n  A:\n    entry: [{0}]\n",
+    "under its old name": "env: {{A: {0}}}\n",
+    "open quote": 'environment:\n  API_KEY: "{0}\n',
+    "open quote elsewhere": 'hyperparameters:\n  password: "x {0}\n',
+    "open brace": "environment: {{A: {0}\n",
+    "two colons": "environment:\n  A: b: {0}\n",
+    "no colon": "environment:\n  A:\n  x{0}\n  B: c\n",
+    "alias": "environment:\n  A: *x{0}\n",
+    "tag": "environment:\n  A: !x{0}\n",
+    "bad number": "environment:\n  A: !!int x{0}\n",
+    "at sign": "environment:\n  A: @{0}\n",
+    "json": '{{"environment": {{"A": {0}, "B": ["{0}"]}}, "hyperparameters": {{"token": {0}, "a": Infinity}}}}',
+    "json over lines": '{{\n"environment": {{\n"A": ["{0}"],\n"B": {0}\n}},\n"compute": 3\n}}',
+    "open json": '{{"environment": {{"A": "{0}',
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_no_error_shows_a_variable_or_what_has_the_name_of_a_secret(text: str, tmp_path: Path) -> None:
+    job = tmp_path / ("job.json" if text.startswith("{") else "job.yaml")
+    job.write_text(text.format(SECRET))
+    with pytest.raises(ConfigError) as raised:
+        load_job(job)
+    shown = [str(problem) for problem in raised.value.problems]
+    assert len(shown) > 1 or raised.value.problems[0].message.startswith(("is not", "has a value"))
+    assert not [problem for problem in shown if SECRET in problem]
+
+
+@pytest.mark.parametrize("key", ["environment.A.b", "hyperparameters.password", "secrets.A"])
+def test_no_error_about_an_option_shows_it(key: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"entry_point: train.py\nenvironment: {{A: {SECRET}}}\n")
+    for value in (f"[{SECRET}", SECRET):
+        with pytest.raises(ConfigError) as raised:
+            load_job(tmp_path / "job.yaml", [f"{key}={value}"])
+        assert SECRET not in str(raised.value)
+
+
+def test_what_stands_beside_a_secret_is_shown() -> None:
+    text = (
+        "environment:\n  A: {B: c}\n  D: |\n    e: f\n  #\ncompute: {token: [x], hosts: 3}\nenv:\n- g=h\ninputs: [i]\n"
+    )
+    assert hide_in_text(text) == [
+        *("environment:", "  A: ******", "  D: *", "    e: *", "  *", "compute: {token: ***, hosts: 3}"),
+        *("env:", "- ***", "inputs: [i]"),
+    ]
+    text = '{"a": {"env": {"b": "}x"}, "c": 1},\n"env": {\n"d": "]",\n"e": [f]\n},\n"g": [\n1]}'
+    assert hide_in_text(text) == [
+        *('{"a": {"env": ***********, "c": 1},', '"env": *', '"d": ****', '"e": ***', "**", '"g": [', "1]}")
+    ]
+
+
+def test_a_python_error_does_not_show_it_either() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.A: must be text, got \(hidden\)\n    hint: put it in quotes"):
+        validated(JobConfig, {"entry_point": "train.py", "environment": {"A": 271828}}, subject="arguments")
 
 
 def test_messages_do_not_quote_keys() -> None:

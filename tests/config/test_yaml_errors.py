@@ -31,12 +31,12 @@ from smpkit.errors import ConfigError
         (
             "a: 1\nb\nc: 2\n",
             "2:1: is not YAML: line 2 is neither `name: value` nor an item of a list",
-            "write `b: ...`",
+            "put a `:` after the name",
         ),
         (
             "a train.py\nb: x\n",
             "1:1: is not YAML: line 1 is neither `name: value` nor an item of a list",
-            "write `a: ...`",
+            "put a `:` after the name",
         ),
         ("a: b: c\n", "1:5: is not YAML: a second `:` in a value", "put the value in quotes"),
         ("a: @x\n", "1:4: is not YAML: a value cannot start with `@`", "put the value in quotes"),

@@ -35,7 +35,7 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from smpkit.torch.distributed.rendezvous import name_ranks
-from smpkit.torch.distributed.tracebacks import shorten
+from smpkit.torch.distributed.tracebacks import place_in_script, shorten
 
 __all__ = [
     "abort",
@@ -67,6 +67,9 @@ _CONTEXT_ATTRIBUTE: Final = "_smpkit_places"
 """Attribute of an exception."""
 _CLOSE_TAG: Final = 0x5AFE
 _ENDED: Final = "its script ended"
+_DEADLOCK: Final = "a deadlock of "
+_SCHEDULED: Final = re.compile(r"(forward|backward) of microbatch")
+_SENDING: Final = re.compile(r"(send|broadcast) to ")
 
 _CONNECTION_ERROR: Final = re.compile(
     r"connection|timed out|timeout|socket|broken pipe|recvvalue|pair closure|remote process", re.IGNORECASE
@@ -367,14 +370,19 @@ def _diagnose(failure_store: FailureStore, wait: _Wait) -> SmpkitError:
     global _failed  # noqa: PLW0603
     _failed = True
     late = wait.seconds >= 0.95 * failure_store.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
+    kind: Literal["timed out", "waited", "failed"] = "timed out" if late else "waited"
+    now = time.time()
+    status = RankStatus(
+        failure_store.rank, kind, wait.what, wait.peers, place_in_script(), began=now - wait.seconds, ended=now
+    )
     try:
         failure_store.shorten_timeout()
-        failure_store.publish(RankStatus(failure_store.rank, "timed out" if late else "waited", wait.what, wait.peers))
+        failure_store.publish(status)
         close_connections(failure_store.groups())
         abort(failure_store.groups())
         statuses = _collect_statuses(failure_store, wait.peers)
-        own = _own_diagnosis(failure_store, wait, statuses, late)
-        kind: Literal["timed out", "failed"] = "timed out" if isinstance(own, DeadlineError) else "failed"
+        own = _own_diagnosis(status, wait, statuses)
+        kind = "timed out" if isinstance(own, DeadlineError) else "failed"
         first = failure_store.failure() or failure_store.record_failure(
             RankStatus(failure_store.rank, kind, own.message)
         )
@@ -407,49 +415,83 @@ def _follow_waits(failure_store: FailureStore, peers: Sequence[int]) -> tuple[di
     return statuses, asked - statuses.keys() - {failure_store.rank}
 
 
-def _own_diagnosis(
-    failure_store: FailureStore, wait: _Wait, statuses: dict[int, RankStatus], late: bool
-) -> SmpkitError:
+def _own_diagnosis(own: RankStatus, wait: _Wait, statuses: dict[int, RankStatus]) -> SmpkitError:
     """Return what happened as this rank sees it: ranks that have published nothing are those waited for."""
     silent = [rank for rank in wait.peers if rank not in statuses]
     if not silent:  # the peers wait as well, directly or not for a rank that has published nothing
         awaited = {rank for status in statuses.values() for rank in status.peers}
-        silent = sorted(awaited - statuses.keys() - {failure_store.rank})
+        silent = sorted(awaited - statuses.keys() - {own.rank})
     ended = [rank for rank, status in sorted(statuses.items()) if status.kind == "ended"]
     others = [status for _, status in sorted(statuses.items()) if status.kind != "ended" and status.text != wait.what]
     elsewhere = [f"rank {status.rank} waited in {status.text} for {name_ranks([*status.peers])}" for status in others]
     aside = f"; meanwhile {', '.join(elsewhere)}" if elsewhere else ""
     if ended:
+        call = f" without the call of rank {own.rank} in {own.place}" if own.place else ""
         return RemoteError(
-            f"rank {failure_store.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{aside}",
+            f"rank {own.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{call}{aside}",
             hint=_hint_of_loss(_ENDED),
         )
-    if late or any(status.kind == "timed out" for status in statuses.values()):
+    if own.kind == "timed out" or any(status.kind == "timed out" for status in statuses.values()):
         missing = silent or [rank for rank, status in statuses.items() if status.text != wait.what] or wait.peers
-        return DeadlineError(
-            f"rank {failure_store.rank} waited {_seconds(wait.seconds)} in {wait.what} for"
-            f" {name_ranks(missing)}{aside}",
-            hint="if they are only slow, raise `timeout_seconds` in the configuration",
-        )
+        text = f"rank {own.rank} waited {_seconds(wait.seconds)} in {wait.what} for {name_ranks(missing)}{aside}"
+        if circle := _circle_of_waits({own.rank: own, **statuses}):
+            places = [f"rank {each.rank}" + (f" in {each.place}" if each.place else "") for each in circle]
+            text += f"; {_DEADLOCK}{' and '.join(places)}"
+        return DeadlineError(text, hint=_hint_of_deadline(text))
     return RemoteError(
-        f"rank {failure_store.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
+        f"rank {own.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
         hint=_hint_of_loss(""),
     )
+
+
+def _circle_of_waits(statuses: Mapping[int, RankStatus]) -> list[RankStatus]:
+    """Return ranks of which each waits for the next one, which is in another call, and the last for the first."""
+    for start in statuses.values():
+        chains, seen = [[start]], {start.rank}
+        for chain in chains:  # grows, by longer ones
+            for status in [statuses[rank] for rank in chain[-1].peers if rank in statuses]:
+                if not _is_blocked(chain[-1], status):
+                    continue
+                if status is start:
+                    return chain
+                if status.rank not in seen:
+                    seen.add(status.rank)
+                    chains.append([*chain, status])
+    return []
+
+
+def _is_blocked(waiting: RankStatus, awaited: RankStatus) -> bool:
+    """Return whether the awaited rank waits in a call that does not help the waiting one: then it is not just slow."""
+    if not awaited.peers or min(waiting.ended, awaited.ended) <= max(waiting.began, awaited.began):
+        return False  # it came to its wait after the other one had given up
+    both = (waiting.text, awaited.text)
+    is_on_its_way = all(map(_SCHEDULED.match, both)) or (  # what the one waits for may have been sent already
+        any(map(_SENDING.match, both)) and any(text.startswith("recv_from") for text in both)
+    )
+    return waiting.text != awaited.text and not is_on_its_way
+
+
+def _hint_of_deadline(text: str) -> str:
+    """Return the hint for the error `text` about a wait that passed its deadline."""
+    if _DEADLOCK in text:
+        return "every rank makes the same calls in the same order: is one of these under `if smp.rank() == ...`?"
+    return "if they are only slow, raise `timeout_seconds` in the configuration"
 
 
 def _hint_of_loss(text: str) -> str:
     """Return the hint for the error `text` about a lost rank."""
     if _ENDED in text:
-        return "every rank makes the same calls: did it have fewer batches, leave its loop early, or call sys.exit?"
+        return (
+            "every rank makes the same calls: is this one under `if smp.rank() == ...`, or did the other rank have"
+            " fewer batches, leave its loop early, or call sys.exit?"
+        )
     return "it ended without saying why; see its own output (a signal, or too little memory?)"
 
 
 def error_of(first: RankStatus) -> SmpkitError:
     """Return the error of the first rank that failed, as other ranks raise it."""
     if first.kind == "timed out":
-        return DeadlineError(
-            first.text.removeprefix("DeadlineError: "), hint="raise `timeout_seconds` if it is only slow"
-        )
+        return DeadlineError(first.text.removeprefix("DeadlineError: "), hint=_hint_of_deadline(first.text))
     if first.text.startswith(f"rank {first.rank} lost "):
         return RemoteError(first.text, hint=_hint_of_loss(first.text))
     return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")

@@ -47,6 +47,14 @@ class RankStatus:
     peers: Sequence[int] = ()
     """The ranks that a wait was for."""
 
+    place: str = ""
+    """The line of the script that the rank was in."""
+
+    began: float = 0.0
+    """When the wait began and when it ended, of `time.time()`."""
+
+    ended: float = 0.0
+
 
 class FailureStore:
     """The statuses of all ranks, in the store.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
+import sys
+import sysconfig
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -12,11 +16,12 @@ import torch
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 
-__all__ = ["script_frames", "shorten"]
+__all__ = ["place_in_script", "script_frames", "shorten"]
 
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Files whose lines are not the script's; our context managers lead through contextlib."""
+_LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib"))
 _CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner", "_run_call"})
 """Our functions that call an operation of the script, which has no Python frame of its own (`x @ y`)."""
 
@@ -58,6 +63,21 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     below say nothing about the rank that failed.
     """
     return _chained([frame for frame in _frames(traceback) if not _is_in(frame, _INSIDE)]) or traceback
+
+
+def place_in_script() -> str:
+    """Return where the script is now: ``train.py, line 7 (`loss = train_step(x)`)``; empty if that is not known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    places: list[tuple[str, int]] = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_INSIDE):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    # A line of a library that calls us, such as a trainer, says less than that of the script around it.
+    for path, line in [place for place in places if not place[0].startswith(_LIBRARIES)] + places:
+        text = linecache.getline(path, line).strip()
+        return f"{Path(path).name}, line {line}" + (f" (`{text}`)" if text else "")
+    return ""
 
 
 def _frames(traceback: TracebackType | None) -> list[TracebackType]:

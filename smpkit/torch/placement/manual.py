@@ -45,8 +45,8 @@ def planning_partitions(num_partitions: int) -> Iterator[None]:
 def partition(index: int) -> Iterator[None]:
     """Put the modules that are created in this block on pipeline rank `index`; the innermost block wins.
 
-    Acts only with `auto_partition: false`; else any index will do, so a script for many ranks runs on one. Modules
-    created in no block go to `default_partition`. With virtual stages `index` counts them, 0 to
+    Acts only with `auto_partition: false`. Without, any index will do on one pipeline rank, so a script for many runs
+    there. Modules created in no block go to `default_partition`. With virtual stages `index` counts them, 0 to
     `virtual_pipeline_degree * pipeline_parallel_degree - 1`: stage k is on rank k mod degree.
 
     Raises:
@@ -146,5 +146,5 @@ def _check(index: int) -> None:
     else:
         what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
     is_integer = type(index) is int  # not a bool, which is an int to Python
-    if not is_integer or index < 0 or (_is_manual() and index >= limit):
+    if not is_integer or index < 0 or (index >= limit and (_is_manual() or state.pp_size > 1)):
         raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import smpkit.torch as smp
+from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.failure_store import RankStatus
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
@@ -96,14 +98,50 @@ def both_receive() -> tuple[str, float]:
     smp.init({"ddp": True})
     let_judge(0, [1])
     if smp.rank() == 0:
-        wait_shortly()
+        facts().wait(["rank 1 waits"])
+        wait_shortly(2)
+    else:
+        facts().set("rank 1 waits", "")
     return outcome(lambda: smp.recv_from(1 - smp.rank()))
 
 
-def test_a_circle_of_waits_says_where_the_others_were() -> None:
+def test_ranks_that_wait_for_each_other_are_in_a_deadlock_and_say_where() -> None:
     for message, _ in run_ranks(both_receive, 2):
         assert waited_seconds(message, "in recv_from(rank 1) for rank 1") >= 1
-        assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0\n" in message
+        assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0; a deadlock of rank 0 in " in message
+        place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(1 - smp\.rank\(\)\)\)`\)"
+        assert re.search(rf"rank 0 {place} and rank 1 {place}\nhint: every rank makes the same calls in", message)
+
+
+RECEIVING = [(0, 1), (1, 2), (2, 3), (3, 1)]
+STEP, SENT, MESSAGE = "the inputs of the step", "send to rank 1", "forward of microbatch 1 (float32 [2] for `a`)"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "began", "expected"),
+    [
+        (STEP, "allgather of WORLD", 0, [0, 1]),
+        (STEP, "allgather of WORLD", 10, []),  # rank 1 was slow, and came when rank 0 had given up
+        ("allgather of WORLD", "allgather of WORLD", 0, []),  # which may transfer much
+        (SENT, "recv_from(rank 0)", 0, []),
+        (SENT, "send to rank 0", 0, [0, 1]),
+        ("backward of microbatch 0 (float32 [2])", MESSAGE, 0, []),  # which may be on its way
+        (MESSAGE, "barrier of WORLD", 0, [0, 1]),
+    ],
+)
+def test_what_may_be_on_its_way_is_no_deadlock(first: str, second: str, began: float, expected: list[int]) -> None:
+    waits = [
+        RankStatus(0, "timed out", first, [1, 2], began=1, ended=9),
+        RankStatus(1, "waited", second, [0], began=began, ended=10.5),
+        RankStatus(2, "waited", STEP, [1], began=1, ended=9),
+    ]
+    found = deadline._circle_of_waits({status.rank: status for status in waits})
+    assert [status.rank for status in found] == expected
+
+
+def test_a_deadlock_may_be_of_many_ranks_and_beside_this_one() -> None:
+    waits = {rank: RankStatus(rank, "waited", f"recv_from(rank {peer})", [peer], ended=9) for rank, peer in RECEIVING}
+    assert [status.rank for status in deadline._circle_of_waits(waits)] == [1, 2, 3]
 
 
 def the_last_of_a_chain_is_late() -> tuple[str, float]:
@@ -253,7 +291,9 @@ def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: in
     stayed = 1 - leaving
     assert [ranks[leaving].returncode, ranks[stayed].returncode] == [3, 1]
     assert f"RemoteError: rank {stayed} lost rank {leaving} in barrier of WORLD: its script ended" in told[stayed]
-    assert "hint: every rank makes the same calls" in told[stayed]
+    place = r"in script\.py, line 8 \(`smp.barrier\(\)`\)"
+    hint = r"\[rank\d\]: hint: every rank makes the same calls"
+    assert re.search(rf"its script ended without the call of rank {stayed} {place}\n{hint}", told[stayed])
     assert told[leaving] == ""
 
 

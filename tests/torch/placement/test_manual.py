@@ -93,7 +93,7 @@ def ignored() -> dict[str, int]:
     return placed(module)
 
 
-def test_automatic_partitioning_takes_no_notice_of_indices_beyond_the_degree(world: None) -> None:
+def test_a_script_for_many_pipeline_ranks_runs_on_one(world: None) -> None:
     smp.init()
     with smp.partition(3):
         layer = nn.Linear(2, 2)
@@ -135,8 +135,8 @@ def test_what_tensor_parallelism_puts_in_the_place_of_modules_is_where_they_were
         )
 
 
-def refused() -> list[str]:
-    begin(auto_partition=False, default_partition=0)
+def refused(auto_partition: bool) -> list[str]:
+    begin(auto_partition=auto_partition, **({} if auto_partition else {"default_partition": 0}))
     messages = []
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     for rank, layer in enumerate(module):
@@ -156,7 +156,8 @@ def refused() -> list[str]:
     return messages
 
 
-def test_a_partition_that_is_none_is_refused() -> None:
-    for messages in run_ranks(refused, 4):
+@pytest.mark.parametrize("auto_partition", [False, True])
+def test_a_partition_that_is_none_is_refused(auto_partition: bool) -> None:
+    for messages in run_ranks(refused, 4, auto_partition):
         assert messages[0] == ("partition 4 is no pipeline rank; pipeline_parallel_degree is 4\nhint: valid are 0 to 3")
         assert [text.split()[1] for text in messages] == ["4", "-1", "True", "1.0"]

@@ -104,12 +104,18 @@ def paths_past_the_sum() -> None:
 
 def dropout() -> None:
     """Values that all ranks have would be dropped differently where each has random numbers of its own."""
-    module = fresh("Phi")
+    module: Any = fresh("Phi")
     for each in module.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.5
     model: Any = wrapped(module, optimize="speed").get_module()
     assert model.model.layers[0].mlp.fc2.tp_layout is Layout.SHARD_BATCH
+    smp.shutdown()
+    module = divisible("Starcoder2").build()
+    assert not any(isinstance(each, nn.Dropout) for each in module.modules())  # it calls the function, and its layers
+    module.config.residual_dropout = 0.5  # have the chance from there
+    model = wrapped(module, optimize="speed").get_module()
+    assert model.model.layers[0].mlp.c_proj.tp_layout is Layout.SHARD_BATCH
     smp.shutdown()
     plain: Any = wrapped(fresh("Phi"), optimize="speed").get_module()
     assert plain.model.layers[0].mlp.fc2.tp_layout is Layout.REPLICATE_GATHERED

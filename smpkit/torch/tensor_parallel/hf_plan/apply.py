@@ -91,7 +91,7 @@ def apply_tp_plan(root: nn.Module, _config: Mapping[str, Any] | None = None) -> 
         return
     styles = styles_of(root)
     blocks = [block for block in parallel_blocks(root, styles) if _is_divisible(root, block)]
-    boundaries = _boundaries(root, {block.stack for block in blocks})
+    boundaries = _boundaries(root, blocks, styles)
     _mark_layers(root, blocks, boundaries)
     for name, boundary in boundaries.items():
         install_stack_hooks(root.get_submodule(name), boundary)
@@ -111,8 +111,9 @@ def _base_models(root: nn.Module, stacks: Iterable[str]) -> dict[str, bool]:
     return {base: lists > 1 for base, lists in sorted(count.items())}
 
 
-def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Layout]:
+def _boundaries(root: nn.Module, blocks: Sequence[ParallelBlock], styles: Mapping[str, str]) -> dict[str, Layout]:
     """Return the layout between the layers of each list."""
+    stacks = {block.stack for block in blocks}
     several = _base_models(root, stacks)
     # The layers of one list may read what those of another made, of all samples and positions.
     equal = Layout.REPLICATE if state.cfg.prescaled_batch else Layout.REPLICATE_GATHERED
@@ -124,7 +125,34 @@ def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Layout]:
         # run the samples of the whole group through all of them, and balance their load over these.
         if boundary is Layout.REPLICATE_GATHERED and (_has_dropout(base) or _expert_names(styles_of(base))):
             chosen[name] = Layout.SHARD_BATCH
+        # A layer that stays whole gets what lies between the blocks, and may need all positions of it.
+        whole = _needs_positions(root, name, blocks, styles) if boundary is Layout.SHARD_SEQUENCE else None
+        if whole is not None:
+            chosen[name] = Layout.REPLICATE
+            if state.rank == 0:
+                _log.warning(
+                    "%s: `optimize: memory` does not divide sequences between the layers of `%s`, because `%s` is not"
+                    " divided over tensor-parallel ranks and may need whole ones",
+                    type(root).__name__,
+                    name,
+                    whole,
+                )
     return chosen
+
+
+def _needs_positions(
+    root: nn.Module, stack: str, blocks: Sequence[ParallelBlock], styles: Mapping[str, str]
+) -> str | None:
+    """Return the name of an undivided module in a list of layers that may read several positions; None without one."""
+    # Norms, routers and experts take each position by itself, and a block gathers what it needs.
+    apart = [block.name for block in blocks] + [name.rpartition(".")[0] for name in _expert_names(styles)]
+    name: str
+    for name, module in root.get_submodule(stack).named_modules(prefix=stack):
+        has_own = next(module.parameters(recurse=False), None) is not None
+        is_apart = any(name == each or _is_inside(name, each) for each in apart)
+        if has_own and not is_apart and "norm" not in type(module).__name__.lower():
+            return name
+    return None
 
 
 def _expert_names(styles: Mapping[str, str]) -> list[str]:
@@ -132,7 +160,11 @@ def _expert_names(styles: Mapping[str, str]) -> list[str]:
 
 
 def _has_dropout(base: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+    # Not all dropout is a module: some models call the function, by what their configuration says.
+    configured = [value for name, value in vars(base.config).items() if "drop" in name and isinstance(value, float)]
+    return any(value > 0 for value in configured) or any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules()
+    )
 
 
 def _mark_layers(root: nn.Module, blocks: Sequence[ParallelBlock], boundaries: Mapping[str, Layout]) -> None:
