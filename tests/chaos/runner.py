@@ -155,8 +155,7 @@ def _left_in_shm(since: float) -> list[str]:
     """
     deadline = time.monotonic() + 10
     while True:
-        links = [*Path("/proc").glob("[0-9]*/map_files/*"), *Path("/proc").glob("[0-9]*/fd/*")]
-        opened = {_target(each) for each in links}
+        opened = {path for process in Path("/proc").glob("[0-9]*") for path in _opened_by(process)}
         new = [each for each in Path("/dev/shm").rglob("*") if _is_new(each, since)]
         left = [str(each) for each in new if str(each) not in opened and not each.name.startswith("sem.mp-")]
         if not left or time.monotonic() > deadline:
@@ -164,11 +163,13 @@ def _left_in_shm(since: float) -> list[str]:
         time.sleep(0.2)
 
 
-def _target(link: Path) -> str:
+def _opened_by(process: Path) -> set[str]:
+    """Return what a process has open in /dev/shm, or in its memory: one file lists a thousand mappings of torch."""
     try:
-        return str(link.readlink())
-    except OSError:  # its process has ended meanwhile
-        return ""
+        mapped = re.findall(r"(/dev/shm/.*)", (process / "maps").read_text(errors="replace"))
+        return {*mapped, *(str(link.readlink()) for link in (process / "fd").iterdir())}
+    except OSError:  # it has ended meanwhile
+        return set()
 
 
 def _is_new(path: Path, since: float) -> bool:

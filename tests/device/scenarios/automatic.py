@@ -62,7 +62,8 @@ def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) ->
     """Compare a training whose layers are chosen for with one that recomputes all of them.
 
     Args:
-        share: of the memory between what the smallest choice takes and what all layers kept would take.
+        share: of the memory between what the smallest choice takes and what all layers kept would take. Where layers
+            are offloaded, the engine takes some, too.
         words: each of them must be the choice for a layer.
     """
     plain = {"microbatches": 2}
@@ -100,7 +101,7 @@ def smp_chosen_again() -> None:
 
 
 add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
-add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 0.6, "keep offload"))
+add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 1.1, "keep offload"))
 add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.9, "keep"))
 add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
 add("auto, a stage that chooses again", smp_chosen_again, ranks=2, is_quick=True)

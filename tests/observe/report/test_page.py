@@ -99,7 +99,14 @@ def test_names_of_a_job_are_text(contents: list[Content]) -> None:
 
 
 def test_all_sections_are_there_and_say_what_is_known(one: Elements) -> None:
-    for title in ("Summary", "Loss and other values", "Throughput", "Schedule", "Memory over a step", "Link with the host"):
+    for title in (
+        "Summary",
+        "Loss and other values",
+        "Throughput",
+        "Schedule",
+        "Memory over a step",
+        "Link with the host",
+    ):
         assert title in one.text
     for said in ("6,600", "0.4% slower", "plan 9.0 MiB", "blocks.0", "from 0", "--set", "-p", "rank 1: be careful"):
         assert said in one.text
