@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "init": Entry("smpkit.cli.init:init", "Write a job file and a script to begin with.", "Start"),
+    "init": Entry("smpkit.cli.init:init", "Write a job file, and a script that trains where there is none.", "Start"),
     "doctor": Entry(
         "smpkit.cli.doctor:doctor",
         "Check this machine, the back end, and what a job names.",
@@ -44,7 +44,7 @@ COMMANDS: dict[str, Entry] = {
     "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
     "run": Entry(
         "smpkit.cli.run:run",
-        "Run the job on this machine, with the launcher of the training image or in the image itself.",
+        "Run a job on this machine, with the launcher of the training image or in the image itself.",
         "Run",
     ),
     "compat": Entry(
@@ -162,7 +162,7 @@ def _show_version(ctx: click.Context) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 @click.pass_context
 def cli(ctx: click.Context, verbose: int, quiet: bool) -> None:
-    """SageMaker model-parallel v1 jobs on today's PyTorch."""
+    """Train PyTorch models that do not fit on one GPU."""
     _console.set_up(ctx, -1 if quiet else verbose)
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

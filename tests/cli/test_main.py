@@ -12,7 +12,7 @@ from tests.cli.conftest import Smpkit, process
 HELP = """\
 Usage: smpkit [OPTIONS] COMMAND [ARGS]...
 
-  SageMaker model-parallel v1 jobs on today's PyTorch.
+  Train PyTorch models that do not fit on one GPU.
 
 Options:
   --version      Show the version and exit.
@@ -21,7 +21,7 @@ Options:
   -h, --help     Show this message and exit.
 
 Start:
-  init        Write a job file and a script to begin with.
+  init        Write a job file, and a script that trains where there is none.
   doctor      Check this machine, the back end, and what a job names.
   completion  Print the completion script of SHELL.
 

@@ -147,7 +147,7 @@ def test_a_folder_of_plain_events_works_and_says_what_is_missing(tmp_path: Path)
     content = content_of(read_material(open_run(str(tmp_path))))
     text = Elements(page([content])).text
     assert set(content.missing) == {"summary", "values", "settings", "environment"}
-    assert "smp.log(" in text
+    assert "loss.reduce_mean()" in text
     assert "smpkit run JOB_FILE" in text
     assert content.summary is not None
     assert content.summary.steps == 8
