@@ -15,7 +15,7 @@ VOCABULARY = 256  # tokens are bytes, so any text is its own tokenizer
 class Shape:
     """Sizes of the model."""
 
-    context: int = 96
+    context: int = 64
     width: int = 128
     heads: int = 4
     layers: int = 4

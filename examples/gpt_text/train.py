@@ -19,21 +19,21 @@ import smpkit.torch as smp
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text-bytes", type=int, default=2_000_000)
-    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--save-every", type=int, default=60)
     parser.add_argument("--stop-at", type=int, help="at this step, ask for a stop as a spot reclaim does")
-    parser.add_argument("--write-bytes", type=int, default=100, help="how much the trained model writes at the end")
+    parser.add_argument("--write-bytes", type=int, default=80, help="how much the trained model writes at the end")
     parser.add_argument("--recompute", default="each", help="checkpoint the blocks: each, contiguous, group_N, none")
     parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "runs/checkpoints"))
     return parser.parse_known_args()[0]  # a launcher may add arguments of its own
 
 
 def planned() -> tuple[GPT, dict[str, torch.Tensor]]:
-    """What `smpkit plan --model train:planned` looks at: the model, and the arguments for a microbatch of four."""
-    return GPT(Shape()), {"tokens": torch.zeros(4, Shape().context, dtype=torch.long)}
+    """What `smpkit plan --model train:planned` looks at: the model, and the arguments for a microbatch of two."""
+    return GPT(Shape()), {"tokens": torch.zeros(2, Shape().context, dtype=torch.long)}
 
 
 @smp.step

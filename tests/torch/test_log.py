@@ -104,8 +104,8 @@ def reduce_without_a_log() -> list[float]:
         double.reduce_mean()
         second(model, x).reduce_mean()
     with torch.no_grad():
-        evaluated = evaluate(model, x)
-    seen += [evaluated["loss"].reduce_mean(), evaluated["right"].reduce_mean()]
+        evaluated, other = evaluate(model, x), evaluate(model, -2 * x)
+    seen += [(evaluated["loss"].reduce_mean() + other["loss"].reduce_mean()) / 2, evaluated["right"].reduce_mean()]
     smp.shutdown()
     return [each.item() for each in seen]
 
@@ -118,7 +118,7 @@ def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path
         for name, value in logged.values.items():
             points.setdefault(name, {})[logged.step] = value
     assert points.pop("loss") == {0: seen[0], 2: seen[1], 4: seen[2]}
-    assert (points.pop("evaluate/loss"), points.pop("evaluate/right")) == ({6: seen[3]}, {6: seen[4]})
+    assert (points.pop("evaluate/loss"), points.pop("evaluate/right")) == ({6: pytest.approx(seen[3])}, {6: seen[4]})
     assert {name: sorted(steps) for name, steps in points.items()} == {"first[2]": [0, 1], "second": [1, 3, 5]}
     assert points["first[2]"] == {0: pytest.approx(2 * seen[0]), 1: pytest.approx(2 * seen[1])}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class _Values:
     """What is known of one job."""
 
     def __init__(self) -> None:
-        self.under_way: dict[Label, _Copy] = {}
+        self.under_way = defaultdict[Label, list[_Copy]](list)
+        """Evaluation calls a step for each of its batches; their mean is written."""
         self.logged = set[str]()
         """Names that the script logs itself."""
         self.main: str | None = None
@@ -59,15 +61,16 @@ class _Values:
 
     def read(self, before: float = math.inf, *, wait: bool = False) -> None:
         """Write what has arrived of steps before this one; with `wait`, what is under way, too."""
-        for label, copy in list(self.under_way.items()):
+        for label, copies in list(self.under_way.items()):
             if label.step >= before:
                 return
-            if copy.arrived is not None and not copy.arrived.query():
+            last = copies[-1].arrived  # copies arrive in order
+            if last is not None and not last.query():
                 if not wait:
                     return
-                copy.arrived.synchronize()
+                last.synchronize()
             del self.under_way[label]
-            self.write({label.name: float(copy.host)}, label.step)
+            self.write({label.name: sum(float(copy.host) for copy in copies) / len(copies)}, label.step)
 
 
 _values: _Values | None = None
@@ -93,14 +96,15 @@ def note(label: Label, value: torch.Tensor) -> None:
     values.read(label.step)  # those of this step may still be logged by the script
     if label.name not in values.logged:
         host = value.detach().to("cpu", non_blocking=True)
-        values.under_way[label] = _Copy(host, devices.record_event(value.device))
+        values.under_way[label].append(_Copy(host, devices.record_event(value.device)))
 
 
 def log(logged: Mapping[str, float], step: int) -> None:
     """Write what the script logs itself."""
     values = _open()
     values.logged |= logged.keys()
-    values.under_way = {label: copy for label, copy in values.under_way.items() if label.name not in logged}
+    for label in [label for label in values.under_way if label.name in logged]:
+        del values.under_way[label]
     values.write(logged, step)
 
 
