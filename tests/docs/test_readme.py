@@ -66,3 +66,14 @@ def test_the_script_trains_as_before_over_two_ranks(tmp_path: Path) -> None:
 def test_the_page_stays_short() -> None:
     assert README in PAGES
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    figures = json.loads((ROOT / "benchmarks/results/cpu/quoted.json").read_text(encoding="utf-8"))["figures"]
+    [text] = re.findall(r"## Measured.*?(?=## )", README.read_text(encoding="utf-8"), re.DOTALL)
+    for figure in figures:
+        ours, other = figure["measured"]
+        shown = f"{1 - ours / other:.0%}".replace("%", " %") if "%" in figure["quoted"] else f"{ours / other:.2f} ×"
+        assert figure["quoted"] == shown
+        assert shown in text
+    assert len(re.findall(r"^- ", text, re.MULTILINE)) == 3
