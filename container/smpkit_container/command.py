@@ -87,7 +87,7 @@ def find_mpirun(path: str | None = None, beside: Path | None = None) -> str:
     beside = beside or Path(sys.executable).parent
     found = shutil.which("mpirun", path=path) or shutil.which("mpirun", path=str(beside))
     if not found:
-        raise LaunchError("mpirun was not found, and the job asks for MPI", hint=_INSTALL_HINT)
+        raise LaunchError("mpirun was not found, which jobs with `mpi: {enabled: true}` need", hint=_INSTALL_HINT)
     try:
         answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:

