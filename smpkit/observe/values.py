@@ -1,8 +1,9 @@
-"""The values that a script logged, as a file of lines in the folder of a run, one for each call of `smp.log`.
+"""The values of a run, as a file of lines in its folder: one for each call of `smp.log`, and for each loss of a step.
 
 ::
 
     values.jsonl   {"step": 12, "time": 1732530000.1, "values": {"loss": 1.95, "lr": 0.0003}}
+                   {"step": 13, "time": 1732530000.2, "values": {"loss": 1.94}, "by": "step"}
 
 JSON has no infinity: what is not finite is one of the texts `NaN`, `Infinity` and `-Infinity`.
 """
@@ -23,12 +24,13 @@ __all__ = ["LOSS", "Logged", "ValueWriter", "read_values"]
 
 LOSS: Final = "loss"
 """The name that is shown before all others."""
-_TAIL_BYTES: Final = 1 << 16
+_TAIL_BYTES: Final = 1 << 20
+_BY_STEP: Final = ', "by": "step"}'
 
 
 @dataclass(frozen=True)
 class Logged:
-    """One call."""
+    """One line."""
 
     step: int
     time: float
@@ -43,18 +45,20 @@ class ValueWriter:
         run.mkdir(parents=True, exist_ok=True)
         self._path = run / VALUES
         self.last_step = _last_step(self._path)
-        """The step of the last line; 0 if there is none."""
+        """The step of the last line that the script logged; 0 if there is none."""
         self._file = self._path.open("a", encoding="utf-8")
         if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
             self._file.write("\n")  # somebody was killed while writing
 
-    def write(self, logged: Logged) -> None:
+    def write(self, logged: Logged, *, by_script: bool = True) -> None:
         """Add a line."""
         values = {name: _finite(value) for name, value in logged.values.items()}
         line = {"step": logged.step, "time": round(logged.time, 3), "values": values}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        text = json.dumps(line, allow_nan=False)
+        self._file.write((text if by_script else text.removesuffix("}") + _BY_STEP) + "\n")
         self._file.flush()
-        self.last_step = logged.step
+        if by_script:
+            self.last_step = logged.step
 
     def close(self) -> None:
         """Write no more."""
@@ -98,5 +102,5 @@ def _last_step(path: Path) -> int:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return 0
-    steps = [logged.step for line in lines if (logged := _parsed(line)) is not None]
+    steps = [logged.step for line in lines if not line.endswith(_BY_STEP) and (logged := _parsed(line)) is not None]
     return steps[-1] if steps else 0

@@ -100,7 +100,7 @@ def reduce_without_a_log() -> list[float]:
         seen.append(loss.reduce_mean())
         output.reduce_mean()  # no scalar
         if number == 1:
-            smp.log({"first[2]": double}, 1)
+            smp.log({"first[2]": double})
         double.reduce_mean()
         second(model, x).reduce_mean()
     with torch.no_grad():

@@ -53,11 +53,11 @@ class _Values:
         folder = os.environ.get(RUN_DIR)
         self.file = ValueWriter(Path(folder)) if folder else None
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
+    def write(self, values: Mapping[str, float], step: int, *, by_script: bool) -> None:
         for name, value in values.items():
             self.ends[name] = self.ends.get(name, (value, value))[0], value
         if self.file is not None:
-            self.file.write(Logged(step, time.time(), values))
+            self.file.write(Logged(step, time.time(), values), by_script=by_script)
 
     def read(self, before: float = math.inf, *, wait: bool = False) -> None:
         """Write what has arrived of steps before this one; with `wait`, what is under way, too."""
@@ -70,7 +70,8 @@ class _Values:
                     return
                 last.synchronize()
             del self.under_way[label]
-            self.write({label.name: sum(float(copy.host) for copy in copies) / len(copies)}, label.step)
+            mean = sum(float(copy.host) for copy in copies) / len(copies)
+            self.write({label.name: mean}, label.step, by_script=False)
 
 
 _values: _Values | None = None
@@ -105,11 +106,11 @@ def log(logged: Mapping[str, float], step: int) -> None:
     values.logged |= logged.keys()
     for label in [label for label in values.under_way if label.name in logged]:
         del values.under_way[label]
-    values.write(logged, step)
+    values.write(logged, step, by_script=True)
 
 
 def last_step() -> int:
-    """Return the step of the last line in the folder of the run; 0 if there is none."""
+    """Return the last step that the script has logged in the folder of the run; 0 if there is none."""
     file = _open().file
     return 0 if file is None else file.last_step
 
