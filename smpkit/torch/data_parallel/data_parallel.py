@@ -254,9 +254,12 @@ def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) 
 
 
 def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
-    """Return the rank in the replica of `rank` that holds this parameter's values; all ranks are global ones."""
-    wanted = state.mesh.coordinates(rank)
-    in_replica = [each for each in placement.replica_ranks if state.mesh.coordinates(each).rdp == wanted.rdp]
+    """Return the rank in the replica of `rank` that holds this parameter's values; all ranks are global ones.
+
+    Replicas that train each for itself (`ddp: false`) take their own.
+    """
+    wanted, ranks = state.mesh.coordinates(rank), placement.replica_ranks
+    in_replica = [each for each in ranks if state.mesh.coordinates(each).rdp == wanted.rdp] or ranks
     # A whole parameter has several such ranks, one for each tp_rank: the one beside `rank` if it is among them.
     same_tp = [each for each in in_replica if state.mesh.coordinates(each).tp == wanted.tp]
     return same_tp[0] if same_tp else in_replica[0]
