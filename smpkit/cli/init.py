@@ -29,7 +29,7 @@ distribution:
       parameters:
         pipeline_parallel_degree: 2   # parts that the model is cut into
         microbatches: 4               # parts that a batch is cut into, to keep them all busy
-        ddp: true                     # the other ranks train copies on other data
+        ddp: true                     # more ranks train copies: give each its data by smp.dp_rank()
   torch_distributed:
     enabled: true
     processes_per_host: 2             # ranks on a host: on SageMaker, its GPUs
