@@ -118,7 +118,8 @@ def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path
         for name, value in logged.values.items():
             points.setdefault(name, {})[logged.step] = value
     assert points.pop("loss") == {0: seen[0], 2: seen[1], 4: seen[2]}
-    assert (points.pop("evaluate/loss"), points.pop("evaluate/right")) == ({6: pytest.approx(seen[3])}, {6: seen[4]})
+    assert points.pop("evaluate/loss") == {6: pytest.approx(seen[3])}
+    assert points.pop("evaluate/right") == {6: seen[4]}
     assert {name: sorted(steps) for name, steps in points.items()} == {"first[2]": [0, 1], "second": [1, 3, 5]}
     assert points["first[2]"] == {0: pytest.approx(2 * seen[0]), 1: pytest.approx(2 * seen[1])}
 
