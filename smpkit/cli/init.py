@@ -103,7 +103,7 @@ def init(folder: Path, entry_point: str | None, force: bool) -> None:
     """
     scripts = _scripts(folder)
     if entry_point is not None and not (folder / entry_point).is_file():
-        raise UsageError(f"`{folder / entry_point}` is no script", hint=suggestion(entry_point, scripts))
+        raise UsageError(f"`{folder / entry_point}` is not a script", hint=suggestion(entry_point, scripts))
     named = entry_point or next(iter(scripts), None)
     ours = {"job.yaml": JOB, "train.py": SCRIPT} if named is None else {"job.yaml": _job_of(named)}
     files = {folder / name: text for name, text in ours.items()}

@@ -47,7 +47,7 @@ class _DockerOptions:
 @click.command()
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start so many ranks on a host.")
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start N ranks on each host.")
 @click.option("--save-job", is_flag=True, help="For a script: also write the job file that does the same.")
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
 @click.option(

@@ -54,8 +54,9 @@ class ValueWriter:
         """Add a line."""
         values = {name: _finite(value) for name, value in logged.values.items()}
         line = {"step": logged.step, "time": round(logged.time, 3), "values": values}
-        text = json.dumps(line, allow_nan=False)
-        self._file.write((text if by_script else text.removesuffix("}") + _BY_STEP) + "\n")
+        if not by_script:
+            line["by"] = "step"
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if by_script:
             self.last_step = logged.step

@@ -57,4 +57,4 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     Path("sample.py").touch()
     done = smpkit("init", "--entry-point", "sampel.py")
-    assert (done.exit_code, done.stderr) == (2, "error: `sampel.py` is no script\nhint: did you mean `sample.py`?\n")
+    assert (done.exit_code, done.stderr) == (2, "error: `sampel.py` is not a script\nhint: did you mean `sample.py`?\n")

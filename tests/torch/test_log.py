@@ -124,6 +124,31 @@ def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path
     assert points["first[2]"] == {0: pytest.approx(2 * seen[0]), 1: pytest.approx(2 * seen[1])}
 
 
+def reduce_with_no_place(folder: str) -> float:
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(torch.nn.Linear(4, 1))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        loss = step(model, torch.ones(4, 4)).reduce_mean().item()
+    with pytest.raises(OSError, match=Path(folder).name):
+        smp.log({"lr": 0.1})
+    return float(loss)
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    place = tmp_path / "a file"
+    place.touch()
+    environ = {"SMPKIT_RUN_DIR": str(place), "SMPKIT_SUMMARY": "0"}
+    [loss] = run_ranks(reduce_with_no_place, 1, str(place), env=environ)
+    assert math.isfinite(loss)
+
+
 def from_tensorboard(run: Path) -> dict[int, float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

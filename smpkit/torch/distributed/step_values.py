@@ -6,6 +6,7 @@ no step waits for it. A name that the script logs itself is not noted again.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -22,6 +23,9 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
 __all__ = ["Label", "ends", "is_main", "last_step", "log", "note"]
+
+
+_log = logging.getLogger("smpkit")
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,35 @@ class _Values:
         self.logged = set[str]()
         """Names that the script logs itself."""
         self.main: str | None = None
+        """The first step function that trains: what it returns is the loss."""
         self.ends: dict[str, tuple[float, float]] = {}
+        self._file: ValueWriter | None = None
+        self._is_warned = False
+
+    def file(self) -> ValueWriter | None:
+        """Return the file of the run, opened when it is needed; None outside a run."""
         folder = os.environ.get(RUN_DIR)
-        self.file = ValueWriter(Path(folder)) if folder else None
+        if self._file is None and folder:
+            self._file = ValueWriter(Path(folder))
+        return self._file
+
+    def close(self) -> None:
+        self.read()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, values: Mapping[str, float], step: int, *, by_script: bool) -> None:
         for name, value in values.items():
             self.ends[name] = self.ends.get(name, (value, value))[0], value
-        if self.file is not None:
-            self.file.write(Logged(step, time.time(), values), by_script=by_script)
+        try:
+            if (file := self.file()) is not None:
+                file.write(Logged(step, time.time(), values), by_script=by_script)
+        except OSError as error:
+            if by_script:
+                raise
+            if not self._is_warned:  # nobody asked for it: training is worth more
+                self._is_warned = True
+                _log.warning("losses are not recorded: the folder of the run cannot be written: %s", error.strerror)
 
     def read(self, before: float = math.inf, *, wait: bool = False) -> None:
         """Write what has arrived of steps before this one; with `wait`, what is under way, too."""
@@ -111,7 +135,7 @@ def log(logged: Mapping[str, float], step: int) -> None:
 
 def last_step() -> int:
     """Return the last step that the script has logged in the folder of the run; 0 if there is none."""
-    file = _open().file
+    file = _open().file()
     return 0 if file is None else file.last_step
 
 
@@ -128,9 +152,7 @@ def _close() -> None:
     global _values
     closing, _values = _values, None
     if closing is not None:
-        closing.read()
-        if closing.file is not None:
-            closing.file.close()
+        closing.close()
 
 
 def _finish() -> None:
