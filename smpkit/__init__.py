@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.torch.memory import fit
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
+    from smpkit.torch.offloading import offload_activations
     from smpkit_estimator.estimator import Estimator
     from smpkit_estimator.inputs import FileSystemInput, InstanceGroup, TrainingInput
 
@@ -32,6 +33,7 @@ __all__ = [
     "TrainingInput",
     "__version__",
     "fit",
+    "offload_activations",
 ]
 
 _MODULES = {
@@ -45,6 +47,7 @@ _MODULES = {
     "OffloadOptimizer": "smpkit.torch.offload_model",
     "TrainingInput": "smpkit_estimator.inputs",
     "fit": "smpkit.torch.memory",
+    "offload_activations": "smpkit.torch.offloading",
 }
 
 __getattr__ = names_on_demand(__name__, _MODULES)

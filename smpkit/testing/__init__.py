@@ -46,11 +46,7 @@ overlap and stalls show on any machine::
 
     from smpkit.testing import EmulatedLink
 
-    offload = smpkit.torch.offload.activations(model, link=EmulatedLink(25e9, latency_seconds=10e-6))
-
-**An offload engine that checks itself.** With `SMPKIT_OFFLOAD_DEBUG=1` in the environment, offloading activations uses
-the engine of `smpkit.testing.checked_offload`: it raises `RaceError` where no event orders two accesses to the same
-bytes, where bytes come back changed, and where host memory is left over. Slow.
+    offload = smpkit.offload_activations(model, link=EmulatedLink(25e9, latency_seconds=10e-6))
 
 **A simulated accelerator.** `smpkit.testing.simulated_device` makes a torch device that runs on any CPU and finds races
 between streams, in your code as in smpkit's (`docs/how-to/check-async-code.md`). It needs `smpkit[torch]` and a C++
@@ -62,8 +58,8 @@ compiler::
     with simulated_device.no_races("lazy"):     # raises RaceFound, with both lines
         train_step(model.to(device), data)
 
-smpkit itself does not import this package. Only `--backend fake` and `SMPKIT_OFFLOAD_DEBUG=1` load it, by name. Names
-are loaded when first used, so the fake service needs no torch and the engine no botocore.
+smpkit itself does not import this package; only `--backend fake` loads it, by name. Names are loaded when first used, so
+the fake service needs no torch and the link no botocore.
 """
 
 from __future__ import annotations
@@ -73,7 +69,7 @@ from typing import TYPE_CHECKING
 from smpkit.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from smpkit.testing.checked_offload import RaceError
+    from smpkit.testing.emulated_link import EmulatedLink
     from smpkit.testing.fake_kubernetes.server import FakeKubernetes
     from smpkit.testing.fake_sagemaker.client import Faults
     from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
@@ -82,7 +78,6 @@ if TYPE_CHECKING:
     from smpkit.testing.fake_sagemaker.session import FakeSageMaker
     from smpkit.testing.fake_sagemaker.storage import FakeObject
     from smpkit.testing.ranks import RankFailed, run_ranks
-    from smpkit.torch.offload.emulated import EmulatedLink
 
 __all__ = [
     "EmulatedLink",
@@ -94,14 +89,13 @@ __all__ = [
     "FastClock",
     "Faults",
     "Line",
-    "RaceError",
     "RankFailed",
     "Script",
     "run_ranks",
 ]
 
 _MODULES = {
-    "EmulatedLink": "smpkit.torch.offload.emulated",
+    "EmulatedLink": "smpkit.testing.emulated_link",
     "FakeClock": "smpkit.testing.fake_sagemaker.clock",
     "FakeKubernetes": "smpkit.testing.fake_kubernetes.server",
     "FakeJob": "smpkit.testing.fake_sagemaker.jobs",
@@ -110,7 +104,6 @@ _MODULES = {
     "FastClock": "smpkit.testing.fake_sagemaker.clock",
     "Faults": "smpkit.testing.fake_sagemaker.client",
     "Line": "smpkit.testing.fake_sagemaker.script",
-    "RaceError": "smpkit.testing.checked_offload",
     "RankFailed": "smpkit.testing.ranks",
     "Script": "smpkit.testing.fake_sagemaker.script",
     "run_ranks": "smpkit.testing.ranks",

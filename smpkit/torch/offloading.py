@@ -1,10 +1,15 @@
-"""`offload_activations`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
+"""Who offloads what checkpointed layers keep: `smpkit.offload_activations(model)` for any model and training loop, and
+the key `offload_activations` for the one of smp.DistributedModel, with `smp.offload_report()`.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +18,10 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import devices
-from smpkit.torch.core import offload_hooks as active
+from smpkit.torch.core.arguments import check_module, check_num_bytes
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
+from smpkit.torch.core.offloader import KEEPING, Offloader, install
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
@@ -23,12 +29,140 @@ from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.run_meter import STALL
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.order import Lead, check_lead
 from smpkit.torch.offload.report import MIN_SECONDS, OffloadReport, StepReport
-from smpkit.torch.offload.saved_storage import Group
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
-__all__ = ["Offloading", "offload_report", "offloads"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Offloading", "device_of", "offload_activations", "offload_report", "offloads"]
+
+
+class offload_activations:  # noqa: N801 - used as a function
+    """Keep on the host what checkpointed layers of `model` keep for backward: asynchronously, and in eager mode.
+
+    ::
+
+        offload = smpkit.offload_activations(model)
+        for batch in loader:
+            loss = model(batch).sum()
+            loss.backward()
+            ...
+        print(offload.report())
+
+    From now on, in every forward of `model`, the inputs of calls under `torch.utils.checkpoint` or `smp.checkpoint`
+    leave the device, and come back before backward needs them. So do the outputs of operators for which the policy of a
+    selective checkpoint returns `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`; these operators run once.
+    Without checkpointing it has no effect. Copies run beside the computation, in both directions; each storage leaves
+    once, however many calls keep it. Gradients are the same bits as without offloading. Parameters never leave.
+
+    What MUST leave and cannot (a view of a weight, a tensor on another device, no host memory left) is an error that
+    names the operator and the layer; other tensors stay on the device then, with one line in the log.
+
+    Args:
+        model: whose forwards offload; all of its parameters on one device.
+        lead: how many layers ahead of backward loads are issued; "auto" takes the smallest number without a stall.
+        min_bytes: smaller tensors stay; None: 1 MiB on a GPU, 0 on the CPU.
+        host_budget_bytes: of host memory; what does not fit stays on the device. None: three quarters of what is free.
+        link: another link than the device's own, such as `smpkit.testing.EmulatedLink`.
+        deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
+
+    Raises:
+        UsageError: an argument of a wrong type or value, or a model without parameters or on several devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lead: Lead = "auto",
+        min_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        link: Link | None = None,
+        deadline_seconds: float = 600.0,
+    ) -> None:
+        check_module("offload_activations", model)
+        check_lead(lead)
+        check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
+        check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
+        _check_seconds(deadline_seconds)
+        if link is not None and not isinstance(getattr(link, "device", None), torch.device):
+            raise UsageError(f"link is {link!r}; it must be a link, such as `smpkit.testing.EmulatedLink()`, or None")
+        self._engine = make_engine(
+            device_of(model) if link is None else link.device,
+            lead=lead,
+            min_bytes=min_bytes,
+            host_budget_bytes=host_budget_bytes,
+            link=link,
+            deadline_seconds=deadline_seconds,
+        )
+        self._outer: list[Offloader] = []
+        self._is_counting = False
+        patch_torch_checkpoint()
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin_forward),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+
+    def report(self) -> OffloadReport:
+        """Return what was moved, held and waited for so far; each forward of the model begins a step."""
+        self._end_step()
+        return self._engine.stats.report()
+
+    def close(self) -> None:
+        """Offload nothing any more, and free the host memory when the last graph has ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
+        if not self._outer and torch.is_grad_enabled():
+            self._end_step()
+            self._is_counting = True
+        self._outer.append(install(self._engine))
+
+    def _end_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._outer:  # not where another hook has raised before ours
+            install(self._outer.pop())
+
+    def _end_step(self) -> None:
+        if self._is_counting:
+            self._is_counting = False
+            self._engine.end_step()
+
+
+def _check_seconds(seconds: object) -> None:
+    # NaN is in no range.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UsageError(
+            f"deadline_seconds is {seconds!r}; it must be a number of seconds above 0", hint="the default is 600"
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters.
+
+    Raises:
+        UsageError: there are none, or they lie on several.
+    """
+    devices = {tensor.device for tensor in model.parameters()}
+    if len(devices) != 1:
+        places = ", ".join(sorted(map(str, devices))) or "no device"
+        raise UsageError(
+            f"the parameters of this {type(model).__name__} lie on {places}", hint="offload one GPU's part"
+        )
+    return devices.pop()
 
 
 def offloads() -> bool:
@@ -51,18 +185,12 @@ class Offloading(StepParticipant):
             rank=state.rank,
             num_sharers=state.local_size,
         )
-        self._engine.on_step = _record
         self._engine.on_stall = _record_stall
         self._has_checked = False
-        active.install(self._engine)
+        install(self._engine)
         patch_torch_checkpoint()
         if _close_engine not in state.reset_hooks:
             state.reset_hooks.append(_close_engine)
-
-    def begin_step(self, step: StepProgress) -> None:  # noqa: ARG002 - that of all parts
-        """Exclude the model's own tensors, which may have changed since the last step."""
-        tensors = (*self._module.parameters(), *self._module.buffers())
-        self._engine.exclude(tensor for tensor in tensors if tensor.device == self._engine.link.device)
 
     def begin_microbatch(self, index: int) -> None:
         """Note which microbatch runs, where there is no pipeline."""
@@ -70,7 +198,7 @@ class Offloading(StepParticipant):
 
     def end_step(self, step: StepProgress) -> None:
         """Close the step's statistics; after the first step that trains, warn if there is nothing to offload."""
-        self._engine.end_step()
+        _record(self._engine.end_step())
         if step.total_backwards and not self._has_checked:
             self._has_checked = True
             if not self._any_layer_is_checkpointed():
@@ -96,7 +224,7 @@ class Offloading(StepParticipant):
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         # Layers that are chosen for may all be kept.
         marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
-        found = torch.tensor([self._engine.num_checkpointed_calls + marked], device="cpu")
+        found = torch.tensor([self._engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
@@ -139,9 +267,9 @@ def _record(step: StepReport) -> None:
             current_recorder.on_counter(f"offload stall of {layer}, ns", round(1e9 * stalled), at_ns)
 
 
-def _record_stall(group: Group, start: recorder.Timestamp, end: recorder.Timestamp) -> None:
+def _record_stall(label: str, start: recorder.Timestamp, end: recorder.Timestamp) -> None:
     if (current_recorder := recorder.current_recorder()) is not None:
-        current_recorder.note_times(partial(_on_stall, name=f"{STALL}{group}"), start, end)
+        current_recorder.note_times(partial(_on_stall, name=f"{STALL}{label}"), start, end)
 
 
 def _on_stall(current_recorder: recorder.Recorder, start_ns: int, end_ns: int, *, name: str) -> None:
@@ -150,5 +278,5 @@ def _on_stall(current_recorder: recorder.Recorder, start_ns: int, end_ns: int, *
 
 
 def _close_engine() -> None:
-    if isinstance(engine := active.install(None), ActivationEngine):
+    if isinstance(engine := install(KEEPING), ActivationEngine):
         engine.close()

@@ -15,8 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from smpkit.observe.events import UNKNOWN
-from smpkit.torch.core import devices
-from smpkit.torch.core.offload_hooks import OffloadUse, current_offloader
+from smpkit.torch.core import devices, offloader
 from smpkit.torch.core.runtime import state
 
 __all__ = ["Held", "HeldMemory"]
@@ -44,7 +43,6 @@ class HeldMemory:
         self._states = 0
         self._num_states = -1
         self._other = UNKNOWN
-        self._mapped = 0
         self._device = state.device
 
     def begin_step(self) -> Held:
@@ -56,8 +54,7 @@ class HeldMemory:
         self._device = state.device  # asked for once in a step: it costs more than what is measured
         self._measure_optimizer()
         self._gradients = self._gradient_bytes()
-        use = _offload_use()
-        self._mapped, allocated = use.mapped, _allocated_bytes(self._device)
+        use, allocated = offloader.current().use(), _allocated_bytes(self._device)
         known = self._weights + self._gradients + self._states + use.parked
         # Less than the weights: another allocator serves torch than the one that was asked.
         self._other = UNKNOWN if allocated is None or allocated < self._weights else max(0, allocated - known)
@@ -71,13 +68,11 @@ class HeldMemory:
         """
         if gradients_may_be_new and self._gradients < self._all_gradients:
             self._gradients = self._gradient_bytes()
-        use, activations = _offload_use(), UNKNOWN
+        use, activations = offloader.current().use(), UNKNOWN
         allocated = _allocated_bytes(self._device)
         if self._other != UNKNOWN and allocated is not None:
             known = self._weights + self._gradients + self._states + use.parked + self._other
-            # Without a GPU both ends of the link are memory of this process.
-            on_host = 0 if devices.is_asynchronous(self._device) else use.mapped - self._mapped
-            activations = max(0, allocated - known - on_host)
+            activations = max(0, allocated - known)
         return (
             self._weights,
             self._gradients,
@@ -145,11 +140,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _num_bytes(tensor: torch.Tensor) -> int:
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.numel() * part.element_size()
-
-
-def _offload_use() -> OffloadUse:
-    offloader = current_offloader()
-    return OffloadUse() if offloader is None else offloader.use()
 
 
 # --- the allocator ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
-from smpkit.torch.core.module_state import FIRST_CALLS
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
 from smpkit.torch.memory.graphs import LiveGraphs
@@ -54,6 +53,7 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
+FIRST_CALLS = 3
 __all__ = ["Agree", "Chooser", "Phase", "Site"]
 
 _LAST_START: Final = 64
@@ -122,7 +122,7 @@ class Site:
         """How many offloaded inputs are on the device all the same."""
         if self.engine is None:
             return 0
-        return self.engine.tuner.lead + (3 if self.link.is_stream_ordered else 2)
+        return self.engine.tuner.lead + (3 if self.link.runs_ahead else 2)
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ class Chooser:
             window_layers=int(window),
             allowed=site.allowed,
             overlaps=site.overlaps,
-            engine=LoneEngine(site.lead, engine_rules(is_stream_ordered=site.link.is_stream_ordered)),
+            engine=LoneEngine(site.lead, engine_rules(runs_ahead=site.link.runs_ahead)),
         )
         self._choose()
         if not devices.is_asynchronous(site.device):

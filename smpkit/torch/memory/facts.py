@@ -122,9 +122,9 @@ class Chosen:
     """Why nothing fits, in words."""
 
 
-def engine_rules(*, is_stream_ordered: bool) -> Rules:
+def engine_rules(*, runs_ahead: bool) -> Rules:
     """Return how the engine works on a link, for the simulator."""
-    return Rules(is_planned=False, ring=2 if is_stream_ordered else None)
+    return Rules(is_planned=False, ring=2 if runs_ahead else None)
 
 
 def gib(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,10 +29,12 @@ from smpkit.torch.memory.graphs import LiveGraphs
 from smpkit.torch.memory.limits import device_limit
 from smpkit.torch.offload.engine import make_engine
 from smpkit.torch.offload.link import Link
-from smpkit.torch.offload.prefetch import Lead, check_lead
-from smpkit.torch.offload.public import device_of, layers_of
+from smpkit.torch.offload.order import Lead, check_lead
 from smpkit.torch.offload.report import OffloadReport
+from smpkit.torch.offloading import device_of
 from smpkit.torch.recompute.layer import ChosenCheckpoint
+
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
 
@@ -208,7 +210,7 @@ class Fitted:
             model.buffers,
         )
         checkpoints = {
-            name: ChosenCheckpoint(layer, offload=self._engine.offload_inputs) for name, layer in found.items()
+            name: ChosenCheckpoint(layer, keeper=self._engine) for name, layer in found.items()
         }
         self._chooser = Chooser(checkpoints, site, self._worst, lambda: max(1, self._graphs.most))
         self._limit = limit
@@ -314,7 +316,6 @@ class Fitted:
             self._has_begun = True
             self._graphs.num_backwards = 0
             self._engine.end_step()
-            self._engine.exclude((*self._model.parameters(), *self._model.buffers()))
         self._chooser.begin_step(anew=anew)
 
     def _worst(self, numbers: Sequence[float]) -> Sequence[float]:
@@ -362,6 +363,18 @@ def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn
             f"`{own or kind}` checkpoints its layers itself", hint="call model.gradient_checkpointing_disable() first"
         )
     return found
+
+
+def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost items of lists of modules, with their paths."""
+    # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
+    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
+        return
+    for name, child in module.named_children():
+        if isinstance(module, _LISTS):
+            yield prefix + name, child
+        else:
+            yield from layers_of(child, f"{prefix}{name}.")
 
 
 def _is_compiled(module: nn.Module) -> bool:

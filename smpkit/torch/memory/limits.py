@@ -9,8 +9,8 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.distributed.host_memory import container_limit
 from smpkit.torch.memory.facts import gib
-from smpkit.torch.offload.arena import container_limit
 
 __all__ = ["device_limit"]
 

@@ -1,111 +1,100 @@
-"""What the engine needs of a device: two copy streams beside the stream that computes, and events between them."""
+"""What offloading needs of a device: one stream of copies to the host, one back, and events between them.
+
+::
+
+    compute   F0     F1     F2     F3    │ B3   B2   B1   B0
+    out        0 ────►1 ────►2 ────►3    │                       each stream makes its copies in order;
+    back                                 │      1 ──► 0 ──►      everything else is ordered by events alone
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 
-__all__ = ["DONE", "CopyBatch", "Event", "Link", "Wait", "link_for"]
+__all__ = ["DONE", "AcceleratorLink", "Copies", "Event", "HostLink", "Link", "link_for"]
 
-
-class CopyBatch:
-    """Copies made together: contiguous tensors, each target with the type and size of its source."""
-
-    __slots__ = ("sources", "targets")
-
-    def __init__(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        self.sources = sources
-        self.targets = targets
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.sources, self.targets, strict=True)
-
-    def run(self, *, non_blocking: bool = False) -> None:
-        """Make them on the current stream."""
-        if len(self.sources) == 1:
-            self.targets[0].copy_(self.sources[0], non_blocking=non_blocking)
-        else:
-            # One call of torch takes half the processor time of one for each. Between devices it runs `copy_` for each
-            # pair; torch's optimizers and FSDP use it, too.
-            torch._foreach_copy_(self.targets, self.sources, non_blocking=non_blocking)
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Pairs of source and target, of the same type and size."""
+_MEASURED_BYTES: Final = 32 << 20
+_MEASURED_COPIES: Final = 5
+_POLL_SECONDS: Final = 50e-6
+_numbers: Final = itertools.count()
+_speeds: Final[dict[torch.device, tuple[float, float]]] = {}
+"""Measured once for all links of a device."""
 
 
 class Event(Protocol):
     """A point in the work of a stream."""
 
+    number: int
+    """Of two events of one stream the later one has the larger number."""
+
     def done(self) -> bool:
         """Return whether that work is complete; does not block."""
 
 
-class Wait(Protocol):
-    """The cost of a wait."""
-
-    @property
-    def seconds(self) -> float | None:
-        """How long compute stood still; None as long as that is unknown."""
-
-    @property
-    def stamps(self) -> tuple[Any, Any] | None:
-        """When it began and ended, by the device's clock (`Link.stamp`); None: this thread waited."""
-
-
 class Link(Protocol):
-    """A device's link to host memory.
-
-    `send` and `fetch` return at once. Copies of one direction are made in order; the two directions do not wait for
-    each other. Everything else is ordered by events alone: a copy waits for those in `after`.
-    """
+    """A device's link to host memory. `send` and `fetch` return at once, and each makes its copies in order."""
 
     device: torch.device
-    is_stream_ordered: bool
-    """Whether this thread runs ahead of the device, so that work is enqueued long before it is done."""
+    runs_ahead: bool
+    """Whether this thread enqueues work long before the device has done it."""
     min_bytes: int
     """Smaller tensors are not worth a copy."""
+    latency_seconds: float
     out_bytes_per_second: float
     back_bytes_per_second: float
-    latency_seconds: float
 
     def stream(self) -> Hashable:
         """Return the stream that computes now; it may change between two calls."""
 
-    def now(self, stream: Hashable = None) -> Event:
-        """Return an event of all work enqueued so far on a stream; None: the current one."""
+    def now(self) -> Event:
+        """Return an event of all that is enqueued so far on the current stream."""
 
-    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        """Copy from the device to the host when `after` is complete; `what` is named in errors."""
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Copy to the host when `after` is complete."""
 
-    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        """Copy from the host to the device when `after` is complete."""
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Copy to the device when `after` is complete."""
 
-    def wait(self, event: Event, what: str) -> Wait:
-        """Make work that is enqueued on the current stream from now on run after `event`."""
+    def wait(self, event: Event, what: str) -> None:
+        """Make what is enqueued on the current stream from now on run after `event`.
 
-    def before_reuse(self, event: Event, stream: Hashable) -> None:
-        """Make memory of `stream` that is freed from now on reusable only after `event`."""
+        Args:
+            what: names who waits, if this thread is what waits and the copy fails or takes too long.
+        """
 
-    def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        """Keep memory that another stream may own, and that is about to be freed, until `stream` has used it."""
+    def before_reuse(self, data: Tensor, event: Event, stream: Hashable) -> None:
+        """Let nobody use the memory of `data`, which is about to be freed, before `stream` and `event` are over."""
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Block this thread until `event`; raises DeadlineError, and errors of the copy."""
+        """Block this thread until `event`; raises DeadlineError, which names `what`, and errors of the copy."""
 
     def stamp(self) -> Any:
         """Return a time stamp of the current stream."""
 
     def seconds_between(self, first: Any, last: Any) -> float | None:
-        """Return the time between two stamps; None if the device has not reached them yet."""
+        """Return the time between two stamps; None as long as the device has not reached them."""
 
     def close(self) -> None:
-        """End threads and streams after the copies that are under way."""
+        """Block this thread until all copies have ended."""
 
 
 class _Done:
     """The event of work that is complete."""
+
+    number = -1
 
     def done(self) -> bool:
         return True
@@ -114,16 +103,189 @@ class _Done:
 DONE: Final[Event] = _Done()
 
 
+class HostLink:
+    """The CPU's: "device" and "host" are the same memory, and copies are made at once."""
+
+    device = torch.device("cpu")
+    runs_ahead = False
+    min_bytes = 0
+    latency_seconds = 0.0
+    out_bytes_per_second = back_bytes_per_second = float("inf")
+
+    def stream(self) -> Hashable:
+        """Return the only stream: the calling thread."""
+        return "compute"
+
+    def now(self) -> Event:
+        """Return a complete event: a call on the CPU has done its work when it returns."""
+        return DONE
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:  # noqa: ARG002 - that of every link
+        """Copy at once."""
+        for source, target in copies:
+            target.copy_(source)
+        return DONE
+
+    fetch = send
+
+    def wait(self, event: Event, what: str) -> None:
+        """Do nothing: every event is complete."""
+
+    def before_reuse(self, data: Tensor, event: Event, stream: Hashable) -> None:
+        """Do nothing."""
+
+    def synchronize(self, event: Event, what: str) -> None:
+        """Do nothing."""
+
+    def stamp(self) -> int:
+        """Return the time of this thread, in nanoseconds."""
+        return time.perf_counter_ns()
+
+    def seconds_between(self, first: int, last: int) -> float:
+        """Return the difference."""
+        return 1e-9 * (last - first)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _StreamEvent:
+    """An event of a stream."""
+
+    __slots__ = ("_is_done", "event", "number")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.number = next(_numbers)
+        self.event = torch.Event(stream.device)
+        self.event.record(stream)
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Return whether the stream has reached this event."""
+        self._is_done = self._is_done or _is_complete(self.event)
+        return self._is_done
+
+
+class AcceleratorLink:
+    """Two copy streams of a GPU or another accelerator, beside the one that computes.
+
+    Args:
+        device: the accelerator.
+        deadline_seconds: no wait of this thread lasts longer.
+    """
+
+    runs_ahead = True
+    min_bytes = 1 << 20
+    latency_seconds = 10e-6
+
+    def __init__(self, device: torch.device, deadline_seconds: float) -> None:
+        self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
+        self._deadline_seconds = deadline_seconds
+        self._out, self._back = torch.Stream(self.device), torch.Stream(self.device)
+        if self.device not in _speeds:
+            _speeds[self.device] = self._measure()
+        self.out_bytes_per_second, self.back_bytes_per_second = _speeds[self.device]
+
+    def stream(self) -> torch.Stream:
+        """Return the stream that computes now."""
+        return torch.accelerator.current_stream(self.device)
+
+    def now(self) -> Event:
+        """Return an event of the current stream."""
+        return _StreamEvent(self.stream())
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Copy on the stream to the host."""
+        return _copy(self._out, copies, after)
+
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Copy on the stream from the host."""
+        return _copy(self._back, copies, after)
+
+    def wait(self, event: Event, what: str) -> None:  # noqa: ARG002 - this thread goes on
+        """Let the current stream wait."""
+        _order_after(self.stream(), event)
+
+    def before_reuse(self, data: Tensor, event: Event, stream: Hashable) -> None:
+        """Let the stream wait whose work has used the memory, and tell the allocator if another stream owns it."""
+        # The wait comes first: `record_stream` alone frees memory when the allocator happens to check, and the peak
+        # would depend on chance. torch ignores it for the stream that owns the memory.
+        assert isinstance(stream, torch.Stream)
+        _order_after(stream, event)
+        data.record_stream(stream)
+
+    def synchronize(self, event: Event, what: str) -> None:
+        """Block this thread until `event`."""
+        # Polled with a deadline: a device that hangs must not hang this thread.
+        deadline = time.monotonic() + self._deadline_seconds
+        while not event.done():
+            if devices.is_capturing(self.device):  # no event completes until it ends
+                raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
+                    hint="raise `timeout_seconds` if the GPU is only slow",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def stamp(self) -> torch.Event:
+        """Return an event with a time stamp."""
+        event = devices.record_event(self.device, keeps_time=True)
+        assert event is not None, "the device has streams"
+        return event
+
+    def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
+        """Return the time between two stamps."""
+        return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
+
+    def close(self) -> None:
+        """Wait for all copies."""
+        for name, stream in (("out", self._out), ("back", self._back)):
+            self.synchronize(_StreamEvent(stream), f"closing the copy stream {name}")
+
+    def _measure(self) -> tuple[float, float]:
+        """Return bytes per second out and back."""
+        there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
+        try:
+            here = pinned_bytes(self.device, _MEASURED_BYTES)
+        except OSError:  # no pinned memory: activations will not leave either, and the speed does not matter
+            here = zeros(_MEASURED_BYTES, torch.uint8)
+        return self._speed(self._out, there, here), self._speed(self._back, here, there)
+
+    def _speed(self, stream: torch.Stream, source: Tensor, target: Tensor) -> float:
+        """Return bytes per second of the best of some copies: other ranks of this machine measure at the same time."""
+        stamps = [torch.Event(self.device, enable_timing=True) for _ in range(1 + _MEASURED_COPIES)]
+        after = self.now()  # the computing stream may still use this memory for what it held before
+        for stamp in stamps:  # the first copy, before the first stamp, pays for what the driver puts off
+            _copy(stream, [(source, target)], [after])
+            stamp.record(stream)
+        self.synchronize(_StreamEvent(stream), "measuring the link")
+        return source.numel() / min(1e-3 * first.elapsed_time(last) for first, last in pairwise(stamps))
+
+
+def _copy(stream: torch.Stream, copies: Copies, after: Iterable[Event]) -> Event:
+    with devices.on_stream(stream):
+        for event in after:
+            _order_after(stream, event)
+        for source, target in copies:
+            target.copy_(source, non_blocking=True)
+    return _StreamEvent(stream)
+
+
+def _order_after(stream: torch.Stream, event: Event) -> None:
+    if isinstance(event, _StreamEvent) and not event.done():
+        stream.wait_event(event.event)
+
+
+def _is_complete(event: torch.Event) -> bool:
+    # During the capture of a CUDA graph a query is forbidden, and would make the capture fail.
+    return not devices.is_capturing(event.device) and event.query()
+
+
 def link_for(device: torch.device, deadline_seconds: float) -> Link:
-    """Return the link of a device; the CPU's copies in place.
+    """Return the link of a device.
 
     Args:
         deadline_seconds: no wait of this thread for a copy lasts longer.
     """
-    if devices.has_streams(device):
-        from smpkit.torch.offload.accelerator import AcceleratorLink
-
-        return AcceleratorLink(device, deadline_seconds)
-    from smpkit.torch.offload.emulated import EmulatedLink
-
-    return EmulatedLink(deadline_seconds=deadline_seconds)
+    return AcceleratorLink(device, deadline_seconds) if devices.has_streams(device) else HostLink()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from smpkit.torch.offload.link import Wait
+from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.link import Link
 
 __all__ = ["MIN_SECONDS", "OffloadReport", "OffloadStats", "Stall", "StepReport"]
 
@@ -82,6 +82,7 @@ def _text(num_bytes: int) -> str:
 class OffloadStats:
     """The engine's counters while steps run."""
 
+    link: Link
     rank: int = 0
     bytes_out: int = 0
     bytes_back: int = 0
@@ -89,9 +90,13 @@ class OffloadStats:
     device_bytes: int = 0
     peak_device_bytes: int = 0
     num_steps: int = 0
-    _waits: list[tuple[str, int | None, Wait]] = field(default_factory=list)
+    _total_out: int = 0
+    _total_back: int = 0
+    _total_stall: float = 0.0
+    _max_device: int = 0
+    _max_host: int = 0
+    _waits: list[tuple[str, int | None, Any, Any]] = field(default_factory=list)
     _steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    _totals: dict[str, float] = field(default_factory=dict)
     _freed: deque[int] = field(default_factory=deque)
     """Bytes released. Graphs die at any time in any thread: appending to a deque needs no lock."""
 
@@ -99,68 +104,69 @@ class OffloadStats:
         """Count bytes that offloading keeps on the device."""
         while self._freed:
             self.device_bytes -= self._freed.popleft()
-        held = self.device_bytes = self.device_bytes + num_bytes
-        if held > self.peak_device_bytes:  # noqa: PLR1730 - often called
-            self.peak_device_bytes = held
+        self.device_bytes += num_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def release(self, num_bytes: int) -> None:
         """Stop counting bytes; callable from destructors."""
         self._freed.append(num_bytes)
 
-    def add_wait(self, layer: str, microbatch: int | None, wait: Wait) -> None:
-        """Note that compute may have stood still."""
-        self._waits.append((layer, microbatch, wait))
+    def add_wait(self, layer: str, microbatch: int | None, first: Any, last: Any) -> None:
+        """Note that compute may have stood still between two stamps."""
+        self._waits.append((layer, microbatch, first, last))
 
     @property
     def stall_seconds(self) -> float:
         """All stalls so far that the device has come to, those of the present step too."""
-        return self._totals.get("stall", 0.0) + sum(each.seconds for each in _stalls(self._known()))
+        return self._total_stall + sum(stall.seconds for stall in self._stalls()[0])
 
-    def end_step(self, lead: int, peak_host_bytes: int) -> StepReport:
+    def end_step(self, lead: int, arena: Arena) -> StepReport:
         """Close a step, and start the next one's counts."""
         self.hold(0)
-        known = self._known()
-        stalls = _stalls(known)
+        arena.collect()
+        # Waits that the device has not reached yet are reported with the next step.
+        stalls, self._waits = self._stalls()
         report = StepReport(
             self.num_steps,
             self.bytes_out,
             self.bytes_back,
             self.kept_bytes,
             self.peak_device_bytes,
-            peak_host_bytes,
+            arena.peak_bytes,
             lead,
             stalls,
         )
         self._steps.append(report)
-        totals = self._totals
-        for name, value in (("out", report.bytes_out), ("back", report.bytes_back), ("stall", report.stall_seconds)):
-            totals[name] = totals.get(name, 0) + value
-        for name, value in (("device", report.peak_device_bytes), ("host", report.peak_host_bytes)):
-            totals[name] = max(totals.get(name, 0), value)
+        self._total_out += report.bytes_out
+        self._total_back += report.bytes_back
+        self._total_stall += report.stall_seconds
+        self._max_device = max(self._max_device, report.peak_device_bytes)
+        self._max_host = max(self._max_host, report.peak_host_bytes)
         self.num_steps += 1
-        # Waits that the device has not reached yet are reported with the next step.
-        self._waits = [wait for wait, (_, _, seconds) in zip(self._waits, known, strict=True) if seconds is None]
         self.bytes_out = self.bytes_back = self.kept_bytes = 0
-        self.peak_device_bytes = self.device_bytes
+        self.peak_device_bytes, arena.peak_bytes = self.device_bytes, arena.used_bytes
         return report
 
-    def _known(self) -> list[tuple[str, int | None, float | None]]:
-        return [(layer, microbatch, wait.seconds) for layer, microbatch, wait in self._waits]
+    def _stalls(self) -> tuple[tuple[Stall, ...], list[tuple[str, int | None, Any, Any]]]:
+        """Return the stalls that are known, and the waits that the device has not reached."""
+        stalls, unknown = list[Stall](), list[tuple[str, int | None, Any, Any]]()
+        for wait in self._waits:
+            layer, microbatch, first, last = wait
+            if (seconds := self.link.seconds_between(first, last)) is None:
+                unknown.append(wait)
+            elif seconds >= MIN_SECONDS:
+                stalls.append(Stall(layer, microbatch, seconds))
+        return tuple(stalls), unknown
 
     def report(self) -> OffloadReport:
         """Return totals over all steps, and the latest steps."""
-        totals = self._totals
         return OffloadReport(
             self.rank,
             self.num_steps,
-            int(totals.get("out", 0)),
-            int(totals.get("back", 0)),
-            int(totals.get("device", 0)),
-            int(totals.get("host", 0)),
-            totals.get("stall", 0.0),
+            self._total_out,
+            self._total_back,
+            self._max_device,
+            self._max_host,
+            self._total_stall,
             tuple(self._steps),
         )
-
-
-def _stalls(known: Iterable[tuple[str, int | None, float | None]]) -> tuple[Stall, ...]:
-    return tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= MIN_SECONDS)

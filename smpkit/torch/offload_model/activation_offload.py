@@ -58,6 +58,11 @@ class OffloadedTensor:
         self.h2d_event: Event = DONE
         self.offloader: TensorOffloader | None = None
 
+    def bytes(self) -> Tensor:
+        """Return its memory on the host, as flat bytes."""
+        assert self.block is not None, "it has not left"
+        return self.block.memory[: self.meta.nbytes]
+
     def __del__(self) -> None:
         """Free the host's memory: a forward without a backward, or one that failed, has not released it."""
         offloader = getattr(self, "offloader", None)  # torch.compile and interrupts can leave it without attributes
@@ -95,19 +100,18 @@ class TensorOffloader:
         offloaded.block, offloaded.offloader = self._arena.take(offloaded.meta.nbytes), self
         if offloaded.block is None:
             return
-        offloaded.block.num_users, offloaded.block.last_uses = 1, []
         dense = tensor if is_dense(tensor) else torch.empty_like(offloaded.meta, device=self._device).copy_(tensor)
         # After the block's earlier uses, too: copies to the host are made in order, and this stream has waited for
         # those to the device.
         offloaded.d2h_event = self._transfers.send(
-            "boundaries_out", flat_bytes(dense), offloaded.block.bytes, (link.now(),), "a slice's output"
+            "boundaries_out", flat_bytes(dense), offloaded.bytes(), (link.now(), offloaded.block.after)
         )
         self._copies_to_host.append((offloaded.d2h_event, dense))
         if not keep:
             offloaded.device = None
         while self._copies_to_host and (len(self._copies_to_host) > _IN_FLIGHT or self._copies_to_host[0][0].done()):
-            event, _ = self._copies_to_host[0]
-            link.before_reuse(event, link.stream())  # before the tensor is freed: the copy may still read it
+            event, sent = self._copies_to_host[0]
+            link.before_reuse(sent, event, link.stream())  # before the tensor is freed: the copy may still read it
             self._copies_to_host.popleft()
 
     def copy_input(self, inputs: Sequence[OffloadedTensor]) -> None:
@@ -125,10 +129,8 @@ class TensorOffloader:
         block, meta = self._arena.take(tensor.nbytes), inputs[0].meta
         if block is None:
             return
-        for event in block.free_after:
-            self._transfers.link.synchronize(event, "an input of the model")
-        block.num_users, block.last_uses = len(inputs), []
-        block.bytes.view(meta.dtype).as_strided(meta.shape, meta.stride()).copy_(tensor)
+        self._transfers.link.close()  # this thread writes: copies from and to that memory must have ended
+        block.memory[: meta.nbytes].view(meta.dtype).as_strided(meta.shape, meta.stride()).copy_(tensor)
         for offloaded in inputs:
             offloaded.block, offloaded.offloader, offloaded.user_input = block, self, None
 
@@ -142,8 +144,9 @@ class TensorOffloader:
         # `now`, after the allocation: work queued on this stream may still use the memory for what it held before.
         after = (link.now(), offloaded.d2h_event)
         offloaded.h2d_event = self._transfers.fetch(
-            "boundaries_in", offloaded.block.bytes, flat, after, "a slice's input"
+            "boundaries_in", offloaded.bytes(), flat, after
         )
+        offloaded.block.last_read = offloaded.h2d_event
         offloaded.device = flat.view(offloaded.meta.dtype).as_strided(offloaded.meta.shape, offloaded.meta.stride())
 
     def take(self, offloaded: OffloadedTensor) -> Tensor:
@@ -159,14 +162,8 @@ class TensorOffloader:
         return tensor.detach()
 
     def release(self, offloaded: OffloadedTensor) -> None:
-        """Drop a tensor; its host memory is reused after the last copy from and to it."""
+        """Drop a tensor; its host memory goes back to the arena with the last that refers to it."""
         if offloaded.device is not None and not offloaded.h2d_event.done():
             # Fetched but never taken: no stream has waited for this copy, and its memory is freed here.
             self._transfers.link.synchronize(offloaded.h2d_event, "a slice's input")
-        block = offloaded.block
-        if self._arena is not None and block is not None:
-            block.last_uses += [event for event in (offloaded.d2h_event, offloaded.h2d_event) if not event.done()]
-            block.num_users -= 1
-            if not block.num_users:
-                self._arena.free(block, block.last_uses)
         offloaded.block = offloaded.device = offloaded.offloader = None

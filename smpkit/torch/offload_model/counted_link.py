@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from smpkit.torch.core import devices
-from smpkit.torch.offload.arena import release_all, zero_bytes
-from smpkit.torch.offload.link import DONE, CopyBatch, Event, Link
+from smpkit.torch.distributed.host_memory import pinned_bytes
+from smpkit.torch.offload.link import DONE, Copies, Event, Link
 
 __all__ = ["DEADLINE_SECONDS", "HostBuffers", "Traffic", "Transfers", "flat_bytes", "is_dense"]
 
@@ -54,11 +53,10 @@ class Transfers:
         source: Tensor,
         target: Tensor,
         after: Sequence[Event],
-        what: str,
     ) -> Event:
         """Copy flat bytes to the host; the caller keeps both tensors alive until the event."""
         self._count(kind, source)
-        return self.link.send(_chunks(source, target), after, what) if source.nbytes else DONE
+        return self.link.send(_chunks(source, target), after) if source.nbytes else DONE
 
     def fetch(
         self,
@@ -66,11 +64,10 @@ class Transfers:
         source: Tensor,
         target: Tensor,
         after: Sequence[Event],
-        what: str,
     ) -> Event:
         """Copy flat bytes to the device; the caller keeps both tensors alive until the event."""
         self._count(kind, source)
-        return self.link.fetch(_chunks(source, target), after, what) if source.nbytes else DONE
+        return self.link.fetch(_chunks(source, target), after) if source.nbytes else DONE
 
     def _count(self, kind: str, source: Tensor) -> None:
         setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)
@@ -84,31 +81,23 @@ class HostBuffers:
     """
 
     def __init__(self, link: Link) -> None:
-        self._pinned = devices.has_streams(link.device)
         self._device = link.device
         self._kept: list[Tensor] = []
-        releases: list[Callable[[], object]] = []
-        self._releases = releases
-        # This only unpins; users may hold the tensors longer. Not at exit: the end of the process must not wait for a
-        # GPU that hangs.
-        weakref.finalize(self, release_all, releases, link.close).atexit = False
+        # Memory is unpinned with its last reference, which may be a user's. Not at exit: the end of the process must
+        # not wait for a GPU that hangs.
+        weakref.finalize(self, link.close).atexit = False
 
     def zeros(self, num_bytes: int) -> Tensor:
         """Return a flat uint8 tensor of zeros."""
-        if not self._pinned or num_bytes == 0:
-            return zero_bytes(num_bytes)
-        from smpkit.torch.offload.accelerator import pinned_memory
-
-        tensor, release = pinned_memory(self._device, num_bytes)
-        self._kept.append(tensor)  # it must stay mapped as long as it is pinned
-        self._releases.append(release)
+        tensor = pinned_bytes(self._device, num_bytes)
+        self._kept.append(tensor)  # until no copy reads it any more
         return tensor
 
 
-def _chunks(source: Tensor, target: Tensor) -> CopyBatch:
+def _chunks(source: Tensor, target: Tensor) -> Copies:
     if source.nbytes <= _CHUNK_BYTES:
-        return CopyBatch([source], [target])
-    return CopyBatch(list(torch.split(source, _CHUNK_BYTES)), list(torch.split(target, _CHUNK_BYTES)))
+        return [(source, target)]
+    return list(zip(torch.split(source, _CHUNK_BYTES), torch.split(target, _CHUNK_BYTES), strict=True))
 
 
 def is_dense(tensor: Tensor) -> bool:

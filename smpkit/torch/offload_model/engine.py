@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload.arena import make_arena
+from smpkit.torch.offload.arena import arena_for
 from smpkit.torch.offload.link import Link, link_for
 from smpkit.torch.offload_model.activation_offload import TensorOffloader
 from smpkit.torch.offload_model.chain import ModelShard
@@ -128,7 +128,7 @@ class SliceEngine:
             self.gradients = InPlaceGradients(weights)
         else:
             self.gradients = BufferedGradients(weights, device, transfers, memory)
-        arena = None if in_place else make_arena(boundary_link, host_budget_bytes)
+        arena = None if in_place else arena_for(boundary_link, host_budget_bytes)
         self.offloader = TensorOffloader(device, Transfers(boundary_link, self.traffic), arena)
         # A weak reference: the model's memory must be freed with the last reference, not by the garbage collector.
         device_weights = weakref.ref(self.device_weights)

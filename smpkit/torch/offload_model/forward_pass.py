@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.module_state import ModuleState
+from smpkit.torch.core.buffers import Buffers
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
@@ -55,7 +55,7 @@ class _Piece:
     inputs: _Boundary
     modes: Modes = ()
     random: RandomState | None = None
-    state: ModuleState | None = None
+    state: Buffers | None = None
     graph: tuple[list[Tensor], list[Tensor]] | None = None
     """Inputs and outputs, if the graph is kept."""
 
@@ -233,7 +233,7 @@ class Run:
         else:
             running = engine.slices[index]
             piece.modes, piece.random = running.modes, RandomState([engine.device])
-            piece.state = ModuleState([running.shard.model_shard], overwrite_weights=True)
+            piece.state = Buffers([running.shard.model_shard])
             with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
             piece.state.end_forward()

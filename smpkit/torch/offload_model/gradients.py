@@ -84,8 +84,9 @@ class BufferedGradients:
         needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
         if [buffer.nbytes for buffer in self._buffers] != needed:
             self._views.clear()
-            for event in self._copies_to_host:  # a copy may still read the buffers that are freed here
-                self._transfers.link.before_reuse(event, self._transfers.link.stream())
+            link = self._transfers.link
+            for event, buffer in zip(self._copies_to_host, self._buffers, strict=False):
+                link.before_reuse(buffer, event, link.stream())  # a copy may still read what is freed here
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
 
     def layout(self, index: int) -> Layout:
@@ -136,8 +137,7 @@ class BufferedGradients:
         source = self._buffers[index % 2][: layout.num_bytes]
         target = self._host_buffer(layout.num_bytes)
         after = (self._transfers.link.now(),)
-        what = f"the gradients of slice {index}"
-        self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after, what)
+        self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after)
         rows = zip(layout.parameters, layout.slots, used, strict=True)
         flat = {parameter: slot.padded(target) for parameter, slot, is_used in rows if is_used}
         return GradientCopy(index, flat, event, sparse, _norm(views) if self.wants_norm else None)
@@ -157,7 +157,7 @@ class BufferedGradients:
         host = torch.empty_like(part, device="cpu")
         what = f"the sparse gradients of slice {index}"
         after = (self._transfers.link.now(),)
-        event = self._transfers.send("gradients_out", flat_bytes(part), flat_bytes(host), after, what)
+        event = self._transfers.send("gradients_out", flat_bytes(part), flat_bytes(host), after)
         self._transfers.link.synchronize(event, what)
         return host
 

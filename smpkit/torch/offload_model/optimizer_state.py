@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.offload.arena import zeros
+from smpkit.torch.distributed.host_memory import zeros
 from smpkit.torch.offload_model.gradients import AccumulatedGradients, GradientCopy
 from smpkit.torch.offload_model.kernels import FlatRange, Rule
 from smpkit.torch.offload_model.weights import BufferSlot, Layout, SliceWeights, with_own_storage

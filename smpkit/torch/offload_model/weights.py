@@ -347,7 +347,7 @@ class DeviceWeights:
             return DONE
         weights = self._slices[index]
         target = self.buffer(index)[: weights.layout.num_bytes]
-        self._latest = self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
+        self._latest = self._transfers.fetch("weights_in", weights.buffer, target, after)
         weights.note_read(self._transfers.link, self._latest)
         return self._latest
 
@@ -411,7 +411,7 @@ class DeviceWeights:
             after, event = (self._transfers.link.now(),), DONE
             for position in written:
                 part = weights.layout.slots[position].bytes_of
-                event = self._transfers.send("weights_out", part(self.buffer(index)), part(weights.buffer), after, what)
+                event = self._transfers.send("weights_out", part(self.buffer(index)), part(weights.buffer), after)
             self._transfers.link.synchronize(event, what)
         for position in written:
             weights.take_written(position)

@@ -26,7 +26,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.receives import LOOKAHEAD
-from smpkit.torch.core import devices, offload_hooks, status
+from smpkit.torch.core import devices, offloader, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import backward_timetable
@@ -99,7 +99,7 @@ class _StepKind:
     """Python's numbers among the arguments of the step that was recorded."""
     depends_on_numbers: bool = False
     """Whether those decide what is called: then steps with other numbers are other kinds of step."""
-    footprint: list[int] = field(default_factory=list)
+    footprint: int = 0
     """The sizes of the blocks of host memory that one microbatch's activations take."""
 
 
@@ -176,7 +176,7 @@ class Executor:
                 step.run_forward(0)
             # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
             reserve(self.stage, step.outputs[0], count)
-            known.footprint = offload_hooks.footprint()
+            known.footprint = offloader.current().footprint()
             known.plan, known.is_recorded = self._make_plan(known, microbatch, count), True
             known.numbers = numbers
             self._reserve_host_memory(known, known.plan, count)
@@ -210,7 +210,7 @@ class Executor:
     def _reserve_host_memory(self, known: _StepKind, plan: StepPlan | None, count: int) -> None:
         """Reserve host memory for the microbatches that a plan holds at a time; without a plan, for all of them."""
         live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
-        offload_hooks.reserve(known.footprint, live)
+        offloader.current().reserve(known.footprint * live)
 
     def _record_again(self, known: _StepKind, numbers: Hashable) -> None:
         """Record a step again whose microbatches have diverged: perhaps it has changed for good."""
@@ -286,7 +286,7 @@ class _StepRunner:
         self._meter = meter
         self._is_timed = stage.transport.awaits_data = recorder is not None or meter is not None
         self._is_watched = status.current_page() is not None
-        self._offloads = offload_hooks.current_offloader() is not None
+        self._offloader = offloader.current()
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         """How many backwards and weight halves have begun."""
@@ -321,7 +321,7 @@ class _StepRunner:
         self.stage.transport.messages = plan.messages
         if self.stage.transport.has_channels:
             self.stage.transport.follow(plan.timetable, over=self.outputs)
-        offload_hooks.follow(plan.actions)
+        self._offloader.follow(plan.actions)
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
@@ -435,8 +435,7 @@ class _StepRunner:
         """Run an action of a microbatch."""
         if self._is_watched:
             status.begin_action(kind, microbatch.index)
-        if self._offloads:
-            offload_hooks.begin_action(kind, segment, microbatch.index)
+        self._offloader.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
         start_ns, waited_ns = (time.perf_counter_ns(), self._transport.waited_ns) if self._is_timed else (0, 0)

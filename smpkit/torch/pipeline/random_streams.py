@@ -11,18 +11,15 @@ too: a torch function mode makes each of them one. Such a caller's stream is *op
 *closed*: operations draw from it at native speed. The lowest bit of a seed says that its stream is this rank's own and
 closed: where a rank has its own samples, a unit begins with such a seed.
 
-Recomputation by torch's own checkpoint may run without the mode, with the caller's generator restored; so operations
-between units that it will recompute draw from their caller's stream both times. Our checkpoint restores the mode, so
-there they have streams both times, as without checkpointing.
+A recomputation in backward enters the mode again, so operations between units have the same streams then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -39,7 +36,6 @@ __all__ = [
     "RandomStreams",
     "call_without_operation_streams",
     "replayed_operation_streams",
-    "will_be_recomputed",
 ]
 
 DRAWING: Final = frozenset(
@@ -69,9 +65,6 @@ _BENEATH: Final = object()
 _PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 _WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
-
-_CHECKPOINTS: Final = frozenset({"torch.utils.checkpoint", "smpkit.torch.recompute.region"})
-"""The modules of hooks under which nothing that autograd saves stays."""
 
 _MAX_NAMES: Final = 1 << 12
 
@@ -269,7 +262,7 @@ class _OperationStreams(TorchFunctionMode):
         random.has_drawn = random.has_drawn or name in _RANDOM_SOURCES
         random.reads_after_draw = random.reads_after_draw or (random.has_drawn and name in _PYTHON_READS)
         is_closed = random.num_closed or _CPU.initial_seed() & 1
-        if name not in DRAWING or is_closed or _draws_from_caller():
+        if name not in DRAWING or is_closed:
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
 
@@ -299,39 +292,12 @@ def call_without_operation_streams(function: Callable[..., _T], *args: Any, **kw
         _push_mode(mode)
 
 
-def will_be_recomputed() -> bool:
-    """Return whether this code runs under our or torch's checkpoint, in forward or in recomputation."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") in _CHECKPOINTS
-
-
-class _ReplayHooks(threading.local):
-    """The saved-tensor hooks under which operations keep their streams; by thread, as suspended microbatches are."""
-
-    hooks: tuple[Any, ...] = ()
-
-
-_replay_hooks = _ReplayHooks()
-
-
-def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[object]]:
     """Return a context manager for a forward and for its recomputation: operations have the same streams in both."""
     mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return functools.partial(_replay, mode) if type(mode) is _OperationStreams else contextlib.nullcontext
+    return functools.partial(_with_mode, mode) if type(mode) is _OperationStreams else contextlib.nullcontext
 
 
-@contextlib.contextmanager
-def _replay(mode: _OperationStreams) -> Iterator[None]:
-    outer = _replay_hooks.hooks
-    _replay_hooks.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    aside = type(_get_current_function_mode()) is not _OperationStreams  # type: ignore[no-untyped-call]
-    try:
-        with mode if aside else contextlib.nullcontext():
-            yield
-    finally:
-        _replay_hooks.hooks = outer
-
-
-def _draws_from_caller() -> bool:
-    """Return whether a recomputation will restore only the caller's generator; see [Note: open and closed streams]."""
-    return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _replay_hooks.hooks
+def _with_mode(mode: _OperationStreams) -> contextlib.AbstractContextManager[object]:
+    is_there = type(_get_current_function_mode()) is _OperationStreams  # type: ignore[no-untyped-call]
+    return _NOTHING if is_there else mode

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.units import Node, UnitTree, unit_tree
 from smpkit.torch.core import devices
-from smpkit.torch.core.offload_hooks import Offloader, install
+from smpkit.torch.core.offloader import Offloader, install
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors, storage_of, tensors_in
 from smpkit.torch.placement.delayed import is_delayed
@@ -353,7 +353,7 @@ class CheckpointedCalls(Offloader):
         finally:
             install(previous)
 
-    def offload_inputs(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
+    def around(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
         """Return the context that records one checkpointed call."""
         return self._record()
 

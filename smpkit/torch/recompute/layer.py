@@ -13,10 +13,8 @@ All three give the same gradients to the bit, so the choice may change between a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import torch
@@ -24,16 +22,15 @@ from torch import nn
 
 from smpkit.plan.tune.chain import Choice
 from smpkit.torch.core.module_call import OriginalCall
-from smpkit.torch.core.offload_hooks import offload_inputs
+from smpkit.torch.core.offloader import KEEPING, Offloader
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.units import pp_rank_of
-from smpkit.torch.recompute.region import Offload, name_of, run_checkpointed
+from smpkit.torch.recompute.region import name_of, run_checkpointed
 
 __all__ = ["CallWatch", "ChosenCheckpoint", "ModuleCheckpoint", "warn_once"]
 
-_NOTHING: Final = contextlib.nullcontext()
 _ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
 """Types of arguments that are neither stage tensors nor caches."""
 _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
@@ -44,18 +41,18 @@ class ModuleCheckpoint:
     """Checkpoints each call of `module`.
 
     Args:
-        offload: what offloads its inputs.
+        keeper: has its inputs until backward; None: what is installed in this process.
     """
 
-    def __init__(self, module: nn.Module, preserve_rng_state: bool, offload: Offload = offload_inputs) -> None:
+    def __init__(self, module: nn.Module, preserve_rng_state: bool, keeper: Offloader | None = None) -> None:
         self.module, self.preserve_rng_state = module, preserve_rng_state
-        self._offload = offload
+        self._keeper = keeper
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)
 
     def for_module(self, module: nn.Module) -> ModuleCheckpoint:
-        return ModuleCheckpoint(module, self.preserve_rng_state, self._offload)
+        return ModuleCheckpoint(module, self.preserve_rng_state, self._keeper)
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -77,7 +74,7 @@ class ModuleCheckpoint:
             args,
             kwargs,
             preserve_rng_state=self.preserve_rng_state,
-            offload=self._offload,
+            keeper=self._keeper,
         )
 
 
@@ -98,7 +95,7 @@ class ChosenCheckpoint(ModuleCheckpoint):
 
     Args:
         may_keep: whether the layer may do without recomputation.
-        offload: what offloads its inputs.
+        keeper: has its inputs until backward; None: what is installed in this process.
     """
 
     def __init__(
@@ -107,20 +104,20 @@ class ChosenCheckpoint(ModuleCheckpoint):
         preserve_rng_state: bool = True,
         *,
         may_keep: bool = True,
-        offload: Offload = offload_inputs,
+        keeper: Offloader | None = None,
     ) -> None:
-        super().__init__(module, preserve_rng_state, offload)
+        super().__init__(module, preserve_rng_state, keeper)
         self.may_keep = may_keep
         self.choice = Choice.OFFLOAD
         """Without an engine that offloads, the same as to recompute."""
         self.watch: CallWatch | None = None
-        self._recomputed = ModuleCheckpoint(module, preserve_rng_state, _offload_nothing)
+        self._recomputed = ModuleCheckpoint(module, preserve_rng_state, KEEPING)
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run_chosen, original)
 
     def for_module(self, module: nn.Module) -> ChosenCheckpoint:
-        return ChosenCheckpoint(module, self.preserve_rng_state, may_keep=self.may_keep, offload=self._offload)
+        return ChosenCheckpoint(module, self.preserve_rng_state, may_keep=self.may_keep, keeper=self._keeper)
 
     def _run_chosen(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -153,6 +150,3 @@ def _is_cache(argument: object) -> bool:
 def _is_filled(argument: Any) -> bool:
     return _is_cache(argument) and bool(argument.get_seq_length())
 
-
-def _offload_nothing(_name: str) -> AbstractContextManager[object]:
-    return _NOTHING

@@ -2,26 +2,27 @@
 
 ::
 
-    forward     keep the inputs ──► run, saved tensors ──► promises
+    forward     park the inputs ──► run, saved tensors ──► promises
     backward    the first promise is called in ──► take the inputs, run again up to the last saved tensor
                                                    └──► each promise that is still awaited gets its tensor
 
-The hooks are our own (`CheckpointRegion`): torch's checkpoint takes more time for every call, and cannot say which
-layer failed. Inputs are saved through the hooks around the call, so that offloading sees them, and an outer checkpoint
-can make them again.
-
-A mask that the caller has put on the module, a counter, or a generator of its own would by the time of backward be
-those of a later microbatch; BatchNorm would count every microbatch twice; spectral normalisation would take two steps
-and compute with other weights. So what a module reads and changes besides its arguments is restored for recomputation
-(`core/module_state.py`).
+What a forward may do is that of `torch.utils.checkpoint`, which enters this region too: it is run twice, and must do
+the same both times. Besides its arguments it may depend on weights, buffers, torch's default generators and autocast.
+Buffers are put back for the second run, whose writes are dropped (`core/buffers.py`); changed inputs and weights are an
+error that names them. With SMPKIT_CHECK=1 the second run is compared with the first, tensor by tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -30,24 +31,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.module_state import ModuleState
-from smpkit.torch.core.offload_hooks import current_offloader, offload_inputs
+from smpkit.torch.core import offloader
+from smpkit.torch.core.buffers import Buffers
+from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import note_checkpoint
-from smpkit.torch.core.tensor_spec import map_tensors, version_of
+from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import note_memory
-from smpkit.torch.offload.saved_storage import check_version
-from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
+from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 
-__all__ = ["Offload", "name_of", "run_checkpointed"]
+__all__ = ["CHECK", "CheckpointRegion", "name_of", "needs_gradient", "recording", "run_checkpointed"]
 
-Offload = Callable[[str], AbstractContextManager[object]]
-"""Returns a context in which what autograd saves leaves the device; takes the path of the module, for reports."""
-
+CHECK: Final = "SMPKIT_CHECK"
+"""`1`: compare each tensor that a recomputation saves with that of the forward, bit by bit. Slow."""
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
+_weight_version: Final = attrgetter("_version")
 
 
 def run_checkpointed(
@@ -57,14 +58,14 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     *,
     preserve_rng_state: bool,
-    offload: Offload = offload_inputs,
+    keeper: Offloader | None = None,
 ) -> Any:
     """Call `function`, and recompute in backward what it would otherwise save.
 
     Args:
         function: calls `modules` and nothing else.
         preserve_rng_state: whether recomputation draws the same random numbers.
-        offload: what offloads the inputs, by the path of the (first) module.
+        keeper: has the inputs until backward; None: what is installed in this process.
 
     Raises:
         UsageError: in backward, if the call cannot be repeated.
@@ -72,19 +73,31 @@ def run_checkpointed(
     if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     note_checkpoint()
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not needs_gradient(modules, args, kwargs):
         return function(*args, **kwargs)
-    region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
-    if not any(tensor.requires_grad for tensor in region.tensors) and not any(
-        parameter.requires_grad for module in modules for parameter in module.parameters()
-    ):
-        return function(*args, **kwargs)  # a frozen stem has no backward, so there is nothing to recompute
-    # Inside another checkpointed call, that call's recomputation makes the inputs again: do not offload them.
-    skips = will_be_recomputed() or (offload is offload_inputs and current_offloader() is None)
-    return region.run(args, kwargs, _NOTHING if skips else offload(name_of(modules[0])))
+    region = CheckpointRegion(
+        function,
+        modules,
+        args,
+        kwargs,
+        name=name_of(modules[0]),
+        keeper=keeper or offloader.current(),
+        preserve_rng_state=preserve_rng_state,
+    )
+    with region.recording():
+        return function(*args, **kwargs)
 
 
-class _TensorSlot:
+def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call has a backward; a frozen stem has none, so there is nothing to recompute."""
+    if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+        return True
+    found = list[Tensor]()
+    map_tensors(found.append, (args, kwargs))
+    return any(tensor.requires_grad for tensor in found)
+
+
+class _Slot:
     """Stands for an input tensor."""
 
     # Not a dataclass: `map_leaves` would take it for one of the user's containers and look inside.
@@ -110,7 +123,17 @@ class _AllSaved(BaseException):
 
 
 class CheckpointRegion:
-    """A checkpointed call: what it needs to run again, and what backward awaits of that."""
+    """A checkpointed call: what it needs to run again, and what backward awaits of that.
+
+    Args:
+        function: called by the caller in `recording`, and by the region in backward.
+        modules: that the function calls.
+        name: of the first of them, or of the function, for reports and errors.
+        keeper: has the inputs until backward.
+        contexts: of the user, around the forward and around its recomputation.
+        stops_early: whether a recomputation ends with the last tensor that backward needs.
+        compares: whether the shapes of what a recomputation saves must be those of the forward.
+    """
 
     def __init__(
         self,
@@ -118,156 +141,202 @@ class CheckpointRegion:
         modules: Sequence[nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        preserve_rng_state: bool,
+        *,
+        name: str,
+        keeper: Offloader,
+        preserve_rng_state: bool = True,
+        contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = (_NOTHING, _NOTHING),
+        stops_early: bool = True,
+        compares: bool = True,
     ) -> None:
-        self.tensors: list[Tensor] = []
-        """The input tensors, each once, among the arguments or on the modules; until `run`."""
-        self._function = function
-        self._module = modules[0]
-        self._slots: dict[int, _TensorSlot] = {}
-        self._args = [map_tensors(self._slot, value) for value in args]
-        self._kwargs = {key: map_tensors(self._slot, value) for key, value in kwargs.items()}
-        self._state = ModuleState(modules, self._slot, generators=preserve_rng_state)
-        self._slots.clear()  # keyed by `id`, which another tensor can get once these are freed
-        devices = {tensor.device for tensor in self.tensors if not tensor.is_cpu}
+        self._function, self._path, self._keeper, self._stops_early = function, name, keeper, stops_early
+        tensors: list[Tensor] = []
+        slots: dict[int, _Slot] = {}
+
+        def slot(tensor: Tensor) -> Any:
+            if isinstance(tensor, nn.Parameter):  # weights are not offloaded
+                return tensor
+            if id(tensor) not in slots:
+                slots[id(tensor)] = _Slot(len(tensors))
+                tensors.append(tensor)
+            return slots[id(tensor)]
+
+        self._args = [map_tensors(slot, value) for value in args]
+        self._kwargs = {key: map_tensors(slot, value) for key, value in kwargs.items()}
+        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
         self._random = RandomState(devices) if preserve_rng_state and not state.tracing else None
         self._autocast = AutocastState(devices)
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
-        self._inputs: list[tuple[Any, Callable[[Any], Tensor] | None, int, bool]] = []
-        """Of each: the tensor, or the handle of the hooks around the call; their other half; its version; whether it
-        requires a gradient."""
-        self._is_overwritten = False
-        """Whether the call has changed an input in place."""
-        self._promises: list[tuple[weakref.ref[_Promise], tuple[torch.Size, torch.dtype, torch.device]]] = []
+        self._buffers = Buffers(modules)
+        self._weights = [parameter for module in modules for parameter in module.parameters()]
+        self._versions = list(map(_weight_version, self._weights))
+        self._forward_context, self._recompute_context = contexts
+        # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other saved
+        # tensors do.
+        self._inputs: Parked | _Hooked = _Hooked(tensors) if _top_hooks() is not None else keeper.park(name, tensors)
+        self._num_inputs = len(tensors)
+        self._outputs: Parked | None = None
+        """With the inputs, if these are parked."""
+        self._num_outputs = 0
+        self._taken: list[Tensor] = []
+        """The outputs of operators that are parked, while the call runs again."""
+        self._promises: list[tuple[weakref.ref[_Promise], Any]] = []
         """What the forward has saved, in order."""
+        self._check = _checksum if os.environ.get(CHECK) == "1" else _shape if compares else _nothing
         self._is_done = False
 
-    def _slot(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter):  # weights are not offloaded
-            return tensor
-        slot = self._slots.get(id(tensor))
-        if slot is None:
-            slot = self._slots[id(tensor)] = _TensorSlot(len(self.tensors))
-            self.tensors.append(tensor)
-        return slot
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], offloading: AbstractContextManager[object]) -> Any:
-        """Run the forward in the context that offloads its inputs, or records what the call costs."""
-        tensors, self.tensors = self.tensors, []  # from here on only the inputs' hooks may hold them
-        with offloading:
-            self._inputs = [_save(tensor) for tensor in tensors]
-            with saved_tensors_hooks(self._pack, self._unpack), self._operations():
-                output = self._function(*args, **kwargs)
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Be around the forward."""
+        outer, recording.region = recording.region, self
+        try:
+            with (
+                self._keeper.around(self._path),
+                saved_tensors_hooks(self._pack, self._unpack),
+                self._operations(),
+                self._forward_context,
+            ):
+                yield
+        finally:
+            recording.region = outer
         self._is_done = True
-        versions = [version for _, _, version, _ in self._inputs]
-        self._is_overwritten = versions != [version_of(tensor) for tensor in tensors]
-        self._state.end_forward()
-        return output
+        self._buffers.end_forward()
+
+    def park_output(self, tensor: Tensor, must_leave: str | None) -> Callable[[], Tensor]:
+        """Park the output of an operator, which is not run again in backward; return what gives it back then.
+
+        Args:
+            must_leave: the operator's name, if the output may not stay on the device.
+
+        Raises:
+            UsageError: it must leave, and cannot.
+        """
+        if self._outputs is None:
+            # In a backward (an outer checkpoint runs this call again) it is needed at once.
+            is_needed = torch._C._current_graph_task_id() != -1
+            keeper, must_leave = (KEEPING, None) if is_needed else (self._keeper, must_leave)
+            self._outputs = keeper.park(self._path, ()) if isinstance(self._inputs, _Hooked) else self._inputs
+        self._outputs.add(tensor, must_leave=must_leave)
+        self._num_outputs += 1
+        # Not this region: its context for the recomputation holds what is returned.
+        return functools.partial(self._taken.__getitem__, self._num_outputs - 1)
 
     def _pack(self, tensor: Tensor) -> _Promise:
         promise = _Promise()
-        self._promises.append((weakref.ref(promise), (tensor.shape, tensor.dtype, tensor.device)))
+        self._promises.append((weakref.ref(promise), self._check(tensor)))
         return promise
 
     def _unpack(self, promise: _Promise) -> Tensor:
         if promise.tensor is None:
             self._recompute()
         tensor, promise.tensor = promise.tensor, None
-        assert tensor is not None
+        if tensor is None:
+            raise self._differs("it does not save a tensor that backward needs")
         if tensor._version != promise.version:
-            check_version(tensor, promise.version, self._name)
+            raise changed_in_place(self._name)
         return tensor
 
     def _recompute(self) -> None:
         """Run the forward again, and fulfil the promises that are still awaited."""
-        tensors = self._taken_inputs()
+        if list(map(_weight_version, self._weights)) != self._versions:
+            raise UsageError(
+                f"a weight of {self._name} was changed in place between a forward and its backward, which runs that"
+                " forward again",
+                hint="run backward before what changes weights, such as optimizer.step()",
+            )
         promises, count = self._promises, 0
+        tensors = self._inputs.take()
+        if self._outputs is not None:
+            parked = tensors if self._outputs is self._inputs else self._outputs.take()
+            self._taken[:] = parked[-self._num_outputs :]
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
-            if count == len(promises):  # code of the user's that cleans up after `_AllSaved`
+            if count == len(promises) and self._stops_early:  # code of the user's that cleans up after `_AllSaved`
                 raise _AllSaved
-            reference, expected = promises[count]
-            if (found := (tensor.shape, tensor.dtype, tensor.device)) != expected:
-                raise self._differs(f"tensor {count} that it saves was {_text(*expected)}, and now is {_text(*found)}")
+            if count < len(promises):
+                reference, expected = promises[count]
+                if (actual := self._check(tensor)) != expected:
+                    was, now = _text(expected), _text(actual)
+                    raise self._differs(f"tensor {count} that it saves was {was}, and now is {now}")
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                promise = reference()
+                if promise is not None:
+                    promise.tensor, promise.version = tensor, tensor._version
             count += 1
-            tensor = tensor.detach() if tensor.requires_grad else tensor
-            promise = reference()
-            if promise is not None:
-                promise.tensor, promise.version = tensor, tensor._version
-            if count == len(promises):
+            if count == len(promises) and self._stops_early:
                 raise _AllSaved
             return tensor
 
-        def kept(value: Any) -> Any:
-            return tensors[value.index] if type(value) is _TensorSlot else value
+        def original(value: Any) -> Any:
+            return tensors[value.index] if type(value) is _Slot else value
 
         def filled(value: Any) -> Any:  # fast path: most arguments are tensors, not containers
-            return tensors[value.index] if type(value) is _TensorSlot else map_leaves(kept, value)
+            return tensors[value.index] if type(value) is _Slot else map_leaves(original, value)
 
         args = [filled(value) for value in self._args]
         kwargs = {key: filled(value) for key, value in self._kwargs.items()}
         to_device = self._default_device != _default_device()
         try:
             with (
-                saved_tensors_hooks(pack, _as_it_is),
+                saved_tensors_hooks(pack, lambda tensor: tensor),
                 torch.enable_grad(),
                 _NOTHING if self._random is None else self._random.restored(),
                 self._autocast.restored(),
                 self._default_device if to_device else _NOTHING,
                 self._operations(),
                 # A backward in the forward finds everything as the forward has left it so far.
-                self._state.restored(kept) if self._is_done else _NOTHING,
+                self._buffers.restored() if self._is_done else _NOTHING,
+                self._recompute_context,
             ):
                 self._function(*args, **kwargs)
         except _AllSaved:
-            note_memory()
-            return
-        raise self._differs(f"it saves {count} tensors instead of {len(promises)}")
-
-    def _taken_inputs(self) -> list[Tensor]:
-        if self._is_overwritten:
-            raise UsageError(
-                f"{self._name} changes a tensor in place that it was given, or that it has as an attribute, so it"
-                " cannot be run again for backward",
-                hint="write `x = x + y` instead of `x += y`, or clone the tensor first",
-            )
-        tensors = list[Tensor]()
-        for tensor, unpack, version, requires_grad in self._inputs:
-            if unpack is not None:
-                taken = unpack(tensor)
-                tensors.append(taken.detach().requires_grad_() if requires_grad else taken)
-                continue
-            if version_of(tensor) != version:
-                check_version(tensor, version, self._name)
-            tensors.append(tensor)
-        return tensors
+            pass
+        else:
+            if count != len(promises) and self._check is not _nothing:
+                raise self._differs(f"it saves {count} tensors instead of {len(promises)}")
+        finally:
+            self._taken.clear()
+        note_memory()
 
     def _differs(self, how: str) -> UsageError:
         return UsageError(
             f"when backward ran the forward of {self._name} again, it computed something else: {how}",
-            hint="it must do the same both times: no branch or shape in it may depend on globals, time, or objects that"
-            " change",
+            hint="it must do the same both times: nothing in it may depend on attributes, globals, time or objects that"
+            " change between forward and backward",
         )
 
     @property
     def _name(self) -> str:
-        return f"`{name_of(self._module)}`"
+        return f"`{self._path}`"
 
 
-def _save(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor] | None, int, bool]:
-    """Save an input as a node of the graph would: through the hooks around the call, if there are any."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return tensor, None, version_of(tensor), tensor.requires_grad
-    pack, unpack = hooks
-    with torch.no_grad():
-        return pack(tensor.detach()), unpack, version_of(tensor), tensor.requires_grad
+class _Hooked:
+    """Inputs that are saved through the hooks around the call, as other tensors of the graph are."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        pack, self._unpack = _top_hooks()
+        with torch.no_grad():
+            self._inputs = [(pack(tensor.detach()), tensor.requires_grad) for tensor in tensors]
+
+    def take(self) -> list[Tensor]:
+        taken = [(self._unpack(packed), requires_grad) for packed, requires_grad in self._inputs]
+        return [tensor.detach().requires_grad_() if requires_grad else tensor for tensor, requires_grad in taken]
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+class _Recording(threading.local):
+    """The checkpointed call whose forward runs in a thread; suspended microbatches have threads of their own."""
+
+    region: CheckpointRegion | None = None
+
+
+recording: Final = _Recording()
+
+
+def _top_hooks() -> Any:
+    """Return the saved-tensor hooks around the running code; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _default_device() -> torch.device:
@@ -275,8 +344,23 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
-def _text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _nothing(_tensor: Tensor) -> tuple[Any, ...]:
+    return ()
+
+
+def _checksum(tensor: Tensor) -> tuple[Any, ...]:
+    plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
+    return (*_shape(tensor), zlib.crc32(plain.flatten().view(torch.uint8).numpy()))
+
+
+def _text(expected: tuple[Any, ...]) -> str:
+    shape, dtype, device, *checksum = expected
+    content = f" (CRC {checksum[0]:08x})" if checksum else ""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{content}"
 
 
 class _ModuleNames:

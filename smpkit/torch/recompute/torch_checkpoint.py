@@ -1,13 +1,19 @@
 """torch.utils.checkpoint in the user's model, and so Hugging Face's `gradient_checkpointing_enable()`.
 
-User code holds references to `torch.utils.checkpoint.checkpoint` itself, so two functions that it looks up when it runs
-are replaced. Its inputs are then offloaded like those of `smp.checkpoint`, and it works in code that all pipeline ranks
-run.
+User code holds references to `torch.utils.checkpoint.checkpoint` itself, so what that looks up when it runs is
+replaced: the generator around a call, which enters our region; the function of `use_reentrant=True`, which has the same
+gradients and goes the same way; and two classes of selective checkpointing, through which an engine offloads what a
+policy names. So torch's checkpoints and `smp.checkpoint` are one: both name the layer in errors, and both offload.
 
 [Note: checkpoints around several ranks] A function in code that every rank runs may call units of several ranks. In
 backward each rank works alone and could not run the function again: it has neither the others' weights nor their
 results. So each unit that the function calls is recomputed by itself, on the rank that holds it; operations between
 units save what they need.
+
+[Note: policies that offload] In eager mode torch recomputes what `MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD` names. Its
+mode for the forward asks the policy, and then wraps what is to be saved in `_VersionWrapper`; its mode for backward
+returns what the wrapper's `get_val` returns. So the policy is heard on its way, torch is told to save, and the wrapper
+parks the output with the engine in place of holding it.
 """
 
 from __future__ import annotations
@@ -15,135 +21,248 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
-from smpkit.torch.core import offload_hooks as active
+from smpkit.errors import UsageError
+from smpkit.torch.core import offloader
 from smpkit.torch.core.module_call import OriginalCall
-from smpkit.torch.pipeline.random_streams import will_be_recomputed
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.status import note_checkpoint
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.recompute.region import name_of
+from smpkit.torch.recompute.region import CheckpointRegion, name_of, needs_gradient, recording
 
 __all__ = ["patch_torch_checkpoint"]
 
 _Generator = Generator[None, None, None]
-_Wrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Generator]
-"""What `checkpoint(..., use_reentrant=False)` runs around the function that it calls, with its settings."""
+_Settings = dict[str, Any]
+"""The keyword arguments of `torch.utils.checkpoint.checkpoint`, but `use_reentrant`."""
 
-_NAME_SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
-"""Its name in torch 2.14.1; takes a call's arguments as a tuple and a dict, and settings by keyword."""
-_NAME_UNTIL_2_13: Final = "_checkpoint_without_reentrant_generator"
-"""Its name in torch 2.1 to 2.13; takes settings and then a call's positional arguments. Where both exist, this one only
-calls the other."""
-_torch_checkpoint_function: Final = torch_checkpoint.CheckpointFunction
+_GENERATORS: Final = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What `checkpoint(..., use_reentrant=False)` runs around a call, its latest name first: in torch 2.14.1 it takes the
+call's arguments as a tuple and a dict, and settings by keyword; until 2.13 settings and then the positional arguments.
+Where both exist, the second only calls the first."""
 
 
-class _PatchedCheckpointFunction:
-    """Replaces torch's class, of which `torch.utils.checkpoint` calls only `apply`."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if microbatch_between_units() is None:
-            with _offloading_inputs_of(function):
-                return _torch_checkpoint_function.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-        # Non-reentrant checkpoints give the same gradients, and work with the separate graphs of ranks.
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+# --- a checkpoint enters our region -----------------------------------------------------------------------------------
 
 
-def _non_reentrant(
-    wrapper: _Wrapper, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _entered(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings
 ) -> _Generator:
-    microbatch = microbatch_between_units()
-    if microbatch is None:
-        with _offloading_inputs_of(function):
-            yield from wrapper(function, args, kwargs)
+    """Be around a call of `function`."""
+    if (microbatch := microbatch_between_units()) is not None:
+        # See [Note: checkpoints around several ranks].
+        outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, settings)
+        try:
+            yield
+        finally:
+            microbatch.unit_wrapper = outer
         return
-    # See [Note: checkpoints around several ranks].
-    outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, wrapper)
-    try:
+    note_checkpoint()
+    modules = _modules_of(function)
+    if not torch.is_grad_enabled() or (modules and not needs_gradient(modules, args, kwargs)):
         yield
-    finally:
-        microbatch.unit_wrapper = outer
+        return
+    early_stop = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
+    region = CheckpointRegion(
+        function,
+        modules,
+        args,
+        kwargs,
+        name=_name_of(function),
+        keeper=offloader.current(),
+        preserve_rng_state=settings["preserve_rng_state"],
+        contexts=_contexts(settings),
+        stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
+        compares=_compares(settings),
+    )
+    with region.recording():
+        yield
 
 
-_recomputing: Final = contextlib.contextmanager(_non_reentrant)
+def _contexts(settings: _Settings) -> Any:
+    context_fn = settings.get("context_fn", torch_checkpoint.noop_context_fn)
+    if settings.get("debug"):
+        warn_user("debug=True of torch.utils.checkpoint has no effect: errors name the layer and the tensor without it")
+    if context_fn is not torch_checkpoint.noop_context_fn and not _hears_policies():
+        raise UsageError(
+            f"selective checkpointing of torch {torch.__version__} is not known here, and its offload policies would be"
+            " ignored",
+            hint="torch 2.11 to 2.14 are; or leave context_fn out",
+        )
+    return context_fn()
 
 
-def _recomputed(wrapper: _Wrapper, original: OriginalCall) -> OriginalCall:
+def _compares(settings: _Settings) -> bool:
+    check = settings.get("determinism_check", "default")
+    if check not in ("default", "none"):
+        raise ValueError(f"determinism_check should be one of ['default', 'none'], but got {check}")
+    return bool(check == "default")
+
+
+_entering: Final = contextlib.contextmanager(_entered)
+
+
+def _recomputed(settings: _Settings, original: OriginalCall) -> OriginalCall:
     """Return a call that is recomputed in backward, with the settings of the torch.utils.checkpoint around it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _recomputing(wrapper, original, args, kwargs):
+        with _entering(original, args, kwargs, settings):
             return original(*args, **kwargs)
 
     return run
 
 
-def _patched_since_2_14(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return the replacement of torch's function `_NAME_SINCE_2_14`."""
+def _generator_in_place_of(name: str, original: Callable[..., _Generator]) -> Callable[..., _Generator]:
+    """Return the replacement of torch's generator."""
+    parameters = inspect.signature(original).parameters.values()
+    names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
 
-    def generator(
+    def until_2_13(function: Callable[..., Any], *positional: Any, **kwargs: Any) -> _Generator:
+        if torch.compiler.is_compiling():
+            return original(function, *positional, **kwargs)
+        settings = dict(zip(names, positional, strict=False))
+        return _entered(function, positional[len(names) :], kwargs, settings)
+
+    def since_2_14(
         function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
     ) -> _Generator:
-        return _non_reentrant(functools.partial(original, **settings), function, args, kwargs)
+        if torch.compiler.is_compiling():
+            return original(function, args, kwargs, **settings)
+        return _entered(function, args, kwargs, settings)
 
-    return generator
-
-
-def _patched_until_2_13(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return the replacement of torch's function `_NAME_UNTIL_2_13`."""
-    kinds = [each.kind for each in inspect.signature(original).parameters.values()]
-    num_settings = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1  # the function comes first
-
-    def generator(function: Callable[..., Any], *positional: Any, **kwargs: Any) -> _Generator:
-        settings, args = positional[:num_settings], positional[num_settings:]
-
-        def wrapper(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Generator:
-            return original(function, *settings, *args, **kwargs)
-
-        return _non_reentrant(wrapper, function, args, kwargs)
-
-    return generator
+    return since_2_14 if name == _GENERATORS[0] else until_2_13
 
 
-def _replacements() -> dict[str, Callable[..., _Generator]]:
-    """Return the replacement of the function that this torch's `checkpoint` calls, by name."""
-    for name, make_replacement in ((_NAME_SINCE_2_14, _patched_since_2_14), (_NAME_UNTIL_2_13, _patched_until_2_13)):
-        original = getattr(torch_checkpoint, name, None)
-        if original is not None:
-            return {name: make_replacement(original)}
-    return {}
+class _Checkpoint(torch_checkpoint.CheckpointFunction):
+    """Replaces torch's class, of which `torch.utils.checkpoint` calls `apply`; others may derive from it."""
+
+    @classmethod
+    def apply(cls, function: Any, *args: Any) -> Any:
+        if cls is not _Checkpoint:
+            return super().apply(function, *args)  # type: ignore[no-untyped-call]
+        preserve_rng_state, *rest = args
+        return torch_checkpoint.checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-_REPLACEMENTS: Final = _replacements()
-"""Made once, from torch's own functions: a second call of `patch_torch_checkpoint` must not wrap a replacement."""
+# --- selective checkpointing: see [Note: policies that offload] -------------------------------------------------------
+
+
+class _Heard(threading.local):
+    """What the policy has said of the operator that has just run."""
+
+    offloads = False
+    must_leave: str | None = None
+
+
+_heard: Final = _Heard()
+_torch_wrapper: Final[Any] = getattr(torch_checkpoint, "_VersionWrapper", None)
+_torch_mode: Final[Any] = getattr(torch_checkpoint, "_CachingTorchDispatchMode", object)
+
+
+class _HearingMode(_torch_mode):  # type: ignore[misc]
+    """Torch's mode for the forward, with a policy that is heard."""
+
+    def __init__(self, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
+            policy = policy_fn(context, operator, *values, **options)
+            must = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
+            _heard.offloads = recording.region is not None and (must or policy is CheckpointPolicy.PREFER_CPU_OFFLOAD)
+            # A trial of the step only finds out what layers cost.
+            _heard.must_leave = str(operator) if must and not state.tracing else None
+            return CheckpointPolicy.MUST_SAVE if _heard.offloads else policy
+
+        super().__init__(heard, *args, **kwargs)
+
+
+class _ParkedOutput:
+    """Stands for a saved tensor; has the method that torch's mode for backward calls."""
+
+    def __init__(self, take: Callable[[], Tensor]) -> None:
+        self._take = take
+
+    def get_val(self, _allow_cache_entry_mutation: bool) -> Tensor:
+        return self._take()
+
+
+def _wrapper(value: Any) -> Any:
+    """Return what torch keeps of a value that is saved: in place of its `_VersionWrapper`."""
+    region = recording.region
+    if not _heard.offloads or region is None or not isinstance(value, Tensor):
+        return _torch_wrapper(value)
+    return _ParkedOutput(region.park_output(value, _heard.must_leave))
+
+
+@functools.cache
+def _hears_policies() -> bool:
+    """Return whether a policy that offloads comes through, in this version of torch: try it on two numbers."""
+
+    class Region:
+        parked: Final[list[Tensor]] = []
+
+        def park_output(self, tensor: Tensor, _must_leave: str | None) -> Callable[[], Tensor]:
+            self.parked.append(tensor)
+            return lambda: tensor
+
+    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _HearingMode:  # type: ignore[comparison-overlap]
+        return False
+    outer, recording.region = recording.region, Region()  # type: ignore[assignment]
+    ran = list[bool]()
+
+    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
+        ran.append(True)
+        return CheckpointPolicy.PREFER_CPU_OFFLOAD
+
+    try:
+        forward, backward = torch_checkpoint.create_selective_checkpoint_contexts(policy)
+        ones = torch.ones(2, device="cpu")
+        with forward:
+            torch.neg(ones)
+        with backward:
+            again = torch.neg(ones)
+        return len(ran) == len(Region.parked) == 1 and again is Region.parked[0]
+    except Exception:
+        return False
+    finally:
+        recording.region, _heard.offloads = outer, False
 
 
 def patch_torch_checkpoint() -> None:
-    """Replace two functions of torch.utils.checkpoint, for the life of this process."""
-    torch_checkpoint.CheckpointFunction = _PatchedCheckpointFunction  # type: ignore[assignment, misc]
-    for name, replacement in _REPLACEMENTS.items():
-        setattr(torch_checkpoint, name, replacement)
+    """Replace what is named above in torch.utils.checkpoint, for the life of this process."""
+    if torch_checkpoint.CheckpointFunction is _Checkpoint:
+        return
+    for name in _GENERATORS:
+        if (original := getattr(torch_checkpoint, name, None)) is not None:
+            setattr(torch_checkpoint, name, _generator_in_place_of(name, original))
+            break
+    torch_checkpoint.CheckpointFunction = _Checkpoint  # type: ignore[misc]
+    if _torch_wrapper is not None:
+        torch_checkpoint._VersionWrapper = _wrapper  # type: ignore[assignment, misc]
+        torch_checkpoint._CachingTorchDispatchMode = _HearingMode  # type: ignore[misc]
 
 
-def _offloading_inputs_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Return a context that offloads the positional tensors of a checkpointed call, if they are saved."""
-    if active.current_offloader() is None or not torch.is_grad_enabled() or will_be_recomputed():
-        return contextlib.nullcontext()
-    return active.offload_inputs(_name_of(function))
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return the path of the module that a function calls, if it can be found; else the function's own name."""
+def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
+    """Return the module that a function calls, if it can be found."""
     candidates: list[Any] = [function]
     while isinstance(function, functools.partial):
         candidates += [*function.args[:1], function.func]
         function = function.func
     candidates.append(getattr(function, "__self__", None))
-    module = next((each for each in candidates if isinstance(each, nn.Module)), None)
-    return getattr(function, "__qualname__", type(function).__name__) if module is None else name_of(module)
+    return [candidate for candidate in candidates if isinstance(candidate, nn.Module)][:1]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the path of the module that a function calls, if it can be found; else the function's own name."""
+    if modules := _modules_of(function):
+        return name_of(modules[0])
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,143 @@
+"""Where the inputs of checkpointed calls wait for backward: with whatever is installed in this process.
+
+A checkpointed call *parks* its inputs when its forward begins, and takes them when backward runs it again. Without an
+engine that offloads (`smpkit/torch/offload`), they stay where they are. Callers never import the engine, which lies
+above them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from smpkit.errors import UsageError
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
+from smpkit.torch.core.tensor_spec import version_of
+
+__all__ = ["KEEPING", "OffloadUse", "Offloader", "Parked", "changed_in_place", "current", "install"]
+
+
+class Parked(Protocol):
+    """Tensors of one call, from its forward until its graph is gone."""
+
+    def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
+        """Park one more: an output of an operator, which `take` returns after the inputs.
+
+        Args:
+            must_leave: the operator's name, if the tensor may not stay on the device.
+
+        Raises:
+            UsageError: it must leave, and cannot.
+        """
+
+    def take(self) -> list[Tensor]:
+        """Return them on the device; the current stream may use them at once.
+
+        Raises:
+            UsageError: one has been changed in place.
+        """
+
+
+@dataclass(frozen=True)
+class OffloadUse:
+    """What an engine holds, and has moved since the step began, in bytes."""
+
+    parked: int = 0
+    """On the device."""
+    offloaded: int = 0
+    """On the host."""
+    mapped: int = 0
+    """Taken from the host, in use or not."""
+    bytes_out: int = 0
+    bytes_back: int = 0
+
+
+class Offloader:
+    """Keeps what is parked where it is; engines that offload derive from it."""
+
+    offloads = False
+
+    def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
+        """Take over the inputs of a call.
+
+        Args:
+            name: path of the checkpointed module as in `state_dict`, for reports and errors.
+        """
+        return _Kept(name, tensors)
+
+    def around(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002 - for those that watch calls
+        """Return a context that every checkpointed call enters for its forward."""
+        return contextlib.nullcontext()
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Take the order of this rank's actions in the step that begins."""
+
+    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
+        """Take note that an action begins."""
+
+    def footprint(self) -> int:
+        """Return the host memory, in bytes, that live graphs need: after a first forward, that of a microbatch."""
+        return 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have so much host memory before a step begins.
+
+        Pinning may wait for the device, and in the middle of a step two ranks that send to each other could deadlock.
+        """
+
+    def use(self) -> OffloadUse:
+        """Count what is held and was moved."""
+        return OffloadUse()
+
+
+class _Kept:
+    """Parked tensors that stay on the device."""
+
+    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
+        self._name = name
+        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
+        if must_leave:
+            raise UsageError(
+                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in `{self._name}`, and nothing offloads here",
+                hint="call smpkit.offload_activations(model), or set `offload_activations: true`",
+            )
+        self._tensors.append((tensor, version_of(tensor)))
+
+    def take(self) -> list[Tensor]:
+        for tensor, version in self._tensors:
+            if version_of(tensor) != version:
+                raise changed_in_place(f"`{self._name}`")
+        return [tensor for tensor, _ in self._tensors]
+
+
+def changed_in_place(name: str) -> UsageError:
+    """Return the error for a tensor that backward needs as it was."""
+    return UsageError(
+        f"a tensor that {name} saved for backward was changed in place afterwards",
+        hint="write `x = x + y` instead of `x += y`, or clone the tensor first",
+    )
+
+
+KEEPING: Final = Offloader()
+_current: Offloader = KEEPING
+"""One per process, like the model; suspended microbatches see it from their own threads."""
+
+
+def current() -> Offloader:
+    """Return what inputs are parked with."""
+    return _current
+
+
+def install(offloader: Offloader) -> Offloader:
+    """Park inputs with `offloader` from now on; return the one before it."""
+    global _current
+    previous, _current = _current, offloader
+    return previous
