@@ -134,4 +134,3 @@ class EmulatedLink(HostLink):
         time.sleep(max(0.0, direction.free_at - time.perf_counter()))
         for source, target in copies:
             target.copy_(source)
-

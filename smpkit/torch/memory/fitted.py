@@ -209,9 +209,7 @@ class Fitted:
             model.parameters,
             model.buffers,
         )
-        checkpoints = {
-            name: ChosenCheckpoint(layer, keeper=self._engine) for name, layer in found.items()
-        }
+        checkpoints = {name: ChosenCheckpoint(layer, keeper=self._engine) for name, layer in found.items()}
         self._chooser = Chooser(checkpoints, site, self._worst, lambda: max(1, self._graphs.most))
         self._limit = limit
         for checkpoint in checkpoints.values():

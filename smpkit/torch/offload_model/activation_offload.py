@@ -143,9 +143,7 @@ class TensorOffloader:
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # `now`, after the allocation: work queued on this stream may still use the memory for what it held before.
         after = (link.now(), offloaded.d2h_event)
-        offloaded.h2d_event = self._transfers.fetch(
-            "boundaries_in", offloaded.bytes(), flat, after
-        )
+        offloaded.h2d_event = self._transfers.fetch("boundaries_in", offloaded.bytes(), flat, after)
         offloaded.block.last_read = offloaded.h2d_event
         offloaded.device = flat.view(offloaded.meta.dtype).as_strided(offloaded.meta.shape, offloaded.meta.stride())
 

@@ -149,4 +149,3 @@ def _is_cache(argument: object) -> bool:
 
 def _is_filled(argument: Any) -> bool:
     return _is_cache(argument) and bool(argument.get_seq_length())
-

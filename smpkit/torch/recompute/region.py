@@ -37,7 +37,7 @@ from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_p
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import note_checkpoint
-from smpkit.torch.core.tensor_spec import map_tensors
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
@@ -92,9 +92,7 @@ def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: 
     """Return whether a call has a backward; a frozen stem has none, so there is nothing to recompute."""
     if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
         return True
-    found = list[Tensor]()
-    map_tensors(found.append, (args, kwargs))
-    return any(tensor.requires_grad for tensor in found)
+    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
 class _Slot:
