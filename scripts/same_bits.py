@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import smpkit
 import smpkit.torch as smp
 from smpkit.testing import run_ranks
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 from tests.models import CASES, Case, token_step, tokens
 from tests.transparency.test_checkpointing import Stacked, autocast_step, checkpoint_stack
 

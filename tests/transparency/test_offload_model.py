@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 from smpkit.torch.offload.link import Link
 from tests.pairwise import pairwise
 

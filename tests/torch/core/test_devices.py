@@ -20,7 +20,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import gpus
 from smpkit.torch.distributed.cores import bind
-from smpkit.torch.offload import accelerator
+from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.link import link_for
 
@@ -113,10 +113,10 @@ def test_a_module_that_captures_no_graphs_needs_no_function_for_it(monkeypatch: 
 def test_memory_is_registered_by_a_module_that_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = dict[int, int]()
     install(monkeypatch, host_register=pinned.__setitem__, host_unregister=pinned.pop)
-    tensor, release = accelerator.pinned_memory(XPU, 5000)
+    tensor = pinned_bytes(XPU, 5000)
     assert tensor.nbytes == 5000
     assert pinned == {tensor.data_ptr(): 8192}  # whole pages
-    release()
+    del tensor
     assert pinned == {}
 
 
@@ -129,7 +129,7 @@ def test_memory_that_a_driver_does_not_take_is_a_spent_budget(
     register: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, host_register=register, host_unregister=lambda address: None)
-    assert Arena(memory=partial(accelerator.pinned_memory, XPU)).take(100) is None
+    assert Arena(None, partial(pinned_bytes, XPU)).take(100) is None
 
 
 def test_memory_that_no_driver_registers_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +143,10 @@ def test_memory_that_no_driver_registers_is_pinned_by_torch(monkeypatch: pytest.
         return zeros(num_bytes, **options)
 
     monkeypatch.setattr(torch, "zeros", pin)
-    tensor, release = accelerator.pinned_memory(XPU, 5000)
-    release()
+    tensor = pinned_bytes(XPU, 5000)
     assert (tensor.nbytes, int(tensor.sum()), asked) == (5000, 0, [True])
     with pytest.raises(OSError, match="could not pin 2097152 bytes of the host: out of memory"):
-        accelerator.pinned_memory(XPU, 2 << 20)
+        pinned_bytes(XPU, 2 << 20)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import OffloadedModel, Update, host_peak_bytes
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 
 TOKENS = 4
 

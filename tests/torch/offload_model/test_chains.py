@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 from smpkit.torch.offload_model.counted_link import Traffic
 from tests.models import gpt2, llama
 

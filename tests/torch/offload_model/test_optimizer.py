@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 from tests.forked import Script
 
 CPU = torch.device("cpu")
@@ -385,7 +385,7 @@ SCRIPT = """
 import os, sys, torch
 from torch import nn
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.testing.emulated_link import EmulatedLink
 path, last, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 model = OffloadModel(nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)), "cpu",

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.link import CopyBatch, Event
+from smpkit.torch.offload.link import Copies, Event, HostLink
 from smpkit.torch.offload_model import kernels, weights
-from tests.torch.offload.streams import StreamLink
 
 CPU = torch.device("cpu")
 
 
-class NotedLink(StreamLink):
+class NotedLink(HostLink):
     """A link that notes what comes from the host."""
 
     def __init__(self, order: list[str]) -> None:
-        super().__init__()
         self._order = order
+        self._numbers: dict[int, int] = {}
+        """Of what has come, by its address on the host."""
 
-    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        self._order.append(f"fetch {what.removeprefix('slice ')}")
-        return super().send(copies, after, what)
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        number = self._numbers.setdefault(copies[0][0].data_ptr(), len(self._numbers))
+        self._order.append(f"fetch {number}")
+        return super().fetch(copies, after)
 
 
 def noted(order: list[str], number: int) -> nn.Linear:
@@ -43,7 +44,7 @@ def noted(order: list[str], number: int) -> nn.Linear:
 def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
     order: list[str] = []
     layers = nn.Sequential(*[noted(order, number) for number in range(4)])
-    model = OffloadModel(layers, CPU, CPU, 4, True, 1, links=(NotedLink(order), StreamLink()))
+    model = OffloadModel(layers, CPU, CPU, 4, True, 1, links=(NotedLink(order), HostLink()))
     output = model(torch.randn(2, 4))
     assert order == ["fetch 0", "fetch 1", "run 0", "fetch 2", "run 1", "fetch 3", "run 2", "run 3"]
     order.clear()
@@ -54,7 +55,7 @@ def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
 def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
     order: list[str] = []
     layers = nn.Sequential(nn.Linear(4, 4), noted(order, 1))
-    model = OffloadModel(layers, CPU, CPU, 2, True, 4, links=(StreamLink(), NotedLink(order)))
+    model = OffloadModel(layers, CPU, CPU, 2, True, 4, links=(HostLink(), NotedLink(order)))
     output = model(torch.randn(8, 4))
     # While the last microbatch computes, what backward needs first comes.
     assert [each.split()[0] for each in order] == ["fetch", *["fetch", "run"] * 4]
@@ -74,7 +75,7 @@ def test_threads_that_ask_for_events_have_the_models_device(monkeypatch: pytest.
     monkeypatch.setattr(weights, "make_current", note)
     monkeypatch.setattr(kernels, "make_current", note)
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    model = OffloadModel(layers, CPU, num_slices=4, links=(StreamLink(), StreamLink()))
+    model = OffloadModel(layers, CPU, num_slices=4, links=(HostLink(), HostLink()))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.torch.core.offload_hooks import current_offloader
+from smpkit.torch.core import offloader
 from smpkit.torch.describe import describe
 from smpkit.torch.recompute import region
 
@@ -103,9 +103,9 @@ def test_nothing_is_recomputed_without_checkpointing() -> None:
 
 
 def test_nobody_is_told_of_boundaries_afterwards() -> None:
-    before = current_offloader()
+    before = offloader.current()
     _costs(_Block())
-    assert current_offloader() is before
+    assert offloader.current() is before
 
 
 # --- beside bytes that are counted ------------------------------------------------------------------------------------
