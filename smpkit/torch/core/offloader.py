@@ -72,7 +72,7 @@ class Offloader:
         return _Kept(name, tensors)
 
     def around(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002 - for those that watch calls
-        """Return a context that every checkpointed call enters for its forward."""
+        """Return a context that every checkpointed call enters before it parks, until the end of its forward."""
         return contextlib.nullcontext()
 
     def follow(self, actions: Sequence[Action]) -> None:

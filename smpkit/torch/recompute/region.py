@@ -75,17 +75,13 @@ def run_checkpointed(
     note_checkpoint()
     if not torch.is_grad_enabled() or not needs_gradient(modules, args, kwargs):
         return function(*args, **kwargs)
-    region = CheckpointRegion(
-        function,
-        modules,
-        args,
-        kwargs,
-        name=name_of(modules[0]),
-        keeper=keeper or offloader.current(),
-        preserve_rng_state=preserve_rng_state,
-    )
-    with region.recording():
-        return function(*args, **kwargs)
+    name, keeper = name_of(modules[0]), keeper or offloader.current()
+    with keeper.around(name):
+        region = CheckpointRegion(
+            function, modules, args, kwargs, name=name, keeper=keeper, preserve_rng_state=preserve_rng_state
+        )
+        with region.recording():
+            return function(*args, **kwargs)
 
 
 def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -197,12 +193,7 @@ class CheckpointRegion:
         """Be around the forward."""
         outer, recording.region = recording.region, self
         try:
-            with (
-                self._keeper.around(self._path),
-                saved_tensors_hooks(self._pack, self._unpack),
-                self._operations(),
-                self._forward_context,
-            ):
+            with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
                 yield
         finally:
             recording.region = outer

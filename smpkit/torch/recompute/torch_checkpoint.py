@@ -72,20 +72,22 @@ def _entered(
         yield
         return
     early_stop = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
-    region = CheckpointRegion(
-        function,
-        modules,
-        args,
-        kwargs,
-        name=_name_of(function),
-        keeper=offloader.current(),
-        preserve_rng_state=settings["preserve_rng_state"],
-        contexts=_contexts(settings),
-        stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
-        compares=_compares(settings),
-    )
-    with region.recording():
-        yield
+    name, keeper = _name_of(function), offloader.current()
+    with keeper.around(name):
+        region = CheckpointRegion(
+            function,
+            modules,
+            args,
+            kwargs,
+            name=name,
+            keeper=keeper,
+            preserve_rng_state=settings["preserve_rng_state"],
+            contexts=_contexts(settings),
+            stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
+            compares=_compares(settings),
+        )
+        with region.recording():
+            yield
 
 
 def _contexts(settings: _Settings) -> Any:

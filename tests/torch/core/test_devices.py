@@ -70,7 +70,7 @@ def test_ranks_use_the_cpu_beside_a_device_without_streams(monkeypatch: pytest.M
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
     assert devices.choose_device(0) is None
     assert devices.current_device() == CPU
-    assert not link_for(torch.device("mps"), 1.0).is_stream_ordered
+    assert not link_for(torch.device("mps"), 1.0).runs_ahead
 
 
 def test_devices_that_their_module_tells_apart_are_known_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
