@@ -30,6 +30,7 @@ class Parked(Protocol):
         """Park one more: an output of an operator, which `take` returns after the inputs.
 
         Args:
+            tensor: an alias of the caller's own, whose memory may be taken from it.
             must_leave: the operator's name, if the tensor may not stay on the device.
 
         Raises:

@@ -84,14 +84,15 @@ class _Tensor:
 
     __slots__ = ("alias", "dtype", "offset", "requires_grad", "saved", "shape", "stride", "version")
 
-    def __init__(self, tensor: Tensor, saved: _Saved | None) -> None:
+    def __init__(self, tensor: Tensor, saved: _Saved | None, alias: Tensor | None = None) -> None:
         self.saved, self.version = saved, version_of(tensor)
         self.alias = tensor
+        """Tells whether somebody has changed the tensor; without memory, if that leaves."""
         if saved is not None:
             self.requires_grad, self.dtype, self.shape = tensor.requires_grad, tensor.dtype, tensor.shape
             self.stride, self.offset = tensor.stride(), tensor.storage_offset()
-            self.alias = tensor.detach()
-            self.alias.data = saved.engine.empty  # keeps the version counter without keeping the memory
+            self.alias = tensor.detach() if alias is None else alias
+            self.alias.data = saved.engine.empty  # keeps the version counter
 
     def take(self, name: str) -> Tensor:
         """Return the tensor, which is on the device."""
@@ -252,8 +253,8 @@ class ActivationEngine(Offloader):
         """Park one more tensor of a call, an output of an operator that a policy offloads."""
         new: list[_Saved] = []
         saved = self._saved_of(tensor, new, 1 if must_leave else self._min_bytes)
-        parked.tensors.append(_Tensor(tensor, saved))
         reason = None if saved else self._why_not(tensor)
+        parked.tensors.append(_Tensor(tensor, saved, alias=tensor))
         if not reason and not self._begin_leaving(parked, new):
             reason = "host memory for activations is used up"
         if reason and must_leave:

@@ -13,7 +13,8 @@ units save what they need.
 [Note: policies that offload] In eager mode torch recomputes what `MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD` names. Its
 mode for the forward asks the policy, and then wraps what is to be saved in `_VersionWrapper`; its mode for backward
 returns what the wrapper's `get_val` returns. So the policy is heard on its way, torch is told to save, and the wrapper
-parks the output with the engine in place of holding it.
+parks the output with the engine in place of holding it. A view has no memory of its own, and costs nothing to make
+again, so it is: that also keeps weights which a policy for all operators names from being copied.
 """
 
 from __future__ import annotations
@@ -178,11 +179,20 @@ class _HearingMode(_torch_mode):  # type: ignore[misc]
             policy = policy_fn(context, operator, *values, **options)
             must = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
             _heard.offloads = recording.region is not None and (must or policy is CheckpointPolicy.PREFER_CPU_OFFLOAD)
+            if _heard.offloads and _is_view(operator):
+                _heard.offloads = False
+                return CheckpointPolicy.PREFER_RECOMPUTE
             # A trial of the step only finds out what layers cost.
             _heard.must_leave = str(operator) if must and not state.tracing else None
             return CheckpointPolicy.MUST_SAVE if _heard.offloads else policy
 
         super().__init__(heard, *args, **kwargs)
+
+
+@functools.cache
+def _is_view(operator: Any) -> bool:
+    returns = getattr(getattr(operator, "_schema", None), "returns", ())
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 class _ParkedOutput:
