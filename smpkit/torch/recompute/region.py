@@ -351,7 +351,7 @@ def _nothing(_tensor: Tensor) -> tuple[Any, ...]:
 
 def _checksum(tensor: Tensor) -> tuple[Any, ...]:
     plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
-    return (*_shape(tensor), zlib.crc32(plain.flatten().view(torch.uint8).numpy()))
+    return (*_shape(tensor), zlib.crc32(plain.flatten().view(torch.uint8).numpy().tobytes()))
 
 
 def _text(expected: tuple[Any, ...]) -> str:

@@ -224,7 +224,7 @@ def _hears_policies() -> bool:
             self.parked.append(tensor)
             return lambda: tensor
 
-    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _HearingMode:  # type: ignore[comparison-overlap]
+    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _HearingMode:
         return False
     outer, recording.region = recording.region, Region()  # type: ignore[assignment]
     ran = list[bool]()
@@ -234,7 +234,7 @@ def _hears_policies() -> bool:
         return CheckpointPolicy.PREFER_CPU_OFFLOAD
 
     try:
-        forward, backward = torch_checkpoint.create_selective_checkpoint_contexts(policy)
+        forward, backward = torch_checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         ones = torch.ones(2, device="cpu")
         with forward:
             torch.neg(ones)

@@ -150,7 +150,9 @@ def test_a_second_backward_is_torchs_own_error() -> None:
 class Odd(nn.Module):
     """Makes an output of an operator that cannot be taken away."""
 
-    def __init__(self, function: Callable[[nn.Linear, Tensor], Tensor], operator: Any, wanted: CheckpointPolicy) -> None:
+    def __init__(
+        self, function: Callable[[nn.Linear, Tensor], Tensor], operator: Any, wanted: CheckpointPolicy
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.function, self.contexts = nn.Linear(WIDTH, WIDTH), function, contexts(wanted, operator)
@@ -181,7 +183,10 @@ ODD: dict[str, tuple[Callable[[nn.Linear, Tensor], Tensor], Any, str]] = {
 def test_what_cannot_leave_is_refused_or_stays_with_a_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     function, operator, reason = ODD[name]
     model = Odd(function, operator, MUST)
-    with smpkit.offload_activations(model), pytest.raises(UsageError, match=f"MUST_CPU_OFFLOAD for {operator}.*{reason}"):
+    with (
+        smpkit.offload_activations(model),
+        pytest.raises(UsageError, match=f"MUST_CPU_OFFLOAD for {operator}.*{reason}"),
+    ):
         model(batch())
     model = Odd(function, operator, PREFER)
     with smpkit.offload_activations(model), caplog.at_level(logging.WARNING, "smpkit"):
@@ -239,7 +244,9 @@ def test_a_torch_whose_contexts_are_unknown_is_named(monkeypatch: pytest.MonkeyP
     with smpkit.offload_activations(model):
         monkeypatch.setattr(torch_checkpoint, "_VersionWrapper", lambda value: value)
         seam._hears_policies.cache_clear()
-        with pytest.raises(UsageError, match=re.escape(f"selective checkpointing of torch {torch.__version__} is not known")):
+        with pytest.raises(
+            UsageError, match=re.escape(f"selective checkpointing of torch {torch.__version__} is not known")
+        ):
             model(batch())
     monkeypatch.undo()
     seam._hears_policies.cache_clear()
