@@ -58,8 +58,8 @@ compiler::
     with simulated_device.no_races("lazy"):     # raises RaceFound, with both lines
         train_step(model.to(device), data)
 
-smpkit itself does not import this package; only `--backend fake` loads it, by name. Names are loaded when first used, so
-the fake service needs no torch and the link no botocore.
+smpkit itself does not import this package; only `--backend fake` loads it, by name. Names are loaded when first used,
+so the fake service needs no torch and the link no botocore.
 """
 
 from __future__ import annotations

@@ -43,8 +43,20 @@ _MIN_HELD: Final = 2
 class _Saved:
     """The memory of a tensor: its bytes are on the device, on the host, or on both."""
 
-    __slots__ = ("__weakref__", "back", "block", "data", "engine", "host", "num_bytes", "num_waiting", "out", "storage",
-                 "stream", "version")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "back",
+        "block",
+        "data",
+        "engine",
+        "host",
+        "num_bytes",
+        "num_waiting",
+        "out",
+        "storage",
+        "stream",
+        "version",
+    )
 
     def __init__(self, engine: ActivationEngine, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.engine = engine
