@@ -31,14 +31,15 @@ def test_recomputed_and_kept_layers_have_the_same_losses() -> None:
 
 @pytest.mark.slow
 def test_32768_tokens_fit_24_gib_only_with_both() -> None:
+    usable = 21.8  # of 24 GiB, as the README says
     fits = {}
     for model, offloaded in (("large_kept", "false"), ("large", "false"), ("large", "true")):
         options = ("--model", f"model:{model}", "--set", f"{OFFLOADING}={offloaded}", "--json")
         (stage,) = json.loads(process("plan", str(JOB), *options).stdout)["stages"]
         fits[model, offloaded] = stage["total_bytes"] / 2**30
-    assert fits["large_kept", "false"] > 3 * 24
-    assert 24 < fits["large", "false"] < 26
-    assert fits["large", "true"] < 23
+    assert fits["large_kept", "false"] > 3 * usable
+    assert usable < fits["large", "false"] < 23
+    assert fits["large", "true"] < usable
 
 
 @pytest.mark.slow
@@ -48,4 +49,5 @@ def test_the_plan_says_what_a_cpu_takes(monkeypatch: pytest.MonkeyPatch) -> None
     (stage,) = json.loads(process("plan", str(JOB), "--model", "model:small", "--json").stdout)["stages"]
     _, device, host = told(launched(JOB, {"steps": 1}))
     assert host == pytest.approx(stage["host_bytes"] / 2**20, abs=1)
-    assert 0.6 * stage["total_bytes"] < device * 2**20 < 1.2 * stage["total_bytes"]
+    # Linux counts more than tensors, as the README says: 105 to 140 MiB when that was measured.
+    assert 0.6 * stage["total_bytes"] < device * 2**20 < stage["total_bytes"] + (160 << 20)
