@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 from typing import Any, Final, Literal
 
 from smpkit.errors import UsageError
-from smpkit.plan.offload.lead import auto_lead
+from smpkit.plan.offload.work import auto_lead
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.link import Link, Wait
