@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.activation_offload.blocks import Block
 from benchmarks.activation_offload.stage import run_stage
 from benchmarks.activation_offload.training import Sizes, training_rows
-from smpkit.plan.offload.simulate import ON_A_GPU, peak_without_offloading, simulate_offload
+from smpkit.plan.offload.simulate import ON_A_GPU, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.engine import make_engine
@@ -133,12 +133,12 @@ def _pipeline(link: LinkSpeed) -> Iterator[Row]:
     forward, backward = _layer_seconds(layers[0], make_input())
     work = layer_tasks(actions, [[LayerCost(forward, backward, boundary, forward)] * _STAGE_LAYERS])
     seconds, peak = measured(None, offloads=False)
-    resident = peak_without_offloading(work) / 2**30
+    resident = simulate_offload(work, link, Window()).peak_bytes / 2**30
     predicted = {"predicted ms": 1e3 * sum(each.seconds for each in work), "predicted boundaries GiB": resident}
     yield {"table": title, "horizon": "no offloading", "ms": 1e3 * seconds, "peak GiB": peak, **predicted}
     for horizon in (1, 2, 4, 8, None):
         seconds, peak = measured(horizon, offloads=True)
-        window = auto_window(work, link, Window(horizon=horizon))
+        window = auto_window(work, link, horizon)
         timeline = simulate_offload(work, link, window, rules=ON_A_GPU)
         yield {
             "table": title,

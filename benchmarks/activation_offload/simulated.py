@@ -38,7 +38,6 @@ WORKING: Final = 4 * BOUNDARY
 _FLOPS, _LINK = 430e12, 50e9
 _TOKENS: Final = 32 << 10
 _WIDTHS: Final = (4096, 512, 256)
-_MOST_LEAD: Final = 16
 _UNTIMED: Final = 1e30
 
 
@@ -69,7 +68,7 @@ class Stage:
         cost = LayerCost(self.forward_seconds, 2 * self.forward_seconds, BOUNDARY, self.forward_seconds)
         tasks = layer_tasks(self.actions, [[cost] * self.num_layers])
         link = LinkSpeed(self.bytes_per_second, self.bytes_per_second)
-        window = auto_window(tasks, link, Window(_MOST_LEAD, horizon)) if lead is None else Window(lead, horizon)
+        window = auto_window(tasks, link, horizon) if lead is None else Window(lead, horizon)
         return window, simulate_offload(tasks, link, window, rules=self.rules)
 
     @property

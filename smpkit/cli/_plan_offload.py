@@ -11,7 +11,8 @@ from smpkit.cli._layout import table, width
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.plan.memory import ModelFacts
-    from smpkit.plan.offload.forecast import Forecast, Speed
+    from smpkit.plan.offload.forecast import Forecast
+    from smpkit.plan.speed import Speed
 
 __all__ = ["advise", "plain", "report"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.plan.decide import Plan
     from smpkit.plan.memory import ModelFacts
-    from smpkit.plan.offload.forecast import Speed
+    from smpkit.plan.speed import Speed
     from smpkit.plan.tune.chain import Choice
     from smpkit.plan.tune.features import Feature
 
@@ -158,8 +158,8 @@ def plan_of(world: World, options: dict[str, Any], model: ModelFacts | None = No
 
 def speed_of(options: dict[str, Any]) -> Speed:
     """Return the speed of a device and of its link, as the options say."""
-    from smpkit.plan.offload.forecast import Speed
     from smpkit.plan.offload.work import LinkSpeed
+    from smpkit.plan.speed import Speed
 
     for flag in ("tflops", "link_gbs"):
         if options[flag] <= 0:

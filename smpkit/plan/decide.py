@@ -17,7 +17,7 @@ from typing import Final
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
-from smpkit.plan.offload.forecast import Forecast, Speed, forecast
+from smpkit.plan.offload.forecast import Forecast, forecast
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
@@ -26,6 +26,7 @@ from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.schedule.search import WORTH, interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
+from smpkit.plan.speed import Speed
 
 __all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
 

@@ -31,8 +31,8 @@ from smpkit.observe.runs import PLAN, RUN_DIR
 from smpkit.observe.summary import KindBytes
 from smpkit.plan.decide import Plan, decide
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.speed import Speed
 from smpkit.plan.tune.peak import Peak, measured_peak, published_peak
 from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices

@@ -7,10 +7,10 @@ from typing import Any
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.decide import decide
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
+from smpkit.plan.speed import Speed
 from tests.plan.tune.models import gpt
 
 SPEED = Speed(1e14, LinkSpeed(2e10, 2e10), 1e-5, 1e-10)

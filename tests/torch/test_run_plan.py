@@ -15,8 +15,8 @@ import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.decide import decide
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.speed import Speed
 from smpkit.torch import run_plan
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe

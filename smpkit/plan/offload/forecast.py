@@ -2,98 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from math import comb, inf
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from math import inf
 from typing import Final, Literal
 
 from smpkit.plan.memory import ModelFacts
-from smpkit.plan.offload.simulate import (
-    ON_A_GPU,
-    ON_A_GPU_ALONE,
-    OffloadTimeline,
-    peak_without_offloading,
-    simulate_offload,
-)
+from smpkit.plan.offload.simulate import ON_A_GPU, ON_A_GPU_ALONE, OffloadTimeline, Rules, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import Timeline
+from smpkit.plan.speed import Speed
 
-__all__ = ["Forecast", "Speed", "forecast", "layers_of"]
+__all__ = ["Forecast", "forecast", "layers_of"]
 
-_MOST_LEAD: Final = 16
-"""How many layers ahead the engine loads at most."""
-_MOST_SHARING: Final = 256
-"""Of more ranks on a host than that, the mean says how many want a core."""
 _WORTH: Final = 1e-3
 """A longer horizon must save this share of the step to be advised."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What the devices reach, from which seconds are made."""
-
-    flops_per_second: float
-    link: LinkSpeed
-    message_latency_seconds: float = 0.0
-    """Of a message between stages."""
-    message_seconds_per_byte: float = 0.0
-    action_seconds: float = 0.0
-    """What the runtime itself adds to each action."""
-    collective_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
-    backward."""
-    operation_seconds: float = 0.0
-    """What the host spends on an operator."""
-    moved_bytes_per_second: float = inf
-    """What the device reads and writes where it computes no products."""
-    is_asynchronous: bool = True
-    """The host runs ahead of the device: the longer of both counts."""
-    on_cores: bool = False
-    """The device is the host's cores."""
-    cores: float = inf
-    """Of a host."""
-    ranks: int = 1
-    """Of a host, which share its cores."""
-    split_seconds: float = 0.0
-    """What a backward in two halves costs the host more, for each product with a weight."""
-
-    def forward_seconds(self, unit: UnitCost) -> float:
-        """Return how long the forward of a unit takes, for a rank with a core of its own."""
-        device, host = self._device_seconds(unit), unit.operations * self.operation_seconds
-        return max(device, host) if self.is_asynchronous else device + host
-
-    def seconds_of_split(self, unit: UnitCost) -> float:
-        """Return how much longer the backward of a unit takes in two halves than in one."""
-        more = unit.weight_products * self.split_seconds
-        if not self.is_asynchronous:
-            return more
-        device, host = 2 * self._device_seconds(unit), 2 * unit.operations * self.operation_seconds
-        return max(device, host + more) - max(device, host)
-
-    def core_seconds(self, unit: UnitCost) -> float:
-        """Return for how much of it a core is busy."""
-        host = unit.operations * self.operation_seconds
-        return host + self._device_seconds(unit) if self.on_cores else host
-
-    def _device_seconds(self, unit: UnitCost) -> float:
-        return unit.flops / self.flops_per_second + unit.moved_bytes / self.moved_bytes_per_second
-
-    def slowdown(self, busy: float) -> float:
-        """Return how much longer a rank's work on its core takes because other ranks want cores too.
-
-        Args:
-            busy: the share of the time in which a rank wants one, 0 to 1. When others do is taken as independent.
-        """
-        others = self.ranks - 1
-        if self.ranks <= self.cores or others > _MOST_SHARING:
-            return max(1.0, self.ranks * busy / self.cores)
-        return sum(
-            comb(others, count) * busy**count * (1 - busy) ** (others - count) * max(1.0, (count + 1) / self.cores)
-            for count in range(others + 1)
-        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +45,7 @@ class Forecast:
 
 
 def forecast(
-    model: ModelFacts,
-    assignment: Assignment,
-    timeline: Timeline,
-    horizon: int | Literal["auto"],
-    speed: Speed,
+    model: ModelFacts, assignment: Assignment, timeline: Timeline, horizon: int | Literal["auto"], speed: Speed
 ) -> tuple[Forecast, ...]:
     """Return a forecast for each rank.
 
@@ -133,24 +55,26 @@ def forecast(
         timeline: the schedule, simulated with costs in seconds.
         horizon: `activation_loading_horizon`.
     """
-    found = []
+    rules = ON_A_GPU if len(timeline.spans) > 1 else ON_A_GPU_ALONE
+    forecasts = []
     for rank, actions in enumerate(timeline.schedule.actions):
         tasks = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed))
-        ready = [span.start_seconds for span in timeline.spans[rank]]
-        bound = None if horizon == "auto" else horizon
-        found.append(_forecast(tasks, ready, bound, speed.link, len(timeline.spans)))
-    return tuple(found)
+        starts = [span.start_seconds for span in timeline.spans[rank]]
+        forecasts.append(_forecast(tasks, starts, None if horizon == "auto" else horizon, speed.link, rules))
+    return tuple(forecasts)
 
 
 def layers_of(
     model: ModelFacts, assignment: Assignment, timeline: Timeline, rank: int, speed: Speed
 ) -> list[list[LayerCost]]:
-    """Return the layers of each segment of a rank: its units, a backward taking twice a forward."""
+    """Return the layers of each segment of a rank, which are its units; a backward takes twice a forward."""
+    # Units that follow each other without another rank between are a segment.
+    places = groupby(assignment.units, key=lambda unit: unit[1])
+    runs = [[name for name, _ in units] for place, units in places if place == rank]
     count = sum(segment.rank == rank for segment in timeline.schedule.graph.segments)
-    runs = list(_runs(assignment, rank))
     if len(runs) != count:
         # The plan was made for a graph in which nothing returns to a rank: its first segment stands for all runs.
-        runs = [list(chain.from_iterable(runs))] + [[] for _ in range(count - 1)]
+        runs = [list(chain.from_iterable(runs)), *[[] for _ in range(count - 1)]]
     costs = {unit.cost.name: unit.cost for unit in model.units}
     return [[_layer_cost(costs[name], speed) for name in run] for run in runs]
 
@@ -160,52 +84,35 @@ def _layer_cost(cost: UnitCost, speed: Speed) -> LayerCost:
     return LayerCost(forward, 2 * forward, cost.boundary_bytes, forward * cost.recomputed_share)
 
 
-def _runs(assignment: Assignment, rank: int) -> Iterator[list[str]]:
-    """Yield the units of a rank in parts that follow each other without another rank between."""
-    run: list[str] = []
-    for name, place in assignment.units:
-        if place == rank:
-            run.append(name)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
 def _forecast(
-    tasks: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+    tasks: Sequence[LayerTask], starts: Sequence[float], horizon: int | None, link: LinkSpeed, rules: Rules
 ) -> Forecast:
-    found = _simulated(tasks, ready, horizon, link, num_ranks)
-    longest = max(1, len(ready))
-    best = _simulated(tasks, ready, longest, link, num_ranks).stall_seconds
-    allowed = best + _WORTH * found.makespan_seconds
-    sufficient = 1
-    while sufficient < longest and _simulated(tasks, ready, sufficient, link, num_ranks).stall_seconds > allowed:
-        sufficient += 1
-    leaving = [each for each in tasks if each.action.kind is Kind.FORWARD and each.num_bytes]
+    lead = auto_window(tasks, link).lead or 1
+
+    def simulated(horizon: int | None) -> OffloadTimeline:
+        return simulate_offload(tasks, link, Window(lead, horizon), starts, rules)
+
+    timeline = simulated(horizon)
+    longest = max(1, len(starts))
+    allowed = simulated(longest).stall_seconds + _WORTH * timeline.makespan_seconds
+    shorter = range(1, longest)
     return Forecast(
-        resident_bytes=peak_without_offloading(tasks),
-        device_bytes=found.peak_bytes,
-        host_bytes=found.host_peak_bytes,
-        out_bytes=found.out_bytes,
-        back_bytes=found.back_bytes,
-        lead=auto_window(tasks, link, Window(_MOST_LEAD)).lead or 1,
-        step_seconds=found.makespan_seconds,
-        stall_seconds=found.stall_seconds,
-        sufficient_horizon=sufficient,
-        needed_bytes_per_second=max((_rate(each, link) for each in leaving), default=0.0),
+        resident_bytes=simulate_offload(tasks, link, Window()).peak_bytes,  # in this window all of them stay
+        device_bytes=timeline.peak_bytes,
+        host_bytes=timeline.host_peak_bytes,
+        out_bytes=timeline.out_bytes,
+        back_bytes=timeline.back_bytes,
+        lead=lead,
+        step_seconds=timeline.makespan_seconds,
+        stall_seconds=timeline.stall_seconds,
+        sufficient_horizon=next((bound for bound in shorter if simulated(bound).stall_seconds <= allowed), longest),
+        needed_bytes_per_second=max((_hiding_rate(task, link) for task in tasks), default=0.0),
     )
 
 
-def _rate(forward: LayerTask, link: LinkSpeed) -> float:
-    left = forward.seconds - link.latency_seconds
-    return forward.num_bytes / left if left > 0 else inf
-
-
-def _simulated(
-    tasks: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
-) -> OffloadTimeline:
-    """Simulate the engine as it runs on a GPU."""
-    window = auto_window(tasks, link, Window(_MOST_LEAD, horizon))
-    return simulate_offload(tasks, link, window, ready, ON_A_GPU if num_ranks > 1 else ON_A_GPU_ALONE)
+def _hiding_rate(task: LayerTask, link: LinkSpeed) -> float:
+    """Return how fast the link out must be to hide the copy of a forward's input."""
+    if task.action.kind is not Kind.FORWARD or not task.num_bytes:
+        return 0.0
+    left = task.seconds - link.latency_seconds
+    return task.num_bytes / left if left > 0 else inf

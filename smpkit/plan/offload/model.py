@@ -1,17 +1,18 @@
 """How long a step of an OffloadModel takes, and what it holds on the device and on the host, before it is built.
 
-Weights come to the device slice by slice, in the forward and again in the backward, but for the last two slices, which
-stay between them; gradients leave once; slice borders leave in the forward and come back. A slice is loaded while the
-one before computes, so in each phase the slowest of compute and copies gives the time, and what nothing can hide comes
-on top. With equal slices and one microbatch that is exact, as far as compute and copies do not slow each other; several
+Weights come to the device slice by slice, in the forward and again in the backward; the last two slices stay between
+the two. Gradients leave once. The borders of slices leave in the forward and come back. A slice is loaded while the one
+before computes, so each phase takes as long as the slowest of compute and copies, and what nothing can hide comes on
+top. With equal slices and one microbatch that is exact if compute and copies do not slow each other; several
 microbatches over a link that cannot keep up take somewhat longer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import sqrt
+from math import inf, sqrt
 from typing import Final
 
 from smpkit.errors import UsageError
@@ -36,8 +37,6 @@ _BLOCK_PARAMETERS: Final = 12.25
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
-_ON_DEVICE: Final = 2
-"""Up to this many microbatches leave slice borders on the device for the next slice."""
 
 WORKSPACE_BYTES: Final = 2 * (32 << 20)
 """What cuBLAS takes of the memory of a Hopper GPU for itself, through torch's allocator: as much for the thread of
@@ -52,7 +51,7 @@ class Update(str, Enum):
     JUST_IN_TIME = "just-in-time"
     """Just before its next forward, so that exact gradient clipping, which needs all gradients, can be overlapped."""
     SERIAL = "serial"
-    """After the backward, everything waiting."""
+    """After the backward, while everything else waits."""
 
     def __str__(self) -> str:
         return self.value
@@ -136,10 +135,9 @@ class OffloadedModel:
         return self.num_parameters * _MASTER_BYTES * (1 + OPTIMIZERS[self.optimizer])
 
     @property
-    def update_bytes(self) -> float:
-        """What one update moves through the host's memory: gradients in, states in and out, weights out."""
-        copies = 2 if self.number_bytes < _MASTER_BYTES else 1
-        return 2 * self.states_bytes + copies * self.weights_bytes
+    def keeps_borders(self) -> bool:
+        """Whether microbatches are so few that borders stay on the device for the slice that comes next."""
+        return self.num_microbatches <= 2
 
 
 @dataclass(frozen=True)
@@ -162,25 +160,25 @@ class StepTime:
 def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.OVERLAPPED) -> StepTime:
     """Return the time of a step, each phase of it bounded by its slowest part."""
     forward, backward, slices = _forward(model, machine), _backward(model, machine), model.num_slices
-    seconds = _update_seconds(model, machine)
-    phases = forward.seconds + backward.seconds
-    # Nothing hides the first load, and the last gradient, update and load of the slice that is last in the backward.
-    tail = (seconds + _in(machine, model.weights_bytes) + _out(machine, model.weights_bytes)) / slices
+    updating = model.num_parameters / machine.updated_parameters_per_second
+    host = _host_bytes(model) / (machine.host_bytes_per_second or inf)
+    first_load = model.weights_bytes / slices / machine.in_bytes_per_second
+    last_gradient = model.weights_bytes / slices / machine.out_bytes_per_second
+    tail = updating / slices + first_load + last_gradient  # nothing hides them, nor the update of the last slice
     if update is Update.OVERLAPPED:
-        total = max(phases, seconds, _host_seconds(model, machine)) + tail
+        total = max(forward.seconds + backward.seconds, updating, host) + tail
     elif update is Update.JUST_IN_TIME:
-        total = backward.seconds + max(forward.seconds, seconds) + tail
+        total = backward.seconds + max(forward.seconds, updating) + tail
     else:
-        total = phases + seconds * (1 - 1 / slices) + tail
-    compute = forward.compute + backward.compute
-    causes = {"compute": compute, "link": forward.link + backward.link, "optimizer": seconds}
-    causes["host memory"] = _host_seconds(model, machine)
+        total = forward.seconds + backward.seconds + updating * (1 - 1 / slices) + tail
+    causes = {"compute": forward.compute + backward.compute, "link": forward.link + backward.link}
+    causes |= {"optimizer": updating, "host memory": host}
     return StepTime(
         forward_seconds=forward.compute,
         backward_seconds=backward.compute,
-        in_seconds=forward.into + backward.into + _in(machine, model.weights_bytes / slices),
-        out_seconds=forward.out + backward.out + _out(machine, model.weights_bytes / slices),
-        update_seconds=seconds,
+        in_seconds=forward.into + backward.into + first_load,
+        out_seconds=forward.out + backward.out + last_gradient,
+        update_seconds=updating,
         total_seconds=total,
         bound=max(causes, key=lambda cause: causes[cause]),
         useful_flops_per_second=6 * model.num_parameters * model.num_tokens / total,
@@ -192,77 +190,55 @@ class _Phase:
     """What a forward or a backward needs of each part of the machine, in seconds, without copies that nothing hides."""
 
     compute: float
-    alone: float
-    """The part of compute before which nothing that it hides can be loaded: the buffers are full."""
     into: float
     out: float
-    both: float
-    lead: float
-    """Compute before the first copy out."""
+    link: float
+    """Of the slowest of both directions and both together."""
+    seconds: float
 
-    @property
-    def link(self) -> float:
-        return max(self.into, self.out, self.both)
 
-    @property
-    def seconds(self) -> float:
-        return max(self.compute, self.alone + self.into, self.lead + self.out, self.alone + self.both)
+def _phase(machine: Machine, compute: float, alone: float, lead: float, in_bytes: float, out_bytes: float) -> _Phase:
+    """Return the times of a phase.
+
+    Args:
+        alone: the part of compute that hides no load, because the buffers are full.
+        lead: compute before the first copy out.
+    """
+    into, out = in_bytes / machine.in_bytes_per_second, out_bytes / machine.out_bytes_per_second
+    both = (in_bytes + out_bytes) / (machine.both_bytes_per_second or inf)
+    seconds = max(compute, alone + into, lead + out, alone + both)
+    return _Phase(compute, into, out, max(into, out, both), seconds)
 
 
 def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
     """Load each slice but the first while the one before computes; borders wait on the host if backward needs them."""
-    slices = model.num_slices
+    slices, borders = model.num_slices, model.border_bytes * (model.num_slices - 1)
     compute = 2 * model.num_parameters * model.num_tokens / machine.flops_per_second
-    borders = model.border_bytes * (slices - 1)
-    into = model.weights_bytes * (1 - 1 / slices) + (0 if _is_few(model) else borders)
+    into = model.weights_bytes * (1 - 1 / slices) + (0 if model.keeps_borders else borders)
     out = borders - (model.border_bytes if model.num_microbatches == 1 and slices > 1 else 0)
-    both = _both(machine, into + out)
-    each = compute / slices
-    return _Phase(compute, each, _in(machine, into), _out(machine, out), both, each)
+    return _phase(machine, compute, compute / slices, compute / slices, into, out)
 
 
 def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
-    """Begin with the two slices that are there; the slice before the last finds its input loaded, too."""
+    """Begin with the two slices that are there; the input of the slice before the last is loaded, too."""
     slices = model.num_slices
     compute = 6 * model.num_parameters * model.num_tokens / machine.flops_per_second
     there = min(2, slices)
-    borders = model.border_bytes * max(0, slices - 3)
-    into, out = model.weights_bytes * (1 - there / slices) + borders, model.weights_bytes * (1 - 1 / slices)
-    if not _is_few(model):  # then the borders' gradients wait on the host as well
+    into = model.weights_bytes * (1 - there / slices) + model.border_bytes * max(0, slices - 3)
+    out = model.weights_bytes * (1 - 1 / slices)
+    if not model.keeps_borders:  # then the borders' gradients wait on the host as well
         into += model.border_bytes * max(0, slices - 2)
         out += model.border_bytes * (slices - 1)
-    alone = compute * there / slices
-    both = _both(machine, into + out)
-    return _Phase(compute, alone, _in(machine, into), _out(machine, out), both, compute / slices)
+    return _phase(machine, compute, compute * there / slices, compute / slices, into, out)
 
 
-def _is_few(model: OffloadedModel) -> bool:
-    """Return whether borders may stay on the device for the slice that comes next."""
-    return model.num_microbatches <= _ON_DEVICE
-
-
-def _in(machine: Machine, num_bytes: float) -> float:
-    return num_bytes / machine.in_bytes_per_second
-
-
-def _out(machine: Machine, num_bytes: float) -> float:
-    return num_bytes / machine.out_bytes_per_second
-
-
-def _both(machine: Machine, num_bytes: float) -> float:
-    return 0.0 if machine.both_bytes_per_second is None else num_bytes / machine.both_bytes_per_second
-
-
-def _update_seconds(model: OffloadedModel, machine: Machine) -> float:
-    return model.num_parameters / machine.updated_parameters_per_second
-
-
-def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
-    if machine.host_bytes_per_second is None:
-        return 0.0
+def _host_bytes(model: OffloadedModel) -> float:
+    """Return what a step moves through the host's memory: the update, weights and gradients, and borders."""
+    copies = 2 if model.number_bytes < _MASTER_BYTES else 1
+    update = 2 * model.states_bytes + copies * model.weights_bytes  # gradients in, states in and out, weights out
     weights_and_gradients = model.weights_bytes * (3 - min(2, model.num_slices) / model.num_slices)
-    borders = (2 if _is_few(model) else 5) * (model.num_slices - 1) * model.border_bytes
-    return (model.update_bytes + weights_and_gradients + borders) / machine.host_bytes_per_second
+    borders = (2 if model.keeps_borders else 5) * (model.num_slices - 1) * model.border_bytes
+    return update + weights_and_gradients + borders
 
 
 def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> float:
@@ -323,16 +299,13 @@ def largest_parameters(
     """
     room = host_bytes - reserve_bytes
 
-    def fits(count: int) -> bool:
-        return host_peak_bytes(replace(model, num_parameters=count), update) <= room
+    def peak(count: int) -> float:
+        return host_peak_bytes(replace(model, num_parameters=count), update)
 
-    if room <= 0 or not fits(1):
+    largest = bisect_right(range(1, int(room)), room, key=peak)
+    if not largest:
         raise UsageError(
             f"{host_bytes / 1024**3:g} GiB of host memory hold no model with {model.num_tokens} tokens per step",
             hint="use fewer tokens, or a smaller reserve",
         )
-    low, high = 1, int(room)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest

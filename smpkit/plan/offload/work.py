@@ -1,22 +1,31 @@
-"""What offloading is planned from: the layers' costs, the link, the window of loading, and one rank's layer tasks."""
+"""What offloading is planned from: layers' costs, the link, one rank's layer tasks, and how far ahead to load.
+
+Boundaries are loaded back as late as compute still never waits, so that as few as possible are on the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
-from smpkit.errors import UsageError
-from smpkit.plan.offload.lead import auto_lead
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["LayerCost", "LayerTask", "LinkSpeed", "Window", "auto_window", "layer_tasks", "needs_back"]
+__all__ = ["MAX_LEAD", "LayerCost", "LayerTask", "LinkSpeed", "Window"]
+__all__ += ["auto_lead", "auto_window", "latest_issues", "layer_tasks", "needs_back"]
+
+MAX_LEAD: Final = 16
+"""How many layers ahead the engine loads at most."""
+
+Boundary = tuple[int, int, int]
+"""What a layer keeps of a microbatch for its backward: the segment, the microbatch and the layer."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one checkpointed layer costs for one microbatch; times in seconds, or in any other unit if it is one."""
+    """What one checkpointed layer costs for one microbatch; times in seconds, or all of them in another unit."""
 
     forward_seconds: float
     backward_seconds: float
@@ -24,45 +33,30 @@ class LayerCost:
     boundary_bytes: int
     """What stays of it for the backward: its input. 0: the layer keeps nothing that can be offloaded."""
     recompute_seconds: float = 0.0
-    weight_seconds: float = 0.0
-    """The part of the backward that WEIGHT actions take over where it is split."""
 
-    def seconds(self, kind: Kind, split_backward: bool = False) -> float:
-        """Return what an action spends on this layer."""
+    def seconds(self, kind: Kind) -> float:
+        """Return what an action spends on this layer: nothing in a WEIGHT action, its part is in the backward."""
         if kind is Kind.FORWARD:
             return self.forward_seconds
-        if kind is Kind.WEIGHT:
-            return self.weight_seconds
-        backward = self.recompute_seconds + self.backward_seconds
-        return backward - self.weight_seconds if split_backward else backward
+        return self.recompute_seconds + self.backward_seconds if kind is Kind.BACKWARD else 0.0
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """How fast a device and its host copy."""
+    """How fast a device and its host copy, in both directions at once."""
 
     out_bytes_per_second: float
     back_bytes_per_second: float
-    both_bytes_per_second: float | None = None
-    """Both directions together while both copy; None: neither slows the other."""
     latency_seconds: float = 0.0
     """How long each copy keeps its stream busy before its first byte."""
 
-    def __post_init__(self) -> None:
-        for name, rate in vars(self).items():
-            if rate is not None and (rate < 0 or (rate == 0 and name != "latency_seconds")):
-                raise UsageError(f"`{name}` of the link is {rate}", hint="give what was measured, more than 0")
-
-    @property
-    def slowdown(self) -> float:
-        """The share of its speed that each direction keeps while both copy."""
-        if self.both_bytes_per_second is None:
-            return 1.0
-        return min(1.0, self.both_bytes_per_second / (self.out_bytes_per_second + self.back_bytes_per_second))
+    def out_seconds(self, num_bytes: int) -> float:
+        """Return how long a copy to the host occupies its stream."""
+        return self.latency_seconds + num_bytes / self.out_bytes_per_second
 
     def back_seconds(self, num_bytes: int) -> float:
-        """Return how long a load occupies its stream when the other one is idle."""
-        return self.latency_seconds + num_bytes / self.back_bytes_per_second if num_bytes else 0.0
+        """Return how long a copy to the device occupies its stream."""
+        return self.latency_seconds + num_bytes / self.back_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -77,14 +71,11 @@ class LayerTask:
     layer: int
     seconds: float
     num_bytes: int
-    """Of the boundary that a forward makes and a backward needs; 0 for neither."""
-
-    def __str__(self) -> str:
-        return f"{self.action} layer {self.layer}"
+    """Of the boundary that a forward leaves for its backward; 0 for a WEIGHT action."""
 
     @property
-    def boundary(self) -> tuple[int, int, int]:
-        """Which boundary it is: its segment, microbatch and layer."""
+    def boundary(self) -> Boundary:
+        """The boundary that it leaves or needs."""
         return self.action.segment, self.action.microbatch, self.layer
 
 
@@ -95,14 +86,13 @@ def layer_tasks(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]
         actions: the rank's list of a schedule.
         layers: for each of the rank's segments its layers.
     """
-    splits = any(action.kind is Kind.WEIGHT for action in actions)
-    found: list[LayerTask] = []
-    for task, action in enumerate(actions):
+    tasks: list[LayerTask] = []
+    for position, action in enumerate(actions):
         costs = list(enumerate(layers[action.segment]))
         for layer, cost in costs if action.kind is Kind.FORWARD else reversed(costs):
             num_bytes = 0 if action.kind is Kind.WEIGHT else cost.boundary_bytes
-            found.append(LayerTask(len(found), task, action, layer, cost.seconds(action.kind, splits), num_bytes))
-    return tuple(found)
+            tasks.append(LayerTask(len(tasks), position, action, layer, cost.seconds(action.kind), num_bytes))
+    return tuple(tasks)
 
 
 def needs_back(task: LayerTask) -> bool:
@@ -119,21 +109,55 @@ class Window:
     horizon: int | None = None
     """In actions, as `activation_loading_horizon` counts; None: no bound."""
 
-    def __post_init__(self) -> None:
-        for name, bound in (("lead", self.lead), ("horizon", self.horizon)):
-            if bound is not None and bound < 1:
-                raise UsageError(f"a {name} of {bound} loads nothing", hint="use 1 or more")
-
     def reaches(self, now: LayerTask, need: LayerTask, before: int = 0) -> bool:
         """Return whether what `need` reads may be on the device once `now` begins, or `before` layer tasks earlier."""
         near = self.lead is None or need.index - now.index + before <= self.lead
         return near and (self.horizon is None or need.action_index - now.action_index <= self.horizon)
 
 
-_UNBOUNDED: Final = Window()
+def auto_window(tasks: Sequence[LayerTask], link: LinkSpeed, horizon: int | None = None) -> Window:
+    """Return the window of the smallest lead, of at most `MAX_LEAD`, with which no load is late by itself."""
+    loads = [link.back_seconds(task.num_bytes) if needs_back(task) else 0.0 for task in tasks]
+    return Window(auto_lead([task.seconds for task in tasks], loads, MAX_LEAD), horizon)
 
 
-def auto_window(tasks: Sequence[LayerTask], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
-    """Return the smallest window in which no load is late by itself, within `bound`."""
-    loads = [link.back_seconds(each.num_bytes) if needs_back(each) else 0.0 for each in tasks]
-    return Window(auto_lead([each.seconds for each in tasks], loads, bound.lead), bound.horizon)
+def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float], most: int | None = None) -> int:
+    """Return how many pieces of work ahead of its use a load must be issued so that compute never waits.
+
+    It is the smallest such number: with one less, some load is late. Where the link cannot keep up, it is what the
+    whole list would need, up to `most`. The lists are those of `latest_issues`.
+
+    Example:
+        A link twice as slow as a forward needs two forwards of time before the first backward, and a backward of three
+        hides every later load:
+
+        >>> auto_lead([1, 1, 1, 3, 3, 3], [0, 0, 0, 2, 2, 2])
+        2
+    """
+    issues = latest_issues(compute_seconds, load_seconds)
+    lead = max((piece - issue for piece, issue in enumerate(issues)), default=0)
+    return max(1, lead if most is None else min(lead, most))
+
+
+def latest_issues(compute_seconds: Sequence[float], load_seconds: Sequence[float]) -> list[int]:
+    """Return for each piece of work the latest one at whose start its load can be issued without compute waiting.
+
+    The device does the pieces in order, forwards and backwards of layers alike. Loads follow each other on one stream,
+    in the order in which they are needed, so a slow one pushes those before it to an earlier time. The answer for a
+    piece that loads nothing is the piece itself; 0 also means that even the beginning is too late.
+
+    Args:
+        compute_seconds: how long each piece of work takes.
+        load_seconds: how long the stream is busy with what each piece needs back, latency included; 0 for nothing.
+    """
+    *starts, deadline = accumulate(compute_seconds, initial=0.0)
+    issues = list(range(len(starts)))
+    issue = len(starts)
+    for piece, (start, seconds) in reversed(list(enumerate(zip(starts, load_seconds, strict=True)))):
+        if seconds:
+            deadline = min(deadline, start) - seconds
+            issue = min(issue, piece)
+            while issue > 0 and starts[issue] > deadline:
+                issue -= 1
+            issues[piece] = issue
+    return issues

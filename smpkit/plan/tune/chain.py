@@ -67,10 +67,6 @@ class ChainLayer:
         """What running its forward again takes."""
         return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
-    def swaps_with(self, other: ChainLayer) -> bool:
-        """Return whether either may do what was chosen for the other."""
-        return self.may_keep == other.may_keep and bool(self.input_bytes) == bool(other.input_bytes)
-
 
 @dataclass(frozen=True)
 class ChainLimits:
@@ -153,8 +149,7 @@ def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -
     out, back = num_bytes / link.out_bytes_per_second, num_bytes / link.back_bytes_per_second
     if not limits.overlaps:
         return max(forward, out) + max(compute - forward, back)
-    # While both directions are busy each has a share of its speed.
-    return max(compute, out, back, min(out, back) / link.slowdown + abs(out - back))
+    return max(compute, out, back)
 
 
 def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | None:

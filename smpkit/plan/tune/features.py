@@ -11,7 +11,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import Plan, decide
 from smpkit.plan.memory import ModelFacts
-from smpkit.plan.offload.forecast import Speed
+from smpkit.plan.speed import Speed
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.predict import RuledOut, choose_layers, layers_of, scaled, with_choices
 

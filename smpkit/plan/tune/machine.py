@@ -15,7 +15,7 @@ from typing import Final, Literal
 from smpkit.config.words import suggestion
 from smpkit.errors import UsageError
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.calibration import Calibration
+from smpkit.plan.tune.calibration import Calibration, HostLink
 from smpkit.plan.tune.instances import INSTANCES
 
 __all__ = ["Channel", "Machine", "Operation", "from_calibration", "published", "with_memory"]
@@ -161,9 +161,9 @@ def from_calibration(calibration: Calibration) -> Machine:
     single = rates.get("float32") or max(rates.values())
     half = max((rates[name] for name in ("bfloat16", "float16") if name in rates), default=single)
     speed = min(1.0, max(shared[name] / rates[name] for name in rates))
-    link = calibration.link
+    memory = calibration.memory_bytes_per_second / 2
     local = _fit([(each.num_bytes, each.seconds) for each in calibration.messages], rounds=1, share=1.0)
-    local = local or Channel(calibration.memory_bytes_per_second / 2)
+    local = local or Channel(memory)
     return Machine(
         name=machine.host,
         source=f"measured on `{machine.host}` ({machine.kind}) with {calibration.ranks} ranks",
@@ -172,11 +172,7 @@ def from_calibration(calibration: Calibration) -> Machine:
         host_bytes=machine.memory_bytes,
         half_flops=half,
         single_flops=single,
-        link=LinkSpeed(
-            link.out_bytes_per_second, link.back_bytes_per_second, link.both_bytes_per_second, link.latency_seconds
-        )
-        if link
-        else LinkSpeed(calibration.memory_bytes_per_second / 2, calibration.memory_bytes_per_second / 2),
+        link=_speed_of(calibration.link) if calibration.link else LinkSpeed(memory, memory),
         updates_per_second=calibration.updates_per_second,
         local=local,
         remote=local,
@@ -190,6 +186,12 @@ def from_calibration(calibration: Calibration) -> Machine:
         on_host=on_host,
         measured=dict(_collectives(calibration)),
     )
+
+
+def _speed_of(link: HostLink) -> LinkSpeed:
+    """Return what each direction reaches while the other one copies, too, as they do in the middle of a step."""
+    share = min(1.0, link.both_bytes_per_second / (link.out_bytes_per_second + link.back_bytes_per_second))
+    return LinkSpeed(share * link.out_bytes_per_second, share * link.back_bytes_per_second, link.latency_seconds)
 
 
 def _collectives(calibration: Calibration) -> dict[tuple[Operation, int], Channel]:

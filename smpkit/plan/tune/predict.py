@@ -17,10 +17,10 @@ from smpkit.errors import ConfigError
 from smpkit.plan.decide import Plan, decide
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.recorded_graph import grown
+from smpkit.plan.speed import Speed
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
 from smpkit.plan.tune.machine import Machine
 

@@ -4,8 +4,8 @@ Without a pipeline, a step is forwards and then backwards, and the simulator (`p
 each copy of the offloading engine runs. Sums do not: copies out hide behind some of the forwards and of the backwards,
 and what is needed soon is held and never comes back. So sums propose, and the simulator decides::
 
-    choose, over links of several speeds ─► candidates ─► simulated ─► the best, and its neighbours ─► the best of all
-       └─ over a link without limits: no choice computes less ────────────────────────────────────────► the gap
+    choose, over links of several speeds ─► candidates ─► simulated ─► the fastest
+       └─ over a link without limits: no choice computes less ───────► the gap
 
 Slower links ask for fewer copies, and layers that are alike may be offloaded from the first one on or spread out: a
 copy that takes longer than a forward then has several to hide behind.
@@ -30,10 +30,8 @@ from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice,
 __all__ = ["ON_A_GPU", "LoneEngine", "choose_by_simulation", "seconds_of"]
 
 _LINK_SHARES: Final = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1)
-_MOST_SIMULATED: Final = 400
-_MOST_LEAD: Final = 16
-"""How many layers ahead the engine loads at most."""
-_ROUNDING: Final = 1e-9
+_DIGITS: Final = 9
+"""Of a gap: what differs beyond them is as fast, and what then holds less is better."""
 _FREE: Final = LinkSpeed(inf, inf)
 
 
@@ -57,9 +55,7 @@ def seconds_of(
     if not groups:
         return before
     tasks = layer_tasks([Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)], [groups])
-    window = Window(engine.lead)
-    if engine.lead is None:
-        window = auto_window(tasks, limits.link, Window(_MOST_LEAD))
+    window = auto_window(tasks, limits.link) if engine.lead is None else Window(engine.lead)
     return before + simulate_offload(tasks, limits.link, window, (), engine.rules).makespan_seconds
 
 
@@ -98,27 +94,22 @@ def choose_by_simulation(
     bound = choose(layers, replace(limits, link=_FREE))
     if bound is None or Choice.OFFLOAD not in limits.allowed:
         return bound  # nothing is copied, so the sums are the time
-    search = _Search(layers, limits, engine)
-    for candidate in _candidates(layers, limits):
-        search.consider(candidate)
-    search.improve()
-    cost = cost_of(layers, search.best, limits)
-    least = (1 - bound.gap) * bound.cost.seconds
-    gap = max(0.0, 1 - least / search.seconds)
-    return ChainChoice(search.best, replace(cost, seconds=search.seconds), gap if gap > _ROUNDING else 0.0)
+    chosen: list[ChainChoice] = []
+    for choices in dict.fromkeys(_candidates(layers, limits)):
+        cost = replace(cost_of(layers, choices, limits), seconds=seconds_of(layers, choices, limits, engine))
+        if cost.fits(limits):
+            gap = round(1 - (1 - bound.gap) * bound.cost.seconds / cost.seconds, _DIGITS)
+            chosen.append(ChainChoice(choices, cost, max(0.0, gap)))
+    return min(chosen, key=lambda choice: (choice.gap, choice.cost.device_bytes), default=None)
 
 
 def _candidates(layers: Sequence[ChainLayer], limits: ChainLimits) -> Iterator[tuple[Choice, ...]]:
+    out, back = limits.link.out_bytes_per_second, limits.link.back_bytes_per_second
     for share in _LINK_SHARES:
-        link = LinkSpeed(
-            share * limits.link.out_bytes_per_second,
-            share * limits.link.back_bytes_per_second,
-            None if limits.link.both_bytes_per_second is None else share * limits.link.both_bytes_per_second,
-            limits.link.latency_seconds,
-        )
-        if (found := choose(layers, replace(limits, link=link))) is not None:
-            yield found.choices
-            yield _spread(layers, found.choices)
+        link = LinkSpeed(share * out, share * back, limits.link.latency_seconds)
+        if (by_sums := choose(layers, replace(limits, link=link))) is not None:
+            yield by_sums.choices
+            yield _spread(layers, by_sums.choices)
     without = choose(layers, replace(limits, allowed=limits.allowed - {Choice.OFFLOAD}))
     if without is not None:
         yield without.choices
@@ -137,44 +128,3 @@ def _spread(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[Ch
         for turn, index in enumerate(indices):
             spread[index] = Choice.OFFLOAD if turn in chosen else Choice.RECOMPUTE
     return tuple(spread)
-
-
-class _Search:
-    """The best choices seen, and how many were simulated."""
-
-    def __init__(self, layers: Sequence[ChainLayer], limits: ChainLimits, engine: LoneEngine) -> None:
-        self._layers, self._limits, self._engine = layers, limits, engine
-        self._seen: set[tuple[Choice, ...]] = set()
-        self.best: tuple[Choice, ...] = ()
-        self.seconds = inf
-        self._device = inf
-
-    def consider(self, choices: tuple[Choice, ...]) -> bool:
-        """Simulate choices, if they fit; return whether they are the best so far."""
-        if choices in self._seen or len(self._seen) >= _MOST_SIMULATED:
-            return False
-        self._seen.add(choices)
-        cost = cost_of(self._layers, choices, self._limits)
-        if not cost.fits(self._limits):
-            return False
-        seconds = seconds_of(self._layers, choices, self._limits, self._engine)
-        faster = seconds < self.seconds * (1 - _ROUNDING)
-        if not faster and (seconds > self.seconds * (1 + _ROUNDING) or cost.device_bytes >= self._device):
-            return False
-        self.best, self.seconds, self._device = choices, seconds, cost.device_bytes
-        return True
-
-    def improve(self) -> None:
-        """Change one layer, or let two neighbours change places, as long as that is faster."""
-        while any(self.consider(each) for each in self._neighbours()):
-            pass
-
-    def _neighbours(self) -> Iterator[tuple[Choice, ...]]:
-        best = self.best
-        for index, choice in enumerate(best):
-            if choice is Choice.OFFLOAD and Choice.RECOMPUTE in self._limits.allowed:
-                yield (*best[:index], Choice.RECOMPUTE, *best[index + 1 :])
-        for index in range(len(best) - 1):
-            one, other = best[index], best[index + 1]
-            if one is not other and self._layers[index].swaps_with(self._layers[index + 1]):
-                yield (*best[:index], other, one, *best[index + 2 :])

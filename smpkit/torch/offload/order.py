@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import Any, Final, Literal
 
 from smpkit.errors import UsageError
-from smpkit.plan.offload.lead import auto_lead
+from smpkit.plan.offload.work import MAX_LEAD, auto_lead
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.link import Link
@@ -26,7 +26,6 @@ __all__ = ["BackwardOrder", "Lead", "LeadTuner", "check_lead"]
 
 Lead = int | Literal["auto"]
 _INITIAL_LEAD: Final = 2  # enough while a copy takes no longer than a forward
-_MAX_LEAD: Final = 16
 _Task = tuple[int, int]
 """Segment and microbatch; its forward and its backward are two actions."""
 
@@ -189,5 +188,5 @@ class LeadTuner:
             for _, num_bytes in layers
         ]
         # The last layer has no successor and hence no duration; count its load all the same, it is the most urgent.
-        needed = auto_lead([*compute, 0.0], loads, _MAX_LEAD)
+        needed = auto_lead([*compute, 0.0], loads, MAX_LEAD)
         self.lead = max(needed, self.lead - 1)  # shrink slowly: one quiet step proves little

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_ranks
-from smpkit.plan.offload.forecast import Forecast, Speed, forecast, layers_of
+from smpkit.plan.offload.forecast import Forecast, forecast, layers_of
 from smpkit.plan.offload.work import LayerCost, LinkSpeed
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.partition.search import assign
@@ -15,49 +15,39 @@ from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
+from smpkit.plan.speed import Speed
 
 _BOUNDARY = 1000
-_NAMES = [f"layer{i}" for i in range(6)]
-
-
-def _model() -> ModelFacts:
-    """Six equal layers, each checkpointed: 10 operations, a boundary of 1000 bytes and 200 more that stays."""
-    costs = [
-        UnitCost(
-            name,
-            flops=10.0,
-            activation_bytes=_BOUNDARY + 200,
-            boundary_bytes=_BOUNDARY,
-            recomputed_bytes=7000,
-            recomputed_flops=10.0,
-        )
-        for name in _NAMES
-    ]
-    return ModelFacts("Net", tuple(UnitFacts(cost, ()) for cost in costs), {}, (), traced=True)
-
-
-def _at(flops_per_second: float) -> Speed:
-    return Speed(flops_per_second, LinkSpeed(1.0, 1.0))
+_UNIT = UnitCost(
+    "",
+    flops=10.0,
+    activation_bytes=_BOUNDARY + 200,
+    boundary_bytes=_BOUNDARY,
+    recomputed_bytes=7000,
+    recomputed_flops=10,
+)
+_COSTS = [replace(_UNIT, name=f"layer{i}") for i in range(6)]
+_MODEL = ModelFacts("Net", tuple(UnitFacts(cost, ()) for cost in _COSTS), {}, (), traced=True)
+"""Six equal layers, each checkpointed: 10 operations, a boundary of 1000 bytes and 200 more that stays."""
 
 
 def _assignment(places: list[int]) -> Assignment:
-    costs = [unit.cost for unit in _model().units]
-    return assign(costs, max(places) + 1, dict(zip(_NAMES, places, strict=True)), 0)
+    return assign(_COSTS, max(places) + 1, {f"layer{i}": place for i, place in enumerate(places)}, 0)
 
 
 def _timeline(num_ranks: int, num_microbatches: int) -> Timeline:
     """Each rank's layers take 10 s per layer forward and 30 s backward."""
     graph = SegmentGraph.chain(num_ranks)
-    seconds = {Segment(rank, 0): 10.0 * len(_NAMES) / num_ranks for rank in range(num_ranks)}
-    costs = Costs(seconds, {segment: 3 * each for segment, each in seconds.items()})
+    seconds = {Segment(rank, 0): 60.0 / num_ranks for rank in range(num_ranks)}
+    costs = Costs(seconds, {segment: 3 * forward for segment, forward in seconds.items()})
     make = simple(graph, num_microbatches) if num_ranks == 1 else interleaved(graph, num_microbatches, num_microbatches)
     return simulate(make, costs)
 
 
-def _forecast(num_ranks: int, bytes_per_second: float, horizon: int = 4) -> tuple[Forecast, ...]:
-    places = [i * num_ranks // len(_NAMES) for i in range(len(_NAMES))]
+def _forecast(num_ranks: int, bytes_per_second: float, model: ModelFacts = _MODEL) -> tuple[Forecast, ...]:
+    places = [i * num_ranks // 6 for i in range(6)]
     speed = Speed(1.0, LinkSpeed(bytes_per_second, bytes_per_second))
-    return forecast(_model(), _assignment(places), _timeline(num_ranks, 8), horizon, speed)
+    return forecast(model, _assignment(places), _timeline(num_ranks, 8), 4, speed)
 
 
 def test_fast_link_hides_everything_and_little_stays() -> None:
@@ -69,13 +59,9 @@ def test_fast_link_hides_everything_and_little_stays() -> None:
     assert (first.lead, first.sufficient_horizon) == (1, 1)
     assert first.out_bytes == 8 * 3 * _BOUNDARY
     assert first.back_bytes == first.out_bytes - 2 * _BOUNDARY  # the last two are held when their backward comes
-    assert last.resident_bytes == 3 * _BOUNDARY
-    assert last.device_bytes <= last.resident_bytes
+    assert (last.resident_bytes, last.device_bytes) == (3 * _BOUNDARY, 2 * _BOUNDARY)
     assert first.needed_bytes_per_second == _BOUNDARY / 10
-
-
-def test_step_is_that_of_the_schedule_when_nothing_stalls() -> None:
-    assert _forecast(2, 1000)[0].step_seconds == _timeline(2, 8).makespan_seconds
+    assert first.step_seconds == _timeline(2, 8).makespan_seconds
 
 
 def test_slow_link_lets_compute_wait_and_says_what_would_do() -> None:
@@ -86,37 +72,34 @@ def test_slow_link_lets_compute_wait_and_says_what_would_do() -> None:
 
 
 def test_a_step_without_checkpointed_layers_moves_nothing() -> None:
-    model = _model()
-    units = tuple(replace(unit, cost=replace(unit.cost, boundary_bytes=0)) for unit in model.units)
-    speed = Speed(1.0, LinkSpeed(1.0, 1.0))
-    (found,) = forecast(replace(model, units=units), _assignment([0] * 6), _timeline(1, 2), "auto", speed)
-    assert (found.out_bytes, found.resident_bytes, found.needed_bytes_per_second) == (0, 0, 0.0)
+    units = tuple(replace(unit, cost=replace(unit.cost, boundary_bytes=0)) for unit in _MODEL.units)
+    (only,) = _forecast(1, 1.0, replace(_MODEL, units=units))
+    assert (only.out_bytes, only.resident_bytes, only.needed_bytes_per_second) == (0, 0, 0.0)
 
 
 def test_segments_of_a_rank_are_the_units_between_other_ranks() -> None:
-    timeline = Timeline(simple(SegmentGraph.loop(2, 2), 2), (), ())
-    layers = layers_of(_model(), _assignment([0, 0, 1, 0, 1, 1]), timeline, 0, _at(5.0))
+    timeline, speed = Timeline(simple(SegmentGraph.loop(2, 2), 2), (), ()), Speed(5.0, LinkSpeed(1.0, 1.0))
     layer = LayerCost(2.0, 4.0, _BOUNDARY, 2.0)
-    assert layers == [[layer, layer], [layer]]
+    assert layers_of(_MODEL, _assignment([0, 0, 1, 0, 1, 1]), timeline, 0, speed) == [[layer, layer], [layer]]
+    # Where the plan has one segment, they are one.
+    assert layers_of(_MODEL, _assignment([0, 1, 0, 1, 0, 1]), _timeline(2, 2), 0, speed) == [[layer] * 3]
 
 
-def test_units_that_return_to_a_rank_are_one_segment_where_the_plan_has_one() -> None:
-    layers = layers_of(_model(), _assignment([0, 1, 0, 1, 0, 1]), _timeline(2, 2), 0, _at(1.0))
-    assert [len(each) for each in layers] == [3]
-
-
-def test_memory_of_a_rank_counts_boundaries_and_one_recomputation() -> None:
-    model, assignment = _model(), _assignment([0, 0, 0, 1, 1, 1])
-    plain = memory_of_ranks(model, assignment, live_microbatches=(2, 1), states_per_parameter=0, replicated=False)
-    assert [each.activations_bytes for each in plain] == [2 * 3 * 1200 + 7000, 3 * 1200 + 7000]
-    assert [each.boundaries_bytes for each in plain] == [6000, 3000]
-    offloaded = memory_of_ranks(
-        model,
-        assignment,
+@pytest.mark.parametrize(
+    ("offloaded", "boundaries"),
+    [((), [(6000, 0), (3000, 0)]), ([(3000, 6000), (1000, 2000)], [(3000, 6000), (1000, 2000)])],
+)
+def test_memory_of_a_rank_counts_boundaries_and_one_recomputation(
+    offloaded: list[tuple[int, int]], boundaries: list[tuple[int, int]]
+) -> None:
+    held = memory_of_ranks(
+        _MODEL,
+        _assignment([0, 0, 0, 1, 1, 1]),
         live_microbatches=(2, 1),
         states_per_parameter=0,
         replicated=False,
-        offloaded=[(3000, 6000), (1000, 2000)],
+        offloaded=offloaded,
     )
-    assert [each.activations_bytes for each in offloaded] == [3000 + 6 * 200 + 7000, 1000 + 3 * 200 + 7000]
-    assert [(each.boundaries_bytes, each.host_bytes) for each in offloaded] == [(3000, 6000), (1000, 2000)]
+    assert [(rank.boundaries_bytes, rank.host_bytes) for rank in held] == boundaries
+    rest = [6 * 200 + 7000, 3 * 200 + 7000]
+    assert [rank.activations_bytes for rank in held] == [a + b for a, (b, _) in zip(rest, boundaries, strict=True)]

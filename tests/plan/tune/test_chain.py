@@ -6,7 +6,7 @@ import random
 import pytest
 
 from smpkit.plan.offload.simulate import ON_A_GPU, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, auto_window, layer_tasks
 from smpkit.plan.schedule.graph import SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.tune import chain
@@ -34,7 +34,7 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
         live,
         random.uniform(0.1, 1.1) * whole,
         random.choice([0, random.random() * live * sum(each.input_bytes for each in layers), 1000]),
-        LinkSpeed(random.uniform(2, 60), random.uniform(2, 60), random.choice([None, 40])),
+        LinkSpeed(random.uniform(2, 60), random.uniform(2, 60)),
         window_layers=random.choice([0, 2, 4]),
         overlaps=random.choice([True, False]),
     )
@@ -149,7 +149,7 @@ def test_the_simulator_finds_nothing_much_better(rate: float) -> None:
             for each, choice in zip(layers, choices, strict=True)
         ]
         tasks = layer_tasks(schedule.actions[0], [costs])
-        window = auto_window(tasks, limits.link, Window(limits.window_layers))
+        window = auto_window(tasks, limits.link)
         return simulate_offload(tasks, limits.link, window, rules=ON_A_GPU).makespan_seconds
 
     fitting = [

@@ -10,8 +10,8 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import decide
 from smpkit.plan.memory import ModelFacts
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.features import automatic

@@ -12,8 +12,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.decide import decide
-from smpkit.plan.offload.forecast import Speed
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.speed import Speed
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
 

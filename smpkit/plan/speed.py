@@ -1,0 +1,81 @@
+"""How fast a rank works, as plans need it: from what a unit computes to seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import comb, inf
+from typing import Final
+
+from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.partition.assignment import UnitCost
+
+__all__ = ["Speed"]
+
+_MAX_SHARING: Final = 256
+"""Of more ranks on a host, only the mean number that want a core is used."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the devices reach, from which seconds are computed."""
+
+    flops_per_second: float
+    link: LinkSpeed
+    message_latency_seconds: float = 0.0
+    """Of a message between stages."""
+    message_seconds_per_byte: float = 0.0
+    action_seconds: float = 0.0
+    """What the runtime itself adds to each action."""
+    collective_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
+    backward."""
+    operation_seconds: float = 0.0
+    """What the host spends on an operator."""
+    moved_bytes_per_second: float = inf
+    """What the device reads and writes where it computes no products."""
+    is_asynchronous: bool = True
+    """The host runs ahead of the device: the longer of both counts."""
+    on_cores: bool = False
+    """The device is the host's cores."""
+    cores: float = inf
+    """Of a host."""
+    ranks: int = 1
+    """Of a host, which share its cores."""
+    split_seconds: float = 0.0
+    """What a backward in two halves costs the host more, for each product with a weight."""
+
+    def forward_seconds(self, unit: UnitCost) -> float:
+        """Return how long the forward of a unit takes, for a rank with a core of its own."""
+        device, host = self._device_seconds(unit), unit.operations * self.operation_seconds
+        return max(device, host) if self.is_asynchronous else device + host
+
+    def seconds_of_split(self, unit: UnitCost) -> float:
+        """Return how much longer the backward of a unit takes in two halves than in one."""
+        more = unit.weight_products * self.split_seconds
+        if not self.is_asynchronous:
+            return more
+        device, host = 2 * self._device_seconds(unit), 2 * unit.operations * self.operation_seconds
+        return max(device, host + more) - max(device, host)
+
+    def core_seconds(self, unit: UnitCost) -> float:
+        """Return for how much of its forward a core is busy."""
+        host = unit.operations * self.operation_seconds
+        return host + self._device_seconds(unit) if self.on_cores else host
+
+    def _device_seconds(self, unit: UnitCost) -> float:
+        return unit.flops / self.flops_per_second + unit.moved_bytes / self.moved_bytes_per_second
+
+    def slowdown(self, busy: float) -> float:
+        """Return how many times longer a rank's work on its core takes because other ranks want cores too.
+
+        Args:
+            busy: the share of the time in which a rank wants a core, 0 to 1, independently of the other ranks.
+        """
+        others = self.ranks - 1
+        if self.ranks <= self.cores or others > _MAX_SHARING:
+            return max(1.0, self.ranks * busy / self.cores)
+        return sum(
+            comb(others, count) * busy**count * (1 - busy) ** (others - count) * max(1.0, (count + 1) / self.cores)
+            for count in range(others + 1)
+        )
