@@ -43,8 +43,8 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
+from smpkit.torch.core.buffers import FIRST_CALLS
 from smpkit.torch.core.module_call import OriginalCall
-from smpkit.torch.core.module_state import FIRST_CALLS
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
 from smpkit.torch.memory.graphs import LiveGraphs

@@ -10,10 +10,9 @@ The hooks are our own (`CheckpointRegion`): torch's checkpoint takes more time f
 layer failed. Inputs are saved through the hooks around the call, so that offloading sees them, and an outer checkpoint
 can make them again.
 
-A mask that the caller has put on the module, a counter, or a generator of its own would by the time of backward be
-those of a later microbatch; BatchNorm would count every microbatch twice; spectral normalisation would take two steps
-and compute with other weights. So what a module reads and changes besides its arguments is restored for recomputation
-(`core/module_state.py`).
+A forward must do the same both times. Buffers are put back for the second run (`core/buffers.py`): BatchNorm would
+count every microbatch twice, and spectral normalisation would compute with other weights. Changed inputs and weights
+are an error that names the layer. With SMPKIT_CHECK=1 all saved tensors are compared, too.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.module_state import ModuleState
+from smpkit.torch.core.buffers import Buffers, is_checked
 from smpkit.torch.core.offload_hooks import current_offloader, offload_inputs
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
@@ -75,9 +75,7 @@ def run_checkpointed(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
-    if not any(tensor.requires_grad for tensor in region.tensors) and not any(
-        parameter.requires_grad for module in modules for parameter in module.parameters()
-    ):
+    if not any(tensor.requires_grad for tensor in (*region.tensors, *region.weights)):
         return function(*args, **kwargs)  # a frozen stem has no backward, so there is nothing to recompute
     # Inside another checkpointed call, that call's recomputation makes the inputs again: do not offload them.
     skips = will_be_recomputed() or (offload is offload_inputs and current_offloader() is None)
@@ -121,13 +119,14 @@ class CheckpointRegion:
         preserve_rng_state: bool,
     ) -> None:
         self.tensors: list[Tensor] = []
-        """The input tensors, each once, among the arguments or on the modules; until `run`."""
+        """The tensors among the arguments, each once; until `run`."""
+        parameters: list[Any] = [each for module in modules for each in module.parameters()]
+        self.weights: list[Tensor] = [each for each in parameters if not is_lazy(each)]
         self._function = function
-        self._module = modules[0]
+        self._modules = modules
         self._slots: dict[int, _TensorSlot] = {}
         self._args = [map_tensors(self._slot, value) for value in args]
         self._kwargs = {key: map_tensors(self._slot, value) for key, value in kwargs.items()}
-        self._state = ModuleState(modules, self._slot, generators=preserve_rng_state)
         self._slots.clear()  # keyed by `id`, which another tensor can get once these are freed
         devices = {tensor.device for tensor in self.tensors if not tensor.is_cpu}
         self._random = RandomState(devices) if preserve_rng_state and not state.tracing else None
@@ -139,9 +138,9 @@ class CheckpointRegion:
         requires a gradient."""
         self._is_overwritten = False
         """Whether the call has changed an input in place."""
-        self._promises: list[tuple[weakref.ref[_Promise], tuple[torch.Size, torch.dtype, torch.device]]] = []
+        self._promises: list[tuple[weakref.ref[_Promise], _Look]] = []
         """What the forward has saved, in order."""
-        self._is_done = False
+        self._look = _look_inside if is_checked() else _look
 
     def _slot(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):  # weights are not offloaded
@@ -157,17 +156,17 @@ class CheckpointRegion:
         tensors, self.tensors = self.tensors, []  # from here on only the inputs' hooks may hold them
         with offloading:
             self._inputs = [_save(tensor) for tensor in tensors]
+            self._buffers, self._versions = Buffers(self._modules), [*map(version_of, self.weights)]
             with saved_tensors_hooks(self._pack, self._unpack), self._operations():
                 output = self._function(*args, **kwargs)
-        self._is_done = True
         versions = [version for _, _, version, _ in self._inputs]
         self._is_overwritten = versions != [version_of(tensor) for tensor in tensors]
-        self._state.end_forward()
+        self._buffers.end_forward()
         return output
 
     def _pack(self, tensor: Tensor) -> _Promise:
         promise = _Promise()
-        self._promises.append((weakref.ref(promise), (tensor.shape, tensor.dtype, tensor.device)))
+        self._promises.append((weakref.ref(promise), self._look(tensor)))
         return promise
 
     def _unpack(self, promise: _Promise) -> Tensor:
@@ -181,6 +180,7 @@ class CheckpointRegion:
 
     def _recompute(self) -> None:
         """Run the forward again, and fulfil the promises that are still awaited."""
+        self._check_weights()
         tensors = self._taken_inputs()
         promises, count = self._promises, 0
 
@@ -189,7 +189,7 @@ class CheckpointRegion:
             if count == len(promises):  # code of the user's that cleans up after `_AllSaved`
                 raise _AllSaved
             reference, expected = promises[count]
-            if (found := (tensor.shape, tensor.dtype, tensor.device)) != expected:
+            if (found := self._look(tensor)) != expected:
                 raise self._differs(f"tensor {count} that it saves was {_text(*expected)}, and now is {_text(*found)}")
             count += 1
             tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -217,8 +217,7 @@ class CheckpointRegion:
                 self._autocast.restored(),
                 self._default_device if to_device else _NOTHING,
                 self._operations(),
-                # A backward in the forward finds everything as the forward has left it so far.
-                self._state.restored(kept) if self._is_done else _NOTHING,
+                self._buffers.restored(),
             ):
                 self._function(*args, **kwargs)
         except _AllSaved:
@@ -229,8 +228,7 @@ class CheckpointRegion:
     def _taken_inputs(self) -> list[Tensor]:
         if self._is_overwritten:
             raise UsageError(
-                f"{self._name} changes a tensor in place that it was given, or that it has as an attribute, so it"
-                " cannot be run again for backward",
+                f"{self._name} changes a tensor in place that it was given, so it cannot be run again for backward",
                 hint="write `x = x + y` instead of `x += y`, or clone the tensor first",
             )
         tensors = list[Tensor]()
@@ -244,16 +242,29 @@ class CheckpointRegion:
             tensors.append(tensor)
         return tensors
 
+    def _check_weights(self) -> None:
+        if [*map(version_of, self.weights)] == self._versions:
+            return
+        pairs = zip(self.weights, self._versions, strict=True)
+        changed = {id(weight) for weight, version in pairs if version_of(weight) != version}
+        parameters = [each for module in self._modules for each in module.named_parameters()]
+        name = next((f"`{name}`" for name, each in parameters if id(each) in changed), "a weight")
+        raise UsageError(
+            f"{name} of {self._name} was changed in place in a forward or before its backward, which runs that forward"
+            " again",
+            hint="run backward first (optimizer.step() changes weights), or do not checkpoint this module",
+        )
+
     def _differs(self, how: str) -> UsageError:
         return UsageError(
             f"when backward ran the forward of {self._name} again, it computed something else: {how}",
-            hint="it must do the same both times: no branch or shape in it may depend on globals, time, or objects that"
-            " change",
+            hint="it must do the same both times: nothing in it may depend on attributes, generators, globals or time"
+            " that change between forward and backward",
         )
 
     @property
     def _name(self) -> str:
-        return f"`{name_of(self._module)}`"
+        return f"`{name_of(self._modules[0])}`"
 
 
 def _save(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor] | None, int, bool]:
@@ -275,8 +286,24 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
-def _text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+_Look = tuple[torch.Size, torch.dtype, torch.device, int | None]
+"""Of a saved tensor, what both runs must have alike; the last is a checksum, if somebody wants one."""
+
+
+def _look(tensor: Tensor) -> _Look:
+    return tensor.shape, tensor.dtype, tensor.device, None
+
+
+def _look_inside(tensor: Tensor) -> _Look:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return _look(tensor)
+    plain = tensor.detach().resolve_neg().resolve_conj().cpu().flatten()
+    return *_look(tensor)[:3], hash(plain.view(torch.uint8).numpy().tobytes())
+
+
+def _text(shape: torch.Size, dtype: torch.dtype, device: torch.device, checksum: int | None) -> str:
+    content = "" if checksum is None else f" with content {checksum % (1 << 32):08x}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{content}"
 
 
 class _ModuleNames:
