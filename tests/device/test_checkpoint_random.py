@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smpkit.torch as smp
-from smpkit.torch.core.runtime import state
 from tests.device.ranks import run_on_gpu
 
 _WIDTH, _LENGTH, _HEADS = 128, 64, 2
@@ -20,29 +19,25 @@ _KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIE
 
 
 class Layer(nn.Module):
-    """Attention and a linear layer that drop, and perhaps a generator of its own."""
+    """Attention and a linear layer that drop."""
 
-    def __init__(self, chance: float, kernel: str, *, owns: bool) -> None:
+    def __init__(self, chance: float, kernel: str) -> None:
         super().__init__()
         self.mixed, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.chance, self.kernel = chance, kernel
-        self.dice = torch.Generator(state.device).manual_seed(3) if owns else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.mixed(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
         with sdpa_kernel(_KERNELS[self.kernel]):
             mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.chance, is_causal=True)
-        x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.chance)
-        if self.dice is not None:
-            x = x * torch.rand(x.shape, generator=self.dice, device=x.device)
-        return x
+        return x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.chance)
 
 
 class Model(nn.Module):
-    def __init__(self, call: Any, chance: float, kernel: str, *, owns: bool) -> None:
+    def __init__(self, call: Any, chance: float, kernel: str) -> None:
         super().__init__()
         self.call = call
-        self.layers = nn.ModuleList([Layer(chance, kernel, owns=owns) for _ in range(4)])
+        self.layers = nn.ModuleList([Layer(chance, kernel) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -70,12 +65,12 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def train(call: Any, chance: float, kernel: str, degree: int, owns: bool = False) -> dict[str, Any]:
+def train(call: Any, chance: float, kernel: str, degree: int) -> dict[str, Any]:
     """Return losses, and gradients of what this rank holds, of two steps."""
     by_hand = {"auto_partition": False, "default_partition": 0} if degree > 1 else {}
     smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True, **by_hand})
     torch.manual_seed(7)
-    module = Model(call, chance, kernel, owns=owns)
+    module = Model(call, chance, kernel)
     for index, layer in enumerate(module.layers if degree > 1 else ()):
         smp.set_partition(layer, index // 2)
     model = smp.DistributedModel(module)
@@ -90,9 +85,9 @@ def train(call: Any, chance: float, kernel: str, degree: int, owns: bool = False
 
 
 @functools.cache
-def found(call: Any, chance: float, kernel: str, degree: int, owns: bool = False) -> dict[str, Any]:
+def found(call: Any, chance: float, kernel: str, degree: int) -> dict[str, Any]:
     """Return what all ranks hold; to start them takes longest."""
-    ranks = run_on_gpu(train, call, chance, kernel, degree, owns, size=degree)
+    ranks = run_on_gpu(train, call, chance, kernel, degree, size=degree)
     return dict(item for rank in ranks for item in rank.items())
 
 
@@ -112,10 +107,6 @@ def test_gradients_are_the_bits_of_a_plain_call(degree: int, kernel: str) -> Non
 
 def test_where_nothing_is_drawn_the_state_need_not_be_kept() -> None:
     assert_same_bits(found(forgetting, 0.0, "flash", 1), found(plainly, 0.0, "flash", 1))
-
-
-def test_a_generator_of_the_module_is_put_back() -> None:
-    assert_same_bits(found(checkpointed, 0.1, "math", 1, True), found(plainly, 0.1, "math", 1, True))
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_seq
 import smpkit.torch as smp
 from smpkit.torch import checkpoint, checkpoint_sequential
 from tests.models import MODELS, WIDTH, Case, block, mse_step, vectors
+from tests.models_of_others import TRANSFORMERS
 from tests.ranks import RankFailed, run_ranks
-from tests.train import Way, batch, same, train, training
+from tests.train import Way, batch, check_same, same, train, train_plainly, training
 
 Call = Callable[..., Any]
 WAY = Way(pipeline=2, batches=(8, 8))
@@ -212,6 +213,24 @@ def test_layers_of_hugging_face_models(model: str, how: str) -> None:
     same(MODELS[model], way_of(how))
 
 
+def recompute_all_layers(model: nn.Module) -> None:
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for layer in layers:
+                smp.set_activation_checkpointing(layer)
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name == "GPT-NeoX" else pytest.mark.slow) for name in TRANSFORMERS]
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")  # MobileBERT's constructor
+def test_layers_of_any_hugging_face_model_without_a_warning(model: str) -> None:
+    way = Way(microbatches=2, batches=(4, 4))
+    [plain] = train_plainly(TRANSFORMERS[model], way)
+    [ours] = train_plainly(TRANSFORMERS[model], replace(way, prepare=recompute_all_layers))
+    check_same(ours, plain, 0)
+
+
 def bytes_moved(model: str, how: str) -> int:
     """Return how many bytes left this rank's device in a step."""
     with training(MODELS[model], way_of(how)) as trained:
@@ -287,7 +306,7 @@ class FailsAgain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.runs = itertools.count(1)  # an object: simple attributes and lists are restored
+        self.runs = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
         if next(self.runs) > 4:

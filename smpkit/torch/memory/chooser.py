@@ -43,6 +43,7 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.chain import ChainLayer, Choice, cost_of
 from smpkit.plan.tune.simulated import LoneEngine
 from smpkit.torch.core import devices
+from smpkit.torch.core.buffers import FIRST_CALLS
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.facts import Chosen, StepFacts, engine_rules
@@ -53,7 +54,7 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-FIRST_CALLS = 3
+
 __all__ = ["Agree", "Chooser", "Phase", "Site"]
 
 _LAST_START: Final = 64

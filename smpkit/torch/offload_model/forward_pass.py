@@ -55,7 +55,7 @@ class _Piece:
     inputs: _Boundary
     modes: Modes = ()
     random: RandomState | None = None
-    state: Buffers | None = None
+    buffers: Buffers | None = None
     graph: tuple[list[Tensor], list[Tensor]] | None = None
     """Inputs and outputs, if the graph is kept."""
 
@@ -194,7 +194,7 @@ class Run:
             piece = _Piece(boundary)
             outgoing.append(self._forward_piece(index, piece))
             pieces.append(piece)
-        self._engine.device_weights.collect_writes(index)
+        self._engine.device_weights.collect_writes(index, runs_again=self._recompute)
         if self._training:
             self._pieces.append(pieces)
         return outgoing
@@ -233,10 +233,10 @@ class Run:
         else:
             running = engine.slices[index]
             piece.modes, piece.random = running.modes, RandomState([engine.device])
-            piece.state = Buffers([running.shard.model_shard])
+            piece.buffers = Buffers([running.shard.model_shard])
             with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
-            piece.state.end_forward()
+            piece.buffers.end_forward()
         return self._outgoing(index, boundary, passed_in, value, changed=changed)
 
     def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
@@ -315,7 +315,7 @@ class Run:
         """Return the gradients of the slice's inputs; those of its weights are added to the device parameters'."""
         engine = self._engine
         arrived = [self._take(offloaded) for offloaded in gradients]
-        with contextlib.nullcontext() if piece.state is None else piece.state.restored():
+        with contextlib.nullcontext() if piece.buffers is None else piece.buffers.restored():
             inputs, outputs = piece.graph or self._rerun(index, piece)
             roots = [
                 (output, gradient)

@@ -40,7 +40,7 @@ class OffloadModel(nn.Module):
     Losses, gradients, buffers and weights are those of the plain model. The output and the buffers are on `device`,
     parameters and their gradients on the CPU. Weights are copied to the device about twice a step; the next slice is
     copied while one computes. They come back only where a forward itself writes to them (`nn.Embedding(max_norm=...)`,
-    `weight.clamp_()`). Gradients of `nn.Embedding(sparse=True)` are sparse.
+    `weight.clamp_()`), which `checkpoint_activation` refuses. Gradients of `nn.Embedding(sparse=True)` are sparse.
 
     One thread at a time may call it or run its backward; a second one gets an error.
 

@@ -395,10 +395,13 @@ class DeviceWeights:
         self._versions[index] = [*map(_version, device_parameters)]
         return device_parameters
 
-    def collect_writes(self, index: int) -> None:
+    def collect_writes(self, index: int, *, runs_again: bool) -> None:
         """Copy weights home that a forward has written to since `acquire` (`Embedding(max_norm=...)`, `clamp_`).
 
         Writes that do not change a tensor's version (`weight.data.clamp_()`) are not seen.
+
+        Raises:
+            UsageError: there are such weights, and the forward runs again, which would write to them once more.
         """
         device_parameters, weights = self._device_parameters[index], self._slices[index]
         versions = [*map(_version, device_parameters)]
@@ -406,6 +409,14 @@ class DeviceWeights:
             return
         pairs = zip(versions, self._versions[index], strict=True)
         written = [position for position, (after, before) in enumerate(pairs) if after != before]
+        if runs_again:
+            changed = device_parameters[written[0]]
+            name = next(name for name, each in weights.module.named_parameters() if each is changed)
+            raise UsageError(
+                f"the forward of slice {index} changes its weight `{name.removeprefix('model_shard.')}` in place, so it"
+                " cannot be run again for backward",
+                hint="give checkpoint_activation=False, or change weights after backward",
+            )
         if not self._in_place:
             what = f"weights that the forward of slice {index} has changed"
             after, event = (self._transfers.link.now(),), DONE

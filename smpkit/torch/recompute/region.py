@@ -16,39 +16,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
-from smpkit.torch.core.buffers import Buffers
+from smpkit.torch.core.buffers import Buffers, all_modules, is_checked
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import note_checkpoint
-from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 
-__all__ = ["CHECK", "CheckpointRegion", "name_of", "needs_gradient", "recording", "run_checkpointed"]
+__all__ = ["CheckpointRegion", "name_of", "needs_gradient", "recording", "run_checkpointed"]
 
-CHECK: Final = "SMPKIT_CHECK"
-"""`1`: compare each tensor that a recomputation saves with that of the forward, bit by bit. Slow."""
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
-_weight_version: Final = attrgetter("_version")
 
 
 def run_checkpointed(
@@ -91,12 +87,11 @@ def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: 
     return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
-def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield all parameters of modules and of those in them; `Module.parameters()` takes five times as long."""
-    parts = list(modules)
-    for part in parts:
-        parts += [child for child in part._modules.values() if child is not None]
-        yield from (weight for weight in part._parameters.values() if weight is not None)
+def _weights_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    weights = [
+        weight for module in all_modules(modules) for weight in module._parameters.values() if weight is not None
+    ]
+    return [weight for weight in weights if not is_lazy(weight)]
 
 
 class _Slot:
@@ -171,8 +166,8 @@ class CheckpointRegion:
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
         self._buffers = Buffers(modules)
-        self._weights = list(_weights_of(modules))
-        self._versions = list(map(_weight_version, self._weights))
+        self._modules, self._weights = modules, _weights_of(modules)
+        self._versions = list(map(version_of, self._weights))
         self._forward_context, self._recompute_context = contexts
         # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other saved
         # tensors do.
@@ -185,8 +180,7 @@ class CheckpointRegion:
         """The outputs of operators that are parked, while the call runs again."""
         self._promises: list[tuple[weakref.ref[_Promise], Any]] = []
         """What the forward has saved, in order."""
-        self._check = _checksum if os.environ.get(CHECK) == "1" else _shape if compares else _nothing
-        self._is_done = False
+        self._check = _checksum if is_checked() else _shape if compares else _nothing
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -197,7 +191,6 @@ class CheckpointRegion:
                 yield
         finally:
             recording.region = outer
-        self._is_done = True
         self._buffers.end_forward()
 
     def park_output(self, tensor: Tensor, must_leave: str | None) -> Callable[[], Tensor]:
@@ -236,12 +229,7 @@ class CheckpointRegion:
 
     def _recompute(self) -> None:
         """Run the forward again, and fulfil the promises that are still awaited."""
-        if list(map(_weight_version, self._weights)) != self._versions:
-            raise UsageError(
-                f"a weight of {self._name} was changed in place between a forward and its backward, which runs that"
-                " forward again",
-                hint="run backward before what changes weights, such as optimizer.step()",
-            )
+        self._check_weights()
         promises, count = self._promises, 0
         tensors = self._inputs.take()
         if self._outputs is not None:
@@ -283,8 +271,7 @@ class CheckpointRegion:
                 self._autocast.restored(),
                 self._default_device if to_device else _NOTHING,
                 self._operations(),
-                # A backward in the forward finds everything as the forward has left it so far.
-                self._buffers.restored() if self._is_done else _NOTHING,
+                self._buffers.restored(),
                 self._recompute_context,
             ):
                 self._function(*args, **kwargs)
@@ -297,11 +284,24 @@ class CheckpointRegion:
             self._taken.clear()
         note_memory()
 
+    def _check_weights(self) -> None:
+        if list(map(version_of, self._weights)) == self._versions:
+            return
+        pairs = zip(self._weights, self._versions, strict=True)
+        changed = {id(weight) for weight, version in pairs if version_of(weight) != version}
+        parameters = [named for module in self._modules for named in module.named_parameters()]
+        name = next((f"`{name}`" for name, weight in parameters if id(weight) in changed), "a weight")
+        raise UsageError(
+            f"{name} of {self._name} was changed in place in a forward or before its backward, which runs that forward"
+            " again",
+            hint="run backward first (optimizer.step() changes weights), or do not checkpoint this module",
+        )
+
     def _differs(self, how: str) -> UsageError:
         return UsageError(
             f"when backward ran the forward of {self._name} again, it computed something else: {how}",
-            hint="it must do the same both times: nothing in it may depend on attributes, globals, time or objects that"
-            " change between forward and backward",
+            hint="it must do the same both times: nothing in it may depend on attributes, generators, globals or time"
+            " that change between forward and backward",
         )
 
     @property
@@ -350,6 +350,8 @@ def _nothing(_tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _checksum(tensor: Tensor) -> tuple[Any, ...]:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return _shape(tensor)
     plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
     return (*_shape(tensor), zlib.crc32(plain.flatten().view(torch.uint8).numpy().tobytes()))
 

@@ -381,7 +381,7 @@ class Clamped(nn.Linear):
         return super().forward(x).tanh()
 
 
-def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
+def written_in_forward(parts: int = 1) -> None:
     """Train an embedding that scales its rows in forward, and layers that write to their weights."""
 
     def step(model: Any, optimizer: Any, number: int) -> Tensor:
@@ -398,7 +398,7 @@ def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
         plain = nn.Sequential(embedding, Clamped(WIDTH, WIDTH), Clamped(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
-    model = OffloadModel(source, DEVICE, num_slices=3, checkpoint_activation=recomputes, num_microbatches=parts)
+    model = OffloadModel(source, DEVICE, num_slices=3, num_microbatches=parts)
     found = []
     for each in (plain, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=False)
@@ -413,10 +413,8 @@ def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
         torch.testing.assert_close(left, right)
 
 
-for _recomputes in (False, True):
-    _title = f"OffloadModel, written in forward{', recomputed' if _recomputes else ''}"
-    _add(_title, partial(written_in_forward, recomputes=_recomputes))
-    _add(f"{_title}, microbatches", partial(written_in_forward, recomputes=_recomputes, parts=2))
+_add("OffloadModel, written in forward", written_in_forward)
+_add("OffloadModel, written in forward, microbatches", partial(written_in_forward, parts=2))
 
 
 def gone() -> None:
