@@ -84,8 +84,8 @@ def evict(engine: ActivationEngine) -> None:
 
 
 def slow() -> EmulatedLink:
-    """Return a link whose copies take so long that they overlap whatever the test does."""
-    return EmulatedLink(latency_seconds=0.005, jitter_seconds=0.005)
+    """Return a link to which things leave while a layer runs, and from which they come back late."""
+    return EmulatedLink(back_bytes_per_second=100 * BOUNDARY_BYTES, jitter_seconds=0.0005)
 
 
 def assert_idle(engine: ActivationEngine) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,16 +17,11 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Copies, Event, HostLink
 from tests.torch.offload.chains import call
 
-__all__ = ["ClockLink", "Copied", "run_actions", "value_of"]
+ELEMENTS = 64
+"""Of each layer's input."""
 
-
-@dataclass(frozen=True)
-class Copied:
-    """A copy: the first value of what was copied, and when it ran."""
-
-    value: float
-    start_seconds: float
-    end_seconds: float
+Copied = tuple[float, float, float]
+"""A copy: the first value of what was copied, and when it began and ended."""
 
 
 @dataclass(eq=False)
@@ -59,11 +55,11 @@ class ClockLink(HostLink):
 
     def _copy(self, queue: list[Copied], copies: Copies, after: Iterable[Event]) -> Event:
         ready = [event.end_seconds for event in after if isinstance(event, _Ticket)]
-        start = max([self.seconds, *ready, *(copied.end_seconds for copied in queue[-1:])])
+        start = max([self.seconds, *ready, *(copy_end for _, _, copy_end in queue[-1:])])
         end = start + self.latency_seconds + sum(source.nbytes for source, _ in copies) / self.out_bytes_per_second
         for source, target in copies:
             target.copy_(source)
-        queue.append(Copied(float(copies[0][0][:4].view(torch.float32)), start, end))
+        queue.append((float(copies[0][0][:4].view(torch.float32)), start, end))
         return _Ticket(self, end, len(queue))
 
     def wait(self, event: Event, what: str) -> None:
@@ -78,52 +74,47 @@ class ClockLink(HostLink):
 
 
 class _Layer(torch.autograd.Function):
-    """Doubles, and takes one second forward and two backward."""
+    """Squares, and takes one second forward and two backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: ClockLink) -> Tensor:
         ctx.link = link
         link.seconds += 1
         ctx.save_for_backward(x)
-        return 2 * x
+        return x * x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.saved_tensors  # noqa: B018 - asked for, as a layer that needs them does
+        (x,) = ctx.saved_tensors
         ctx.link.seconds += 2
-        return 2 * gradients[0], None
+        return 2 * x * gradients[0], None
 
 
 def value_of(microbatch: int, layer: int) -> float:
     """Return the value that a layer's input has, which no other has."""
-    return 3.0**microbatch * 2.0**layer
+    return (1.0 + microbatch / 16) ** 2.0**layer
 
 
 def run_actions(
-    engine: ActivationEngine,
-    link: ClockLink,
-    actions: Sequence[Action],
-    num_layers: int,
-    num_elements: int,
-    *,
-    is_planned: bool = True,
-) -> dict[int, Tensor]:
-    """Run a rank's actions with checkpointed layers; return each microbatch's gradient."""
-    ends: dict[int, Tensor] = {}
-    inputs: dict[int, Tensor] = {}
+    engine: ActivationEngine, clock: ClockLink, actions: Sequence[Action], num_layers: int, *, is_planned: bool = True
+) -> None:
+    """Run a rank's actions with checkpointed layers, and compare the gradients."""
+    inputs, ends = dict[int, Tensor](), dict[int, Tensor]()
     if is_planned:
         engine.follow(actions)
     for action in actions:
+        microbatch = action.microbatch
         if is_planned:
-            engine.begin_action(action.kind, action.segment, action.microbatch)
+            engine.begin_action(action.kind, action.segment, microbatch)
         if action.kind is Kind.BACKWARD:
-            end = ends.pop(action.microbatch)
-            end.backward(torch.ones_like(end))
-            del end
+            ends.pop(microbatch).sum().backward()
+            expected = math.prod(2 * value_of(microbatch, layer) for layer in range(num_layers))
+            gradient = inputs.pop(microbatch).grad
+            assert gradient is not None
+            assert gradient.tolist() == pytest.approx([expected] * ELEMENTS)
             continue
-        x = inputs[action.microbatch] = torch.full((num_elements,), value_of(action.microbatch, 0), requires_grad=True)
+        x = inputs[microbatch] = torch.full((ELEMENTS,), value_of(microbatch, 0), requires_grad=True)
         for layer in range(num_layers):
-            x = call(_Layer.apply, x, link, engine=engine, name=f"layer {layer}")
-        ends[action.microbatch] = x
+            x = call(_Layer.apply, x, clock, engine=engine, name=f"layer {layer}")
+        ends[microbatch] = x
         del x
-    return {microbatch: leaf.grad for microbatch, leaf in inputs.items() if leaf.grad is not None}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import smpkit
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
-from smpkit.torch.offload.link import HostLink
 from tests.ranks import run_ranks
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, slow
 
@@ -64,10 +61,6 @@ OVER_RANKS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def train(model: nn.Module, rank: int = 0, *, scales: bool = False) -> list[Tensor]:
     """Return losses, this rank's part of all gradients and, at the end, of all weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,22 +72,23 @@ def train(model: nn.Module, rank: int = 0, *, scales: bool = False) -> list[Tens
         with torch.autocast("cpu", torch.bfloat16, enabled=scales):
             loss = model(x).square().sum()
         scaler.scale(loss).backward()
-        values += [loss.detach(), *(local(each.grad).clone() for each in model.parameters() if each.grad is not None)]
+        values += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
         scaler.step(optimizer)
         scaler.update()
-    return [*values, *(local(each).detach().clone() for each in model.parameters())]
+    values += [each.detach().clone() for each in model.parameters()]
+    return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
 
-def assert_trains_as_without(wrap: Callable[[nn.Module], nn.Module], rank: int = 0, **options: bool) -> None:
-    expected = train(wrap(model()), rank, **options)
+def assert_trains_as_without(wrap: Callable[[nn.Module], nn.Module], rank: int = 0, *, scales: bool = False) -> None:
+    expected = train(wrap(model()), rank, scales=scales)
     assert len(expected) > STEPS
     for link in (None, slow()):
         wrapped = wrap(model())
         with smpkit.offload_activations(wrapped, lead=1, link=link, min_bytes=0) as offload:
-            assert_same(train(wrapped, rank, **options), expected)
+            assert_same(train(wrapped, rank, scales=scales), expected)
             assert_idle(offload._engine)
             steps = offload.report().steps[:STEPS]
-        boundary_bytes = BOUNDARY_BYTES // 2 if options else BOUNDARY_BYTES
+        boundary_bytes = BOUNDARY_BYTES // 2 if scales else BOUNDARY_BYTES
         # The input of each layer, and no weight.
         assert all(boundary_bytes * LAYERS <= step.bytes_out <= BOUNDARY_BYTES * LAYERS for step in steps)
 
@@ -110,14 +104,13 @@ def test_wrappers_over_ranks_train_as_without_and_no_weight_leaves(wrap: str) ->
     run_ranks(over_ranks, 2, wrap)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, copy.deepcopy], ids=["DataParallel", "a copy"])
 @pytest.mark.parametrize("scales", [False, True])
-def test_wrappers_train_as_without(wrap: Callable[[nn.Module], nn.Module], scales: bool) -> None:
-    assert_trains_as_without(wrap, **({"scales": True} if scales else {}))
+def test_data_parallel_trains_as_without_also_with_autocast_and_a_loss_scale(scales: bool) -> None:
+    assert_trains_as_without(nn.DataParallel, scales=scales)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
-def test_compiled_layers_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_train() -> None:
     expected = train(model())
     compiled = model()
     for layer in compiled.children():
@@ -146,29 +139,25 @@ def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:
     offload.close()
     trained(x).sum().backward()
     assert offload.report().num_steps == 2
-    gc.collect()
-    assert not trained._forward_pre_hooks
-    assert not trained._forward_hooks
+    assert not trained._forward_pre_hooks | trained._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lead": 0}, "`lead` is 0"),
-        ({"min_bytes": -1}, "min_bytes is -1"),
-        ({"host_budget_bytes": 0.5}, "host_budget_bytes is 0.5"),
-        ({"deadline_seconds": math.nan}, "deadline_seconds is nan; it must be a number of seconds above 0"),
-        ({"link": 25e9}, "link is 25000000000.0; it must be a link"),
-    ],
-)
-def test_arguments_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
+    (nn.Linear(2, 2), {"lead": 0}, "`lead` is 0"),
+    (nn.Linear(2, 2), {"min_bytes": -1}, "min_bytes is -1"),
+    (nn.Linear(2, 2), {"host_budget_bytes": 0.5}, "host_budget_bytes is 0.5"),
+    (
+        nn.Linear(2, 2),
+        {"deadline_seconds": math.nan},
+        "deadline_seconds is nan; it must be a number of",
+    ),
+    (nn.Linear(2, 2), {"link": 25e9}, "link is 25000000000.0; it must be a link"),
+    (nn.GELU(), {}, "the parameters of this GELU lie on no device"),
+    (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, "lie on cpu, meta"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "message"), BAD)
+def test_what_cannot_be_meant_is_refused(model: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        smpkit.offload_activations(model(), **options)
-
-
-def test_a_model_without_weights_or_on_two_devices_is_refused() -> None:
-    with pytest.raises(UsageError, match="the parameters of this GELU lie on no device"):
-        smpkit.offload_activations(nn.GELU())
-    with pytest.raises(UsageError, match="lie on cpu, meta"):
-        smpkit.offload_activations(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]))
-    smpkit.offload_activations(nn.GELU(), link=HostLink()).close()  # a link knows its device
+        smpkit.offload_activations(model, **options)

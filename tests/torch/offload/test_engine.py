@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError
-from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import EmulatedLink
-from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Copies, Event, HostLink, Link
 from tests.torch.offload.chains import (
+    BATCH,
     BOUNDARY_BYTES,
+    WIDTH,
     assert_idle,
     assert_same,
     call,
@@ -29,7 +29,7 @@ from tests.torch.offload.chains import (
     inputs,
     slow,
 )
-from tests.torch.offload.clock import ClockLink
+from tests.torch.offload.clock import ELEMENTS, ClockLink, run_actions
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5, 99, "auto"])
@@ -62,36 +62,12 @@ def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int,
 
 
 @pytest.mark.parametrize("horizon", [1, 4, None])
-@pytest.mark.parametrize("link", [HostLink, slow])
-def test_a_pipelines_order_gives_the_same_bits_and_holds_what_is_in_flight(
-    link: Callable[[], Link], horizon: int | None
-) -> None:
-    actions, layers = one_f_one_b(4, 6).actions[0], chain(3)
-
-    def train(engine: ActivationEngine | None) -> list[Tensor | None]:
-        ends, leaves = dict[int, Tensor](), dict[int, Tensor]()
-        layers.zero_grad()
-        if engine is not None:
-            engine.follow(actions)
-        for action in actions:
-            if engine is not None:
-                engine.begin_action(action.kind, action.segment, action.microbatch)
-            if action.kind is Kind.BACKWARD:
-                ends.pop(action.microbatch).square().sum().backward()
-                continue
-            x = leaves[action.microbatch] = inputs(action.microbatch)
-            ends[action.microbatch] = forward(layers, x, engine)
-        return [*(each.grad for each in layers.parameters()), *(leaf.grad for leaf in leaves.values())]
-
-    engine = engine_on(link(), lead=1, horizon=horizon)
-    plain = [None if each is None else each.clone() for each in train(None)]
+def test_a_pipeline_over_a_slow_link_gets_the_same_gradients(horizon: int | None) -> None:
+    engine = engine_on(slow(), lead=1, horizon=horizon)
     for _ in range(3):
-        assert_same(train(engine), plain)
-        gc.collect()
-        step = engine.end_step()
-    assert step.peak_host_bytes == 4 * 3 * BOUNDARY_BYTES  # four microbatches wait for their backward at once
-    if type(engine.link) is HostLink:
-        assert step.peak_device_bytes == 2 * BOUNDARY_BYTES
+        run_actions(engine, ClockLink(), one_f_one_b(4, 6).actions[0], num_layers=3)
+        # Four microbatches wait for their backward at once.
+        assert engine.end_step().peak_host_bytes == 4 * 3 * 4 * ELEMENTS
     assert_idle(engine)
     engine.close()
 
@@ -119,28 +95,18 @@ def test_a_slow_link_stalls_and_says_where() -> None:
     assert worst == [f"  30.0 ms for `{stall.layer}`, microbatch 3" for stall in stalls[:3]]
 
 
-def test_a_lead_that_is_too_short_grows_by_itself() -> None:
-    layers, engine = chain(8), engine_on(ClockLink(latency_seconds=0.004), lead="auto")
-    for _ in range(3):
-        forward(layers, inputs(), engine).sum().backward()
-        step = engine.end_step()
-    assert step.lead > 2
-
-
-class Stuck(EmulatedLink):
-    """Copies nothing back for as long as anybody waits."""
-
-    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        self.latency_seconds = 0.3
-        return super().fetch(copies, after)
-
-
-def test_a_copy_that_never_ends_names_the_layer() -> None:
-    engine = engine_on(Stuck(deadline_seconds=0.05), lead=1)
-    parked = [engine.park(f"layers.{number}", [inputs()]) for number in range(3)]
+def test_a_call_waits_for_what_is_on_its_way_back() -> None:
+    engine, x = engine_on(EmulatedLink(latency_seconds=0.02), lead=1), inputs()
+    parked = engine.park("layer", [x])
+    engine.close()  # all copies have ended
     evict(engine)
-    with pytest.raises(DeadlineError, match=r"`layers.0` waited 0.05 s for a copy"):
-        parked[0].take()
+    assert torch.equal(parked.take()[0], x)
+    (stall,) = engine.end_step().stalls
+    assert (stall.layer, stall.microbatch) == ("layer", None)
+    assert 0.015 < stall.seconds == engine.stats.report().stall_seconds
+    engine.link._deadline_seconds = 0.001  # type: ignore[attr-defined]
+    with pytest.raises(DeadlineError, match=r"`layer` waited 0.001 s for a copy"):
+        parked.take()
     engine.close()
 
 
@@ -149,13 +115,12 @@ def test_host_memory_is_not_written_before_it_was_read() -> None:
     engine = engine_on(link, budget_bytes=BOUNDARY_BYTES)
     for _ in range(2):
         parked = engine.park("layer", [inputs()])
-        engine.order.follow([])
         link.seconds += 1
         engine._free(next(parked.saved()), parked.index)
         engine._load(parked)
         del parked  # its load is still under way
         gc.collect()
-    assert link.outs[1].start_seconds >= link.loads[0].end_seconds
+    assert link.outs[1][1] >= link.loads[0][2]  # the second one begins when the load has ended
 
 
 # --- what a step leaves -----------------------------------------------------------------------------------------------
@@ -206,12 +171,8 @@ class Fails(nn.Module):
 def test_an_exception_leaves_nothing_and_training_goes_on(time: int) -> None:
     layers, x, engine = chain(6), inputs(), engine_on(slow())
     layers.insert(3, Fails(time))
-
-    def attempt() -> None:
-        forward(layers, inputs(), engine).sum().backward()
-
     with pytest.raises(ZeroDivisionError):
-        attempt()
+        gradients(layers, x, lambda: forward(layers, x, engine))
     engine.abandon_step()
     assert_idle(engine)
     plain = gradients(layers, x, lambda: forward(layers, x))
@@ -221,12 +182,11 @@ def test_an_exception_leaves_nothing_and_training_goes_on(time: int) -> None:
 
 
 def test_a_forward_without_backward_leaves_nothing() -> None:
-    layers, engine = chain(6), engine_on(slow())
-    for _ in range(3):
-        y = forward(layers, inputs(), engine)
-        assert engine.footprint() == 6 * BOUNDARY_BYTES
-        del y
-        assert_idle(engine)
+    engine = engine_on(slow())
+    y = forward(chain(6), inputs(), engine)
+    assert engine.footprint() == 6 * BOUNDARY_BYTES
+    del y
+    assert_idle(engine)
     engine.close()
 
 
@@ -266,22 +226,17 @@ def test_spent_host_memory_leaves_the_rest_on_the_device(caplog: pytest.LogCaptu
     ]
 
 
-@pytest.mark.parametrize("num_inputs", [1, 3])
-def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes(num_inputs: int) -> None:
-    engine, mask = engine_on(), torch.ones(8, 16)
+def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes() -> None:
+    engine, mask = engine_on(), torch.ones(BATCH, WIDTH)
 
-    def run() -> Tensor:
-        x = inputs() * 1
-        for number in range(4):
-            own = [inputs(number) * 1 for _ in range(num_inputs - 1)]
-            x = call(lambda y, m, *more: y.square() * m + sum(more), x, mask, *own, engine=engine)
-        return x
+    def run() -> list[object]:
+        return [engine.park(f"layers.{number}", [inputs(number), inputs(number), mask]) for number in range(4)]
 
     first = run()
-    assert engine.footprint() == engine.use().offloaded == (4 * num_inputs + 1) * BOUNDARY_BYTES  # one mask for all
+    assert engine.footprint() == engine.use().offloaded == (4 * 2 + 1) * BOUNDARY_BYTES  # one mask for all
     engine.reserve(3 * engine.footprint())
     mapped = engine.use().mapped
     others = [run(), run()]
-    assert engine.use().mapped == mapped >= engine.use().offloaded == (12 * num_inputs + 1) * BOUNDARY_BYTES
+    assert engine.use().mapped == mapped >= engine.use().offloaded == (3 * 4 * 2 + 1) * BOUNDARY_BYTES
     del first, others
     assert_idle(engine)

@@ -89,33 +89,14 @@ def no_effect(degree: int, checkpoints: bool) -> list[str]:
     return [str(warning.message) for warning in caught if "no effect" in str(warning.message)]
 
 
-def test_without_checkpointed_layers_one_rank_says_so_once() -> None:
+def test_a_report_needs_offloading_and_offloading_checkpointed_layers(world: None) -> None:
+    wrap({})
+    with pytest.raises(UsageError, match="nothing is offloaded here"):
+        smp.offload_report()
     (message,), nothing = run_ranks(no_effect, 2, 2, False)
     assert message.startswith("offload_activations has no effect: no layer is checkpointed")
     assert nothing == []
     assert run_ranks(no_effect, 2, 2, True) == [[], []]
-
-
-def test_a_report_needs_offloading(world: None) -> None:
-    wrap({})
-    with pytest.raises(UsageError, match="nothing is offloaded here"):
-        smp.offload_report()
-
-
-def test_an_exception_in_a_step_leaves_nothing_and_training_goes_on(world: None) -> None:
-    model, x = wrap(OFFLOADED), torch.randn(BATCH, WIDTH)
-
-    @smp.step
-    def fails(model: smp.DistributedModel, x: Tensor) -> None:
-        model(x)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails(model, x)
-    assert offloader.current().use().offloaded == 0
-    train_step(model, x)
-    assert offloader.current().use().offloaded == 0
-    assert smp.offload_report().num_steps == 1
 
 
 def test_events_tell_what_moved_and_how_long_layers_waited(

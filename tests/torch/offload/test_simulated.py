@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,9 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.report import StepReport
 from tests.torch.offload.chains import engine_on
-from tests.torch.offload.clock import ClockLink, Copied, run_actions, value_of
+from tests.torch.offload.clock import ELEMENTS, ClockLink, Copied, run_actions, value_of
 
-_ELEMENTS = 64
-_BYTES = 4 * _ELEMENTS
+_BYTES = 4 * ELEMENTS
 _LAYERS = 3
 
 
@@ -42,20 +42,19 @@ def _play(
     for _ in range(steps):
         began = link.seconds
         link.outs, link.loads = [], []
-        gradients = run_actions(engine, link, actions, _LAYERS, _ELEMENTS, is_planned=is_planned)
-        assert all(float(gradient[0]) == 2.0**_LAYERS for gradient in gradients.values())
-        del gradients
+        run_actions(engine, link, actions, _LAYERS, is_planned=is_planned)
         report = engine.end_step()
     return link, report, began
 
 
-def _executed(copies: Sequence[Copied], began: float) -> list[tuple[float, float, float]]:
-    return [(copied.value, copied.start_seconds - began, copied.end_seconds - began) for copied in copies]
+def _executed(copies: Sequence[Copied], began: float) -> list[Copied]:
+    return [(value, start - began, end - began) for value, start, end in copies]
 
 
-def _planned(copies: Sequence[Copy]) -> list[tuple[float, float, float]]:
+def _planned(copies: Sequence[Copy]) -> list[Any]:
     values = [value_of(copy.task.action.microbatch, copy.task.layer) for copy in copies]
-    return [(value, copy.start_seconds, copy.end_seconds) for value, copy in zip(values, copies, strict=True)]
+    planned = [(value, copy.start_seconds, copy.end_seconds) for value, copy in zip(values, copies, strict=True)]
+    return [pytest.approx(copy) for copy in planned]
 
 
 def _assert_as_planned(actions: Sequence[Action], copy_seconds: float, window: Window, *, is_planned: bool) -> None:
