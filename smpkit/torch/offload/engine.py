@@ -29,7 +29,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.offloader import Offloader, OffloadUse, changed_in_place
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.offload.arena import Arena, Block, aligned, arena_for
-from smpkit.torch.offload.link import Event, Link, link_for
+from smpkit.torch.offload.link import DONE, Event, Link, link_for
 from smpkit.torch.offload.order import BackwardOrder, Lead, LeadTuner
 from smpkit.torch.offload.report import OffloadStats, StepReport
 
@@ -71,6 +71,7 @@ class _Saved:
         """Its piece of the block."""
         self.out: Event | None = None
         self.back: Event | None = None
+        """`DONE` if it was needed before it had left, and so stayed."""
         self.num_waiting = 0
         """How many calls have yet to take it."""
 
@@ -360,7 +361,7 @@ class ActivationEngine(Offloader):
 
     def _free(self, saved: _Saved, index: int) -> None:
         """Let go of the device's memory. Where this thread is ahead, compute may wait for a copy out: a stall."""
-        is_late = saved.is_leaving() and saved.out is not None and not saved.out.done()
+        is_late = saved.data is not None and saved.out is not None and not saved.out.done()
         with self._stall(self._parked.get(index)) if is_late else contextlib.nullcontext():
             saved.free()
 
@@ -398,10 +399,13 @@ class ActivationEngine(Offloader):
                 self._loaded.add(index)
 
     def _load(self, parked: _Parked) -> bool:
-        """Issue one copy for all that a call lacks on the device; return whether there was any."""
+        """Issue one copy for all that a call lacks on the device, and let the rest stay; return whether that is new."""
+        leaving = [saved for saved in parked.saved() if saved.is_leaving()]
+        for saved in leaving:
+            saved.back = DONE
         absent = list({id(saved): saved for saved in parked.saved() if saved.data is None}.values())
         if not absent:
-            return False
+            return bool(leaving)
         rooms = [torch.empty(saved.num_bytes, dtype=torch.uint8, device=self.link.device) for saved in absent]
         # The event comes after the allocations: work already queued on this stream may still use that memory.
         after = [saved.out for saved in absent if saved.out is not None]

@@ -142,7 +142,11 @@ class BackwardOrder:
                 num_done = self._num_done if position == current else 0
                 distance += max(0, self._num_calls[action.segment] - num_done)
             elif action.kind is Kind.BACKWARD:  # the weight half of a split backward needs nothing back
-                for index in self._still(reversed(self._calls.get((action.segment, action.microbatch), ()))):
+                task = (action.segment, action.microbatch)
+                calls = self._calls.get(task, [])
+                if task == self._task or not calls:  # calls that its forward has still to make come back first
+                    distance += max(0, self._num_calls[action.segment] - len(calls))
+                for index in self._still(reversed(calls)):
                     distance += 1
                     yield index, distance
             if distance >= lead:

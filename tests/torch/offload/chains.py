@@ -1,4 +1,4 @@
-"""Chains of layers, trained with and without offloading."""
+"""Chains of checkpointed layers, trained with and without offloading."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
+from smpkit.testing import EmulatedLink
+from smpkit.torch.core.offloader import KEEPING
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.link import HostLink, Link
+from smpkit.torch.offload.order import BackwardOrder
+from smpkit.torch.recompute.region import CheckpointRegion
 
 WIDTH = 16
 BATCH = 8
@@ -33,15 +34,19 @@ def inputs(seed: int = 0) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+def call(function: Callable[..., Any], *args: Any, engine: ActivationEngine | None, name: str = "layer") -> Any:
+    """Call a checkpointed function; an engine offloads its inputs."""
+    modules = [function] if isinstance(function, nn.Module) else []
+    region = CheckpointRegion(function, modules, args, {}, name=name, keeper=engine or KEEPING)
+    with region.recording():
+        return function(*args)
+
+
 def forward(layers: Iterable[nn.Module], x: Tensor, engine: ActivationEngine | None = None) -> Tensor:
-    """Run checkpointed layers, whose boundaries are offloaded if there is an engine."""
+    """Run checkpointed layers; an engine offloads what they keep."""
     x = x * 1  # not a leaf, as nothing inside a model is
     for number, layer in enumerate(layers):
-        if engine is None:
-            x = checkpoint(layer, x, use_reentrant=False)
-            continue
-        with engine.offload_inputs(f"layers.{number}"):
-            x = checkpoint(layer, x, use_reentrant=False)
+        x = call(layer, x, engine=engine, name=f"layers.{number}")
     return x
 
 
@@ -61,21 +66,32 @@ def assert_same(ours: Iterable[Any], plain: Iterable[Any]) -> None:
         assert left is None or torch.equal(left, right)
 
 
-def engine_on(link: Link | None = None, budget_bytes: int | None = None, **options: Any) -> CheckedEngine:
-    """Return an engine that checks itself."""
-    return CheckedEngine(CheckedLink(link or EmulatedLink()), Arena(budget_bytes), **{"lead": 2, **options})
+def allocate(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def engine_on(
+    link: Link | None = None, budget_bytes: int | None = 1 << 20, horizon: int | None = None, **options: Any
+) -> ActivationEngine:
+    arena = Arena(budget_bytes, allocate)
+    return ActivationEngine(link or HostLink(), arena, BackwardOrder(horizon), **{"lead": 2, **options})
+
+
+def evict(engine: ActivationEngine) -> None:
+    """Let go of what has left, as later calls do."""
+    for number in range(3):
+        engine.park(f"later {number}", [torch.zeros(1)])
 
 
 def slow() -> EmulatedLink:
-    """Return a link whose copies take so long that they overlap whatever the test does."""
-    return EmulatedLink(latency_seconds=0.005, jitter_seconds=0.005)
+    """Return a link to which things leave while a layer runs, and from which they come back late."""
+    return EmulatedLink(back_bytes_per_second=100 * BOUNDARY_BYTES, jitter_seconds=0.0005)
 
 
 def assert_idle(engine: ActivationEngine) -> None:
     """Raise AssertionError if a graph, a block or a byte on the device is left."""
     gc.collect()
     engine.end_step()
-    assert engine.arena.num_blocks == 0
-    assert engine.arena.used_bytes == 0
-    assert engine.stats.device_bytes == 0
-    assert not engine.storages
+    assert engine.use().parked == engine.use().offloaded == engine.footprint() == 0
+    assert not engine._parked
+    assert not engine._loaded

@@ -2,142 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import CopyBatch, Event
+from smpkit.torch.offload.link import Copies, Event, HostLink
+from tests.torch.offload.chains import call
 
-__all__ = ["ClockLink", "CopyMade", "run_actions"]
+ELEMENTS = 64
+"""Of each layer's input."""
 
-
-@dataclass(frozen=True)
-class CopyMade:
-    """A copy that was issued: of what, and when it ran."""
-
-    what: str
-    start_seconds: float
-    end_seconds: float
+Copied = tuple[float, float, float]
+"""A copy: the first value of what was copied, and when it began and ended."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Ticket:
     link: ClockLink
     end_seconds: float
+    number: int = 0
 
     def done(self) -> bool:
         return self.link.seconds >= self.end_seconds
 
 
-@dataclass(frozen=True)
-class _Waited:
-    seconds: float
-    stamps: None = None
-
-
-class ClockLink:
+class ClockLink(HostLink):
     """A link with virtual time: compute and waits advance it, and copies of one direction run one after the other."""
 
-    device = torch.device("cpu")
-    is_stream_ordered = False
-    min_bytes = 0
-
-    def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+    def __init__(self, bytes_per_second: float = math.inf, latency_seconds: float = 0.0) -> None:
         self.out_bytes_per_second = self.back_bytes_per_second = bytes_per_second
         self.latency_seconds = latency_seconds
         self.seconds = 0.0
-        self.outs: list[CopyMade] = []
-        self.loads: list[CopyMade] = []
-        self.stalls: list[tuple[str, float]] = []
+        self.outs: list[Copied] = []
+        self.loads: list[Copied] = []
 
-    def stream(self) -> Hashable:
-        return "compute"
-
-    def now(self, stream: Hashable = None) -> Event:
+    def now(self) -> Event:
         return _Ticket(self, self.seconds)
 
-    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        return self._copy(self.outs, copies, after, what)
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        return self._copy(self.outs, copies, after)
 
-    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        return self._copy(self.loads, copies, after, what)
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        return self._copy(self.loads, copies, after)
 
-    def _copy(self, queue: list[CopyMade], copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        ready = [each.end_seconds for each in after if isinstance(each, _Ticket)]
-        start = max([self.seconds, *ready, *(each.end_seconds for each in queue[-1:])])
-        num_bytes = sum(source.nbytes for source, _ in copies)
-        end = start + self.latency_seconds + num_bytes / self.out_bytes_per_second
+    def _copy(self, queue: list[Copied], copies: Copies, after: Iterable[Event]) -> Event:
+        ready = [event.end_seconds for event in after if isinstance(event, _Ticket)]
+        start = max([self.seconds, *ready, *(copy_end for _, _, copy_end in queue[-1:])])
+        end = start + self.latency_seconds + sum(source.nbytes for source, _ in copies) / self.out_bytes_per_second
         for source, target in copies:
             target.copy_(source)
-        queue.append(CopyMade(what, start, end))
-        return _Ticket(self, end)
+        queue.append((float(copies[0][0][:4].view(torch.float32)), start, end))
+        return _Ticket(self, end, len(queue))
 
-    def wait(self, event: Event, what: str) -> _Waited:
+    def wait(self, event: Event, what: str) -> None:
         assert isinstance(event, _Ticket)
-        seconds = max(0.0, event.end_seconds - self.seconds)
-        self.seconds += seconds
-        self.stalls.append((what, seconds))
-        return _Waited(seconds)
+        self.seconds = max(self.seconds, event.end_seconds)
 
-    def before_reuse(self, event: Event, stream: Hashable) -> None: ...
-
-    def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        pass
-
-    def synchronize(self, event: Event, what: str) -> None:
-        self.wait(event, what)
-
-    def stamp(self) -> float:
+    def stamp(self) -> Any:
         return self.seconds
 
     def seconds_between(self, first: float, last: float) -> float:
         return last - first
 
-    def close(self) -> None: ...
-
 
 class _Layer(torch.autograd.Function):
-    """Doubles, and takes one second forward and two backward."""
+    """Squares, and takes one second forward and two backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: ClockLink) -> Tensor:
         ctx.link = link
         link.seconds += 1
         ctx.save_for_backward(x)
-        return 2 * x
+        return x * x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.saved_tensors  # noqa: B018 - asked for, as a layer that needs them does
+        (x,) = ctx.saved_tensors
         ctx.link.seconds += 2
-        return 2 * gradients[0], None
+        return 2 * x * gradients[0], None
+
+
+def value_of(microbatch: int, layer: int) -> float:
+    """Return the value that a layer's input has, which no other has."""
+    return (1.0 + microbatch / 16) ** 2.0**layer
 
 
 def run_actions(
-    engine: ActivationEngine, link: ClockLink, actions: Sequence[Action], num_layers: int, num_elements: int
-) -> dict[int, Tensor]:
-    """Run a rank's actions with checkpointed layers; return each microbatch's gradient."""
-    ends: dict[int, Tensor] = {}
-    inputs: dict[int, Tensor] = {}
-    engine.follow(actions)
+    engine: ActivationEngine, clock: ClockLink, actions: Sequence[Action], num_layers: int, *, is_planned: bool = True
+) -> None:
+    """Run a rank's actions with checkpointed layers, and compare the gradients."""
+    inputs, ends = dict[int, Tensor](), dict[int, Tensor]()
+    if is_planned:
+        engine.follow(actions)
     for action in actions:
-        engine.begin_action(action.kind, action.segment, action.microbatch)
+        microbatch = action.microbatch
+        if is_planned:
+            engine.begin_action(action.kind, action.segment, microbatch)
         if action.kind is Kind.BACKWARD:
-            end = ends.pop(action.microbatch)
-            end.backward(torch.ones_like(end))
-            del end
+            ends.pop(microbatch).sum().backward()
+            expected = math.prod(2 * value_of(microbatch, layer) for layer in range(num_layers))
+            gradient = inputs.pop(microbatch).grad
+            assert gradient is not None
+            assert gradient.tolist() == pytest.approx([expected] * ELEMENTS)
             continue
-        x = inputs[action.microbatch] = torch.full((num_elements,), 1.0, requires_grad=True)
+        x = inputs[microbatch] = torch.full((ELEMENTS,), value_of(microbatch, 0), requires_grad=True)
         for layer in range(num_layers):
-            with engine.offload_inputs(f"layer {layer}"):
-                x = checkpoint(_Layer.apply, x, link, use_reentrant=False)
-        ends[action.microbatch] = x
+            x = call(_Layer.apply, x, clock, engine=engine, name=f"layer {layer}")
+        ends[microbatch] = x
         del x
-    return {microbatch: each.grad for microbatch, each in inputs.items() if each.grad is not None}

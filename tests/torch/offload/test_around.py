@@ -1,328 +1,163 @@
-"""What people do around `activations`: data-parallel wrappers, transforms, hooks and tensors of other kinds."""
+"""What people put around a model that offloads: data-parallel wrappers, autocast, loss scales, torch.compile."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from smpkit.torch.offload import activations
+import smpkit
+from smpkit.errors import UsageError
+from smpkit.torch.core import offloader
+from tests.ranks import run_ranks
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, slow
 
-_NOTHING = contextlib.nullcontext()
-
-Loss = Callable[[nn.Module], Tensor]
+LAYERS, STEPS = 4, 3
 
 
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
-
-
-def gradients(model: nn.Module, loss: Loss, context: AbstractContextManager[object]) -> list[Tensor | None]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    with context:
-        value = loss(model)
-    value.backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    return [each.to_local() if isinstance(each, DTensor) else each for each in found]
-
-
-def assert_trains_as_plain(model: nn.Module, loss: Loss) -> int:
-    """Compare two steps with plain ones, in place and over a slow link; return the bytes that left in one."""
-    plain = gradients(copy.deepcopy(model), loss, _NOTHING)
-    for link in (None, slow()):
-        offload = activations(model, lead=2, link=link)
-        for _ in range(2):
-            assert_same(gradients(model, loss, offload), plain)
-        assert_idle(offload._engine)
-        num_bytes = offload.report().steps[1].bytes_out
-        offload.close()
-    return num_bytes
-
-
-# --- wrappers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Be a world of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-def test_10_fsdp_may_free_the_weights_that_it_gathered(alone: None) -> None:
-    """Their storage is resized to nothing when a layer's forward is over: to copy from it then would read anything."""
-    plain, model, mesh = blocks(), blocks(), init_device_mesh("cpu", (1,))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-    def loss(model: nn.Module) -> Tensor:
-        result: Tensor = model(torch.randn(BATCH, WIDTH)).square().sum()
-        return result
-
-    expected = gradients(plain, loss, _NOTHING)
-    for link in (None, slow()):
-        offload = activations(model, lead=2, link=link)
-        for _ in range(2):
-            assert_same(gradients(model, loss, offload), expected)
-        gc.collect()
-        assert offload.report().steps[1].bytes_out <= 9 * BOUNDARY_BYTES  # and no weight
-        offload.close()
-
-
-@pytest.mark.parametrize(
-    "options", [{"gradient_as_bucket_view": True}, {"static_graph": True}], ids=lambda each: next(iter(each))
-)
-def test_10_ddp_reduces_while_activations_come_back(alone: None, options: dict[str, bool]) -> None:
-    plain, model = blocks(), DistributedDataParallel(blocks(), bucket_cap_mb=1, **options)  # type: ignore[arg-type]
-    x = torch.randn(BATCH, WIDTH)
-    expected = gradients(plain, lambda model: model(x).square().sum(), _NOTHING)
-    offload = activations(model, lead=2, link=slow())
-    for _ in range(3):
-        assert_same(gradients(model, lambda model: model(x).square().sum(), offload), expected)
-    assert_idle(offload._engine)
-    offload.close()
-
-
-# --- autocast ---------------------------------------------------------------------------------------------------------
-
-
-class Again(nn.Module):
-    """Uses one weight several times under one autocast, which casts it once and forgets the cast at its end."""
+class Layer(nn.Module):
+    """Checkpoints itself, as those of Hugging Face do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(3):
-                x = self.linear(x).tanh()
-            with torch.autocast("cpu", enabled=False):
-                x = self.linear(x.float())
-            return self.linear(x).float()
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x)) + x
 
 
-def test_16_a_weight_that_autocast_casts_stays_and_outlives_its_cache() -> None:
-    model = Again()
-    num_bytes = assert_trains_as_plain(model, lambda model: model(torch.randn(BATCH, WIDTH)).square().sum())
-    half = BOUNDARY_BYTES // 2
-    # Four inputs in bfloat16, of which three are what `tanh` keeps, and one float; the result. Not the cast weight.
-    assert num_bytes == 5 * half + 2 * BOUNDARY_BYTES
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
 
 
-@pytest.mark.parametrize("is_converted", [False, True])
-def test_16_a_frozen_weight_that_autocast_casts_leaves_and_one_of_the_narrow_type_stays(is_converted: bool) -> None:
-    """Autocast makes a new cast of it in each call and keeps none, so only the graph holds that on the device."""
-    model = Again()
-    for parameter in model.linear.parameters():
-        parameter.requires_grad_(False)
-    if is_converted:
-        model.linear.to(torch.bfloat16)
-
-    def loss(model: nn.Module) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = torch.randn(BATCH, WIDTH, requires_grad=True)
-            for _ in range(3):
-                x = model.get_submodule("linear")(x).tanh()
-        return x.float().square().sum()
-
-    num_bytes = assert_trains_as_plain(model, loss)
-    cast_bytes = 0 if is_converted else 3 * 2 * WIDTH * WIDTH
-    # What `tanh` keeps, the result as a float, and each call's own cast of the weight.
-    assert num_bytes == 3 * BOUNDARY_BYTES // 2 + BOUNDARY_BYTES + cast_bytes
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
-# --- transforms and modes ---------------------------------------------------------------------------------------------
+OVER_RANKS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "FSDP": lambda model: FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=torch.device("cpu")
+    ),
+    "FSDP2": fsdp2,
+}
 
 
-def per_sample(model: nn.Module) -> Tensor:
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-
-    def one(x: Tensor) -> Tensor:
-        result: Tensor = torch.func.functional_call(model, weights, (x,)).square().sum()
-        return result
-
-    return torch.func.vmap(one)(torch.randn(BATCH, WIDTH)).sum()
-
-
-def directional(model: nn.Module) -> Tensor:
-    x = torch.randn(BATCH, WIDTH)
-    value, slope, *_ = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-    result: Tensor = value.sum() + slope.square().sum()
-    return result
-
-
-def dual(model: nn.Module) -> Tensor:
-    x = torch.randn(BATCH, WIDTH)
-    with forward_ad.dual_level():
-        value, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
-        assert slope is not None
-        return value.sum() + slope.square().sum()
+def train(model: nn.Module, rank: int = 0, *, scales: bool = False) -> list[Tensor]:
+    """Return losses, this rank's part of all gradients and, at the end, of all weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+    values = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=scales):
+            loss = model(x).square().sum()
+        scaler.scale(loss).backward()
+        values += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        scaler.step(optimizer)
+        scaler.update()
+    values += [each.detach().clone() for each in model.parameters()]
+    return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
 
-def penalised(model: nn.Module) -> Tensor:
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    y = model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return y.mean() + (slope.norm(dim=1) - 1).square().mean()
+def assert_trains_as_without(wrap: Callable[[nn.Module], nn.Module], rank: int = 0, *, scales: bool = False) -> None:
+    expected = train(wrap(model()), rank, scales=scales)
+    assert len(expected) > STEPS
+    for link in (None, slow()):
+        wrapped = wrap(model())
+        with smpkit.offload_activations(wrapped, lead=1, link=link, min_bytes=0) as offload:
+            assert_same(train(wrapped, rank, scales=scales), expected)
+            assert_idle(offload._engine)
+            steps = offload.report().steps[:STEPS]
+        boundary_bytes = BOUNDARY_BYTES // 2 if scales else BOUNDARY_BYTES
+        # The input of each layer, and no weight.
+        assert all(boundary_bytes * LAYERS <= step.bytes_out <= BOUNDARY_BYTES * LAYERS for step in steps)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")  # the first `jvp` of a process scripts some functions of torch
-@pytest.mark.parametrize("loss", [per_sample, directional, dual, penalised])
-def test_derivatives_of_other_kinds(loss: Loss) -> None:
-    assert_trains_as_plain(blocks(), loss)
+def over_ranks(wrap: str) -> None:
+    dist.init_process_group("gloo")
+    assert_trains_as_without(OVER_RANKS[wrap], dist.get_rank())
+    dist.destroy_process_group()
 
 
-def test_where_hooks_are_forbidden_entering_fails_and_later_it_does_not() -> None:
-    model = blocks()
-    offload = activations(model)
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
-        pytest.raises(RuntimeError, match="no hooks here"),
-    ):
-        offload.__enter__()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    with offload:
-        loss = model(torch.randn(BATCH, WIDTH)).sum()
-    loss.backward()
+@pytest.mark.parametrize("wrap", OVER_RANKS)
+def test_wrappers_over_ranks_train_as_without_and_no_weight_leaves(wrap: str) -> None:
+    run_ranks(over_ranks, 2, wrap)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_data_parallel_trains_as_without_also_with_autocast_and_a_loss_scale(scales: bool) -> None:
+    assert_trains_as_without(nn.DataParallel, scales=scales)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+def test_compiled_layers_train() -> None:
+    expected = train(model())
+    compiled = model()
+    for layer in compiled.children():
+        layer.run = torch.compile(layer.run, backend="aot_eager")  # type: ignore[assignment, arg-type]
+    with smpkit.offload_activations(compiled, min_bytes=0) as offload:
+        for ours, plain in zip(train(compiled), expected, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)  # other kernels, other rounding
+        assert offload.report().bytes_out >= STEPS * LAYERS * BOUNDARY_BYTES
+
+
+# --- the call itself --------------------------------------------------------------------------------------------------
+
+
+def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:
+    trained, x = model(), torch.randn(BATCH, WIDTH)
+    offload = smpkit.offload_activations(trained)
+    with pytest.raises(RuntimeError):
+        trained(torch.randn(BATCH, 3))
+    assert offloader.current() is offloader.KEEPING
+    with torch.no_grad():
+        trained(x)
+    assert offload.report().num_steps == 1  # the one that failed
+    trained(x).sum().backward()
+    assert offload.report().num_steps == 2
     assert offload.report().bytes_out > 0
-
-
-# --- tensors of other kinds -------------------------------------------------------------------------------------------
-
-
-def ragged(model: nn.Module) -> Tensor:
-    rows = [torch.randn(2, WIDTH), torch.randn(3, WIDTH)]
-    result: Tensor = model(torch.nested.nested_tensor(rows)).to_padded_tensor(0.0).sum()
-    return result
-
-
-def jagged(model: nn.Module) -> Tensor:
-    rows = [torch.randn(2, WIDTH), torch.randn(3, WIDTH)]
-    result: Tensor = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().sum()
-    return result
-
-
-def shapes_only(model: nn.Module) -> Tensor:
-    (torch.ones(3, device="meta", requires_grad=True) * 1).square().sum().backward()
-    result: Tensor = model(torch.randn(BATCH, WIDTH)).sum()
-    return result
-
-
-def sparse(model: nn.Module) -> Tensor:
-    eye = torch.eye(WIDTH)
-    x = torch.sparse.mm(eye.to_sparse(), torch.sparse.mm(eye.to_sparse_csr(), torch.randn(WIDTH, WIDTH)))
-    result: Tensor = torch.sparse.mm(eye.to_sparse(), model(x)).square().sum()
-    return result
-
-
-def conjugate(model: nn.Module) -> Tensor:
-    z = torch.fft.fft(model(torch.randn(BATCH, WIDTH)))
-    return (z.conj() * z.conj() * z).abs().sum() + (z.conj().imag * z.real).sum()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse .* is in beta")
-@pytest.mark.parametrize("loss", [ragged, jagged, shapes_only, sparse, conjugate])
-def test_tensors_of_other_kinds(loss: Loss) -> None:
-    assert_trains_as_plain(blocks(), loss)
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, WIDTH, sparse=True)
-        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.table(numbers), [5, 3], batch_first=True)
-        result: Tensor = self.recurrent(packed)[0].data
-        return result
-
-
-def test_sparse_gradients_and_packed_sequences() -> None:
-    def dense(model: nn.Module) -> Tensor:
-        result: Tensor = model(torch.arange(10).view(2, 5)).square().sum()
-        return result
-
-    model = Table()
-    plain = [grad for grad in gradients(copy.deepcopy(model), dense, _NOTHING) if grad is not None]
-    offload = activations(model, link=slow())
-    for _ in range(2):
-        ours = [grad for grad in gradients(model, dense, offload) if grad is not None]
-        assert_same([grad.to_dense() for grad in ours], [grad.to_dense() for grad in plain])
     offload.close()
+    trained(x).sum().backward()
+    assert offload.report().num_steps == 2
+    assert not trained._forward_pre_hooks | trained._forward_hooks
 
 
-def test_layers_that_change_in_place_and_images_with_channels_last() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.Dropout(0.2, inplace=True)
-    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def loss(model: nn.Module) -> Tensor:
-        x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-        return nn.functional.silu(model(x)).square().sum()
-
-    assert_trains_as_plain(model, loss)
-
-
-class Twice(torch.autograd.Function):
-    """Keeps inputs, output and nothing at all, and asks for them twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        y = (x * scale).exp()
-        ctx.save_for_backward(x, scale, y, None)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, scale, _, nothing = ctx.saved_tensors
-        y = ctx.saved_tensors[2]
-        assert nothing is None
-        return grads[0] * y * scale, grads[0] * y * x
+BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
+    (nn.Linear(2, 2), {"lead": 0}, "`lead` is 0"),
+    (nn.Linear(2, 2), {"min_bytes": -1}, "min_bytes is -1"),
+    (nn.Linear(2, 2), {"host_budget_bytes": 0.5}, "host_budget_bytes is 0.5"),
+    (
+        nn.Linear(2, 2),
+        {"deadline_seconds": math.nan},
+        "deadline_seconds is nan; it must be a number of",
+    ),
+    (nn.Linear(2, 2), {"link": 25e9}, "link is 25000000000.0; it must be a link"),
+    (nn.GELU(), {}, "the parameters of this GELU lie on no device"),
+    (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, "lie on cpu, meta"),
+]
 
 
-def test_functions_of_the_users_own() -> None:
-    assert_trains_as_plain(
-        blocks(), lambda m: Twice.apply(m(torch.randn(BATCH, WIDTH)), torch.rand(1, WIDTH).expand(BATCH, WIDTH)).sum()
-    )
-
-
-def test_an_interruption_in_backward_leaves_nothing() -> None:
-    class Interrupted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise KeyboardInterrupt
-
-    model, x = blocks(), torch.randn(BATCH, WIDTH)
-    offload = activations(model, lead=1, link=slow())
-    for _ in range(2):
-        with offload:
-            loss = model[2:](Interrupted.apply(model[:2](x))).square().sum()
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-        del loss
-        assert_idle(offload._engine)
-    offload.close()
+@pytest.mark.parametrize(("model", "options", "message"), BAD)
+def test_what_cannot_be_meant_is_refused(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        smpkit.offload_activations(model, **options)

@@ -1,219 +1,242 @@
+"""What leaves, what comes back and when, what is held meanwhile, and that nothing is left."""
+
 from __future__ import annotations
 
 import gc
-import math
-import threading
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import smpkit.torch.offload
-from smpkit.errors import DeadlineError, UsageError
-from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
-from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import CopyBatch, Event
+from smpkit.errors import DeadlineError
+from smpkit.plan.schedule.templates import one_f_one_b
+from smpkit.testing import EmulatedLink
+from smpkit.torch.offload.link import Copies, Event, HostLink, Link
 from tests.torch.offload.chains import (
+    BATCH,
     BOUNDARY_BYTES,
     WIDTH,
     assert_idle,
     assert_same,
+    call,
     chain,
     engine_on,
+    evict,
     forward,
     gradients,
     inputs,
     slow,
 )
-from tests.torch.offload.clock import ClockLink
+from tests.torch.offload.clock import ELEMENTS, ClockLink, run_actions
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5, 99, "auto"])
-@pytest.mark.parametrize("make", [EmulatedLink, slow])
-def test_gradients_are_the_same_bits_for_every_lead(lead: int, make: type[EmulatedLink]) -> None:
-    layers, x, engine = chain(6, dropout=0.2), inputs(), engine_on(make(), lead=lead)
+@pytest.mark.parametrize("link", [HostLink, slow])
+def test_gradients_are_the_same_bits_for_every_lead(lead: int, link: Callable[[], Link]) -> None:
+    layers, x, engine = chain(6, dropout=0.2), inputs(), engine_on(link(), lead=lead)
     plain = gradients(layers, x, lambda: forward(layers, x))
     for _ in range(3):
         assert_same(gradients(layers, x, lambda: forward(layers, x, engine)), plain)
-        gc.collect()
-        engine.end_step()
-    assert_idle(engine)
+        assert_idle(engine)
     engine.close()
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("lead", [1, 2, 4])
-def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int) -> None:
-    layers, engine = chain(10), engine_on(lead=lead)
+def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int, runs_ahead: bool) -> None:
+    link = HostLink()
+    link.runs_ahead = runs_ahead
+    layers, engine = chain(10), engine_on(link, lead=lead)
     y = forward(layers, inputs(), engine)
-    assert engine.stats.device_bytes == lead * BOUNDARY_BYTES
+    held = max(lead, 2) if runs_ahead else lead  # a device that runs behind has two copies more time
+    assert (engine.use().parked, engine.use().offloaded) == ((held + 1) * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
     y.sum().backward()
     del y
     gc.collect()
     step = engine.end_step()
-    assert step.bytes_out == 10 * BOUNDARY_BYTES
-    assert step.bytes_back == (10 - lead) * BOUNDARY_BYTES
-    assert step.peak_device_bytes == (lead + 1) * BOUNDARY_BYTES
-    assert step.peak_host_bytes == 10 * BOUNDARY_BYTES
+    assert (step.bytes_out, step.bytes_back) == (10 * BOUNDARY_BYTES, (10 - held) * BOUNDARY_BYTES)
+    assert (step.peak_device_bytes, step.peak_host_bytes) == ((held + 1) * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("horizon", [1, 4, None])
+def test_a_pipeline_over_a_slow_link_gets_the_same_gradients(horizon: int | None) -> None:
+    engine = engine_on(slow(), lead=1, horizon=horizon)
+    for _ in range(3):
+        run_actions(engine, ClockLink(), one_f_one_b(4, 6).actions[0], num_layers=3)
+        # Four microbatches wait for their backward at once.
+        assert engine.end_step().peak_host_bytes == 4 * 3 * 4 * ELEMENTS
+    assert_idle(engine)
+    engine.close()
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_link_stalls_and_says_where() -> None:
-    link = ClockLink(math.inf, latency_seconds=0.03)
-    layers, engine = chain(6), engine_on(link, lead=1)
+    link = ClockLink(latency_seconds=0.03)
+    layers, engine, seen = chain(6), engine_on(link, lead=1), list[tuple[str, float]]()
+    engine.on_stall = lambda label, first, last: seen.append((label, last - first))
+    engine.begin_microbatch(3)
     y = forward(layers, inputs(), engine)
-    link.seconds += 1  # until all copies have ended, which the next group notices
-    with engine.offload_inputs("tail"):
-        y = (y * 1).square()
+    link.seconds += 1  # until all copies have ended
     y.sum().backward()
     stalls = engine.end_step().stalls
     assert [stall.layer for stall in stalls] == [f"layers.{number}" for number in reversed(range(5))]
     assert [stall.seconds for stall in stalls] == pytest.approx([0.03] * 5)
+    assert {stall.microbatch for stall in stalls} == {3}
+    assert [label for label, _ in seen] == [f"`{stall.layer}` (microbatch 3)" for stall in stalls]
+    assert [seconds for _, seconds in seen] == pytest.approx([0.03] * 5)
+    total, *worst = str(engine.stats.report()).splitlines()
+    held = "at most 3.0 KiB on the device, 3.0 KiB on the host"
+    assert total == f"rank 0: 1 steps, 3.0 KiB out, 2.5 KiB back; {held}; stalled 150.0 ms"
+    assert worst == [f"  30.0 ms for `{stall.layer}`, microbatch 3" for stall in stalls[:3]]
 
 
-def test_a_lead_that_is_too_short_grows_by_itself() -> None:
-    layers, engine = chain(8), engine_on(ClockLink(math.inf, latency_seconds=0.004), lead="auto")
-    for _ in range(3):
-        forward(layers, inputs(), engine).sum().backward()
+def test_a_call_waits_for_what_is_on_its_way_back() -> None:
+    engine, x = engine_on(EmulatedLink(latency_seconds=0.02), lead=1), inputs()
+    parked = engine.park("layer", [x])
+    engine.close()  # all copies have ended
+    evict(engine)
+    assert torch.equal(parked.take()[0], x)
+    (stall,) = engine.end_step().stalls
+    assert (stall.layer, stall.microbatch) == ("layer", None)
+    assert 0.015 < stall.seconds == engine.stats.report().stall_seconds
+    engine.link._deadline_seconds = 0.001  # type: ignore[attr-defined]
+    with pytest.raises(DeadlineError, match=r"`layer` waited 0.001 s for a copy"):
+        parked.take()
+    engine.close()
+
+
+def test_host_memory_is_not_written_before_it_was_read() -> None:
+    link = ClockLink(latency_seconds=0.5)
+    engine = engine_on(link, budget_bytes=BOUNDARY_BYTES)
+    for _ in range(2):
+        parked = engine.park("layer", [inputs()])
+        link.seconds += 1
+        engine._free(next(parked.saved()), parked.index)
+        engine._load(parked)
+        del parked  # its load is still under way
         gc.collect()
-        engine.end_step()
-    assert engine.tuner.lead > 2
+    assert link.outs[1][1] >= link.loads[0][2]  # the second one begins when the load has ended
 
 
-class Stuck(EmulatedLink):
-    """Brings nothing back."""
-
-    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
-        return CopyEvent()
+# --- what a step leaves -----------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_never_ends_names_the_layer() -> None:
-    engine = ActivationEngine(Stuck(deadline_seconds=0.1), Arena(), lead=1)
-    results = []
-    for number in range(3):
-        with engine.offload_inputs(f"layers.{number}"):
-            results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
-    with pytest.raises(DeadlineError, match=r"`layers.0` waited 0.1 s for a copy"):
-        results[0].backward()
-
-
-def test_what_was_loaded_for_nothing_is_taken_back_a_step_later() -> None:
+def test_what_was_loaded_for_nothing_is_dropped_at_the_end_of_the_step() -> None:
     engine = engine_on(lead=2)
-    results = []
-    for number in range(5):
-        with engine.offload_inputs(f"layers.{number}"):
-            results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
-    results[2].backward()  # 1 and 0 are loaded, and backward does not come
-    results[2] = None  # type: ignore[call-overload]
-    gc.collect()
+    losses = [call(torch.square, inputs(), engine=engine, name=f"layers.{number}").sum() for number in range(6)]
+    losses[3].backward()  # 2 and 1 are loaded, and backward does not come
+    assert engine.use().parked == 4 * BOUNDARY_BYTES
     engine.end_step()
-    assert sorted(engine._prefetched) == [0, 1]
-    held = engine.stats.device_bytes
-    engine.end_step()
-    assert not engine._prefetched
-    engine.stats.hold(0)
-    assert engine.stats.device_bytes == held - 2 * 4 * WIDTH
-    results[0].backward()  # loads them again
-    del results
+    assert engine.use().parked == 2 * BOUNDARY_BYTES
+    losses[1].backward()  # loads it again
+    del losses
     assert_idle(engine)
 
 
-class Stacked(nn.Module):
-    def __init__(self, num_layers: int) -> None:
+def test_a_graph_that_is_kept_is_walked_again() -> None:
+    layers, x, engine = chain(5), inputs(), engine_on(slow())
+    plain = gradients(layers, x, lambda: forward(layers, x))
+    loss = forward(layers, x, engine).square().sum()
+    for _ in range(3):
+        for leaf in (*layers.parameters(), x):
+            leaf.grad = None
+        loss.backward(retain_graph=True)
+        assert_same([leaf.grad for leaf in (*layers.parameters(), x)], plain)
+        engine.end_step()
+    del loss
+    assert_idle(engine)
+    engine.close()
+
+
+class Fails(nn.Module):
+    """Raises when it is run for the `time`-th time."""
+
+    def __init__(self, time: int) -> None:
         super().__init__()
-        self.layers = chain(num_layers)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.left = time
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        self.left -= 1
+        if self.left == 0:
+            raise ZeroDivisionError
+        return x * x
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
-@pytest.mark.parametrize("make", [EmulatedLink, slow])
-def test_activations_of_a_plain_model(make: type[EmulatedLink], debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMPKIT_OFFLOAD_DEBUG", debug)
-    threads = threading.active_count()
-    model, x = Stacked(6), inputs()
-
-    def leaves() -> list[Tensor]:
-        return [*model.parameters(), x]
-
-    def train(context: smpkit.torch.offload.activations | None) -> list[Tensor | None]:
-        for leaf in leaves():
-            leaf.grad = None
-        if context is None:
-            loss = model(x).square().sum()
-        else:
-            with context:
-                loss = model(x).square().sum()
-        loss.backward()
-        return [leaf.grad for leaf in leaves()]
-
-    plain = [grad.clone() for grad in train(None) if grad is not None]
-    offload = smpkit.torch.offload.activations(model, lead=2, link=make())
-    for _ in range(3):
-        assert_same(train(offload), plain)
-    gc.collect()
-    report = offload.report()
-    assert [step.bytes_out for step in report.steps] == [report.steps[0].bytes_out] * 3
-    assert report.bytes_back <= report.bytes_out
-    if make is EmulatedLink:  # over the slow link, most is back in use before it has left
-        assert report.bytes_back > 0
-        assert report.peak_device_bytes < report.steps[0].bytes_out
-    offload.close()
-    assert threading.active_count() <= threads
+@pytest.mark.parametrize("time", [1, 2], ids=["forward", "recomputation in backward"])
+def test_an_exception_leaves_nothing_and_training_goes_on(time: int) -> None:
+    layers, x, engine = chain(6), inputs(), engine_on(slow())
+    layers.insert(3, Fails(time))
+    with pytest.raises(ZeroDivisionError):
+        gradients(layers, x, lambda: forward(layers, x, engine))
+    engine.abandon_step()
+    assert_idle(engine)
+    plain = gradients(layers, x, lambda: forward(layers, x))
+    assert_same(gradients(layers, x, lambda: forward(layers, x, engine)), plain)
+    assert_idle(engine)
+    engine.close()
 
 
-def test_layers_leave_one_by_one_and_leave_no_hook_behind() -> None:
-    model = Stacked(6)
-    offload = smpkit.torch.offload.activations(model, lead=1)
-    with offload:
-        loss = model(inputs()).sum()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    names = [group.name for index in sorted(offload._engine._groups) if (group := offload._engine._groups[index]())]
-    assert names == ["Stacked", *[f"layers.{number}" for number in range(6)]][1:]
-    loss.backward()
-    offload.close()
-
-
-def test_activations_are_entered_once_at_a_time_and_with_a_lead_that_can_be() -> None:
-    model = Stacked(1)
-    offload = smpkit.torch.offload.activations(model)
-    with offload, pytest.raises(UsageError, match="offloaded already"):
-        offload.__enter__()
-    with pytest.raises(UsageError, match="`lead` is 0"):
-        smpkit.torch.offload.activations(model, lead=0)
-    with pytest.raises(UsageError, match="lie on no device"):
-        smpkit.torch.offload.activations(nn.GELU())
-
-
-def test_weights_of_a_dense_block_stay_and_each_activation_leaves_once() -> None:
-    block = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 32, 64, requires_grad=True)
-    storages: set[int] = set()
-    exclude: list[torch.UntypedStorage] = []
-    own = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-    expected = 0
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal expected
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own | storages:
-            storages.add(storage._cdata)
-            exclude.append(storage)
-            expected += storage.nbytes()
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        block(x)
-    engine = ActivationEngine(EmulatedLink(), Arena(), lead=1)
-    engine.exclude(block.parameters())
-    with engine.offload_saved_tensors("block"):
-        y = block(x)
-    assert engine.stats.bytes_out == expected
-    assert engine.stats.kept_bytes == 0
-    y.sum().backward()
+def test_a_forward_without_backward_leaves_nothing() -> None:
+    engine = engine_on(slow())
+    y = forward(chain(6), inputs(), engine)
+    assert engine.footprint() == 6 * BOUNDARY_BYTES
     del y
+    assert_idle(engine)
+    engine.close()
+
+
+class Broken(HostLink):
+    """Copies nothing to the host."""
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        raise ZeroDivisionError
+
+
+def test_a_tensor_whose_copy_could_not_begin_stays_on_the_device() -> None:
+    engine, x = engine_on(Broken(), lead=1), inputs()
+    with pytest.raises(ZeroDivisionError) as error:
+        engine.park("layer", [x])
+    parked = engine.park("layer", [x])  # it is known to the engine, because the error holds the first call
+    for _ in range(4):
+        assert torch.equal(parked.take()[0], x)
+    del parked, error
+    assert_idle(engine)
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def test_spent_host_memory_leaves_the_rest_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    layers, x, engine = chain(6), inputs(), engine_on(budget_bytes=3 * BOUNDARY_BYTES)
+    plain = gradients(layers, x, lambda: forward(layers, x))
+    with caplog.at_level(logging.WARNING, "smpkit"):
+        for _ in range(3):
+            assert_same(gradients(layers, x, lambda: forward(layers, x, engine)), plain)
+            gc.collect()
+            step = engine.end_step()
+            assert step.bytes_out == step.kept_bytes == 3 * BOUNDARY_BYTES
+    budget = f"({3 * BOUNDARY_BYTES} bytes)"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"host memory for activations is used up {budget}: those of `layers.3`, and others, stay on the device"
+    ]
+
+
+def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes() -> None:
+    engine, mask = engine_on(), torch.ones(BATCH, WIDTH)
+
+    def run() -> list[object]:
+        return [engine.park(f"layers.{number}", [inputs(number), inputs(number), mask]) for number in range(4)]
+
+    first = run()
+    assert engine.footprint() == engine.use().offloaded == (4 * 2 + 1) * BOUNDARY_BYTES  # one mask for all
+    engine.reserve(3 * engine.footprint())
+    mapped = engine.use().mapped
+    others = [run(), run()]
+    assert engine.use().mapped == mapped >= engine.use().offloaded == (3 * 4 * 2 + 1) * BOUNDARY_BYTES
+    del first, others
     assert_idle(engine)

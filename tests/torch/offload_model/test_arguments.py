@@ -87,7 +87,7 @@ def test_a_wrong_argument_of_offload_activations_is_named_with_its_value(given: 
 def test_a_checkpointed_sequential_leaves_layer_by_layer() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
     set_activation_checkpointing(model)
-    with offload_activations(model, lead=1, min_bytes=0, link=EmulatedLink()) as offload:
+    with offload_activations(model, lead=1) as offload:
         model(torch.randn(32, 64, requires_grad=True)).sum().backward()
         [step] = offload.report().steps
     boundary = 32 * 64 * 4

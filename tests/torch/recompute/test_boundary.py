@@ -1,20 +1,20 @@
-"""What a checkpointed call keeps is its boundary: all of it, once, nothing else, and through the ambient hooks only."""
+"""What a checkpointed call keeps is its boundary: all of it, once, nothing else, and parked with what is installed."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import smpkit.torch as smp
-from smpkit.torch.core import offload_hooks as active
+from smpkit.torch.core import offloader
+from smpkit.torch.core.offloader import Offloader, Parked
 
 WIDTH, BATCH = 8, 4
 
@@ -24,127 +24,72 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.grow, self.shrink = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.scale: Tensor | None = None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, extra: Any = None) -> Tensor:
-        x = x + self.shrink(torch.tanh(self.grow(self.norm(x))))
-        x = x if mask is None else x.masked_fill(mask, 0.0)
-        x = x if extra is None else x * extra["factors"][0]
-        return x if self.scale is None else x * self.scale
+        return x + self.shrink(torch.tanh(self.grow(self.norm(x))))
 
 
-@contextlib.contextmanager
-def hooks() -> Iterator[list[Tensor]]:
-    """Note what autograd keeps."""
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.numel():  # until 2.12, torch's checkpoint keeps an empty tensor of its own
-            kept.append(tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
-def addresses(tensors: list[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def test_trap_23_every_tensor_that_goes_in_is_kept_once() -> None:
-    block, x = Block(), torch.randn(BATCH, WIDTH, requires_grad=True)
-    mask, factor = x.detach() > 0, torch.rand(WIDTH)
-    with hooks() as kept:
-        smp.checkpoint(block, x, mask=mask, extra={"factors": [factor, x, 3], "weight": block.grow.weight})
-    assert addresses(kept) == addresses([x, mask, factor])
-
-
-def test_trap_24_what_one_layer_returns_and_the_next_takes_is_kept_once() -> None:
-    stack = nn.Sequential(*[Block() for _ in range(5)])
-    smp.set_activation_checkpointing(stack)
-    outputs: list[Tensor] = []
-    for layer in stack:
-        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
-    x = torch.randn(BATCH, WIDTH)
-    with hooks() as kept:
-        stack(x)
-    assert addresses(kept) == addresses([x, *outputs[:4]])
-
-
-class Watch(TorchDispatchMode):
-    """Notes the memory of all tensors that operations make."""
+class Noting(Offloader):
+    """Keeps, and notes what it is given."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.parked: list[tuple[str, list[Tensor]]] = []
+        self.around_calls: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for each in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(each, Tensor):
-                self.storages[each.untyped_storage()._cdata] = each.untyped_storage()
-        return output
+    def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
+        self.parked.append((name, list(tensors)))
+        return super().park(name, self.parked[-1][1])
 
-    def bytes_alive(self) -> int:
-        # One use is that of the note; a tensor that is alive in Python or in a graph is another.
-        alive = [key for key in self.storages if torch._C._storage_Use_Count(key) > 1]
-        return sum(self.storages[key].nbytes() for key in alive)
+    def around(self, name: str) -> AbstractContextManager[object]:
+        self.around_calls.append(name)
+        return contextlib.nullcontext()
 
-
-def bytes_kept(call: Callable[[], Tensor], *others: Tensor) -> int:
-    """Return the bytes of what a call makes and leaves alive, views of weights not counted."""
-    with Watch() as watch:
-        output = call()
-    assert output.requires_grad
-    for each in others:
-        watch.storages.pop(each.untyped_storage()._cdata, None)
-    return watch.bytes_alive()
-
-
-@pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
-def test_what_stays_alive_after_forward_is_the_boundaries(strategy: str) -> None:
-    stack = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(4)])
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    offload_inputs = x.numel() * x.element_size()
-    groups = {"each": 4, "contiguous": 1, "group_2": 2}[strategy]
-    plain = bytes_kept(lambda: stack(x), x, *stack.parameters())
-    ours = bytes_kept(lambda: smp.checkpoint_sequential(stack, x, strategy), x, *stack.parameters())
-    assert ours == groups * offload_inputs  # the inputs but `x`, which was there before, and the output
-    assert plain > 8 * 4 * offload_inputs
-
-
-def test_when_backward_is_done_nothing_is_alive() -> None:
-    block = Block()
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    y = 2 * x
-    offload_inputs = weakref.ref(y.untyped_storage())
-    loss = smp.checkpoint(block, y).sum()
-    del y
-    loss.backward()
-    del loss
-    gc.collect()
-    assert offload_inputs() is None or torch._C._storage_Use_Count(offload_inputs()._cdata) == 0  # type: ignore[union-attr]
-
-
-class Names(active.Offloader):
-    """Notes around what it is called."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-
-    @contextlib.contextmanager
-    def offload_inputs(self, name: str) -> Iterator[None]:
-        with hooks() as kept:
-            yield
-        self.seen.append((name, len(kept)))
+    def sizes(self) -> list[tuple[str, int]]:
+        return [(name, len(tensors)) for name, tensors in self.parked]
 
 
 @pytest.fixture
-def names() -> Iterator[Names]:
-    names = Names()
-    before = active.install(names)
-    yield names
-    active.install(before)
+def keeper() -> Iterator[Noting]:
+    noting = Noting()
+    before = offloader.install(noting)
+    yield noting
+    offloader.install(before)
+
+
+def ids(tensors: Iterable[Tensor]) -> list[int]:
+    return [id(tensor) for tensor in tensors]
+
+
+def test_every_tensor_that_goes_in_is_kept_once_and_no_weight(keeper: Noting) -> None:
+    block, x, factor = Block(), torch.randn(BATCH, WIDTH, requires_grad=True), torch.rand(WIDTH)
+    mask = x.detach() > 0
+    smp.checkpoint(block, x, mask=mask, extra={"factors": [factor, x, 3], "weight": block.grow.weight})
+    assert ids(keeper.parked[0][1]) == ids([x, mask, factor])
+
+
+def test_what_one_layer_returns_and_the_next_takes_is_the_same_tensor(keeper: Noting) -> None:
+    stack, outputs = nn.Sequential(*[Block() for _ in range(5)]), list[Tensor]()
+    smp.set_activation_checkpointing(stack)
+    for layer in stack:
+        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
+    x = torch.randn(BATCH, WIDTH)
+    stack(x)
+    assert ids(tensor for _, tensors in keeper.parked for tensor in tensors) == ids([x, *outputs[:4]])
+
+
+@pytest.mark.parametrize(("strategy", "groups"), [("each", 4), ("contiguous", 1), ("group_2", 2)])
+def test_what_the_graph_keeps_is_the_boundaries(keeper: Noting, strategy: str, groups: int) -> None:
+    stack, saved = nn.Sequential(*[Block() for _ in range(4)]), list[weakref.ref[Tensor]]()
+    for module in stack.modules():
+        if not isinstance(module, Block | nn.Sequential):
+            module.register_forward_hook(lambda _, __, output: saved.append(weakref.ref(output)))
+    output = smp.checkpoint_sequential(stack, torch.randn(BATCH, WIDTH), strategy)
+    assert len(keeper.parked) == groups
+    assert output.requires_grad
+    assert [each() for each in saved] == [None] * 12
+    plain = stack(torch.randn(BATCH, WIDTH))
+    assert plain.requires_grad
+    assert [each() is not None for each in saved[12:]] == [True, False, False] * 4  # the outputs of norms
 
 
 class Model(nn.Module):
@@ -152,37 +97,36 @@ class Model(nn.Module):
         super().__init__()
         self.transformer = nn.ModuleDict({"h": nn.Sequential(*[Block() for _ in range(4)])})
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.transformer["h"](x)
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.transformer["h"](x)
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("strategy", "layers"), [("each", "0123"), ("group_3", "03"), ("contiguous", "0")])
-def test_offloading_learns_the_paths_of_layers(names: Names, strategy: str, layers: str) -> None:
+def test_the_keeper_learns_the_paths_of_layers(keeper: Noting, strategy: str, layers: str) -> None:
     smp.init({})
     model = smp.DistributedModel(Model())
     smp.set_activation_checkpointing(model.get_module().get_submodule("transformer.h"), strategy=strategy)
     model(torch.randn(BATCH, WIDTH)).sum().backward()
-    assert names.seen == [(f"transformer.h.{layer}", 1) for layer in layers]
+    assert keeper.sizes() == [(f"transformer.h.{layer}", 1) for layer in layers]
+    assert keeper.around_calls == [name for name, _ in keeper.sizes()]
 
 
-def test_what_an_outer_checkpoint_makes_again_is_not_offloaded(names: Names) -> None:
+def test_what_an_outer_checkpoint_makes_again_is_not_kept_twice(keeper: Noting) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = Block()
 
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = smp.checkpoint(self.inner, 2 * x)
-            return result
+        def forward(self, x: Tensor) -> Any:
+            return smp.checkpoint(self.inner, 2 * x)
 
     smp.checkpoint(Outer(), torch.randn(BATCH, WIDTH, requires_grad=True)).sum().backward()
-    assert names.seen == [("Outer", 1)]
+    assert keeper.sizes() == [("Outer", 1)]
 
 
-def test_trap_21_evaluation_is_not_offloaded(names: Names) -> None:
+def test_evaluation_and_frozen_stems_keep_nothing(keeper: Noting) -> None:
     with torch.no_grad():
         smp.checkpoint(Block(), torch.randn(BATCH, WIDTH))
     smp.checkpoint(Block().requires_grad_(False), torch.randn(BATCH, WIDTH))
-    assert names.seen == []
+    assert keeper.parked == []

@@ -171,7 +171,7 @@ def test_a_forward_that_saves_fewer_tensors_is_named() -> None:
 
 
 def test_an_input_that_the_layer_changes_is_named() -> None:
-    with pytest.raises(UsageError, match="`Runs` changes a tensor in place that it was given"):
+    with pytest.raises(UsageError, match="a tensor that `Runs` saved for backward was changed in place"):
         smp.checkpoint(Runs(lambda layer, x: layer(x.mul_(2))), inputs() * 1).sum().backward()
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
-from smpkit.torch.recompute.torch_checkpoint import _name_of
+from smpkit.errors import UsageError
+from smpkit.torch.recompute.torch_checkpoint import _name_of, patch_torch_checkpoint
 from tests.ranks import run_ranks
 
 WIDTH, BATCH, LAYERS = 8, 4, 6
@@ -41,7 +43,7 @@ def theirs(layer: nn.Module, x: Tensor, *, use_reentrant: bool = False) -> Any:
 
 
 def nested(layer: nn.Module, x: Tensor) -> Any:
-    return checkpoint(lambda y: theirs(layer, y * 1), x, use_reentrant=False)
+    return checkpoint(lambda y: theirs(layer, y), x, use_reentrant=False)
 
 
 @smp.step
@@ -74,7 +76,8 @@ def test_inputs_leave_once_each_and_no_bit_changes(world: None, call: Callable[.
     assert found == loss
     assert all(torch.equal(left, right) for left, right in zip(ours, gradients, strict=True))  # type: ignore[arg-type]
     boundary_bytes = 4 * WIDTH * BATCH // 2
-    assert [step.bytes_out for step in report.steps] == [2 * LAYERS * boundary_bytes] * 3
+    # The first layer's input is a part of the batch, which is there anyway.
+    assert [step.bytes_out for step in report.steps] == [2 * (LAYERS - 1) * boundary_bytes] * 3
     assert report.bytes_back > 0
     assert report.peak_device_bytes < LAYERS * boundary_bytes
 
@@ -89,6 +92,67 @@ def test_around_calls_that_the_pipeline_places_inputs_leave_too(call: Callable[.
     expected = run_ranks(train_over_ranks, 2, smp.checkpoint)
     assert sum(expected[0]) > 0
     assert run_ranks(train_over_ranks, 2, call) == expected
+
+
+@pytest.fixture
+def patched() -> None:
+    patch_torch_checkpoint()
+
+
+class Earlier(torch_checkpoint.CheckpointFunction):
+    """Somebody else's reentrant checkpoint, perhaps of before ours took the place of torch's."""
+
+
+@pytest.mark.usefixtures("patched")
+def test_classes_that_derive_from_torchs_reentrant_checkpoint_work() -> None:
+    class Later(torch_checkpoint.CheckpointFunction):
+        pass
+
+    x, layer = torch.randn(BATCH, WIDTH, requires_grad=True), nn.Linear(WIDTH, WIDTH)
+    gradients = list[Any]()
+    for apply in (Earlier.apply, Later.apply, torch_checkpoint.CheckpointFunction.apply, lambda _, __, x: layer(x)):
+        x.grad = None
+        apply(layer, True, x).square().sum().backward()
+        gradients.append(x.grad)
+    assert all(torch.equal(gradient, gradients[-1]) for gradient in gradients)
+    assert callable(torch_checkpoint.CheckpointFunction.forward)
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(("argument", "setting", "ends"), [(True, None, 1), (False, None, 2), (True, False, 2)])
+def test_a_recomputation_ends_early_unless_it_shall_not(argument: bool, setting: bool | None, ends: int) -> None:
+    runs = list[bool]()
+
+    def run(x: Tensor) -> Tensor:
+        y = x.sin()
+        runs.append(True)
+        return y
+
+    with torch_checkpoint.set_checkpoint_early_stop(setting):  # type: ignore[arg-type] # None is its default
+        y = checkpoint(run, torch.randn(BATCH, requires_grad=True), use_reentrant=False, early_stop=argument)
+    y.sum().backward()
+    assert len(runs) == ends
+
+
+@pytest.mark.usefixtures("patched")
+def test_other_shapes_are_an_error_unless_nobody_shall_compare() -> None:
+    def train(check: str) -> None:
+        rows, x = iter([BATCH, BATCH - 1]), torch.randn(BATCH, WIDTH, requires_grad=True)
+        y = checkpoint(lambda x: x[: next(rows)].sin(), x, use_reentrant=False, determinism_check=check)
+        y.sum().backward()
+
+    with pytest.raises(UsageError, match="it computed something else"):
+        train("default")
+    with pytest.raises(RuntimeError, match="size of tensor"):  # torch's own, where the shapes meet
+        train("none")
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        train("all")
+
+
+@pytest.mark.usefixtures("patched")
+def test_debug_says_that_it_does_nothing() -> None:
+    with pytest.warns(UserWarning, match=r"debug=True of torch.utils.checkpoint has no effect"):
+        checkpoint(torch.sin, torch.randn(BATCH, requires_grad=True), use_reentrant=False, debug=True).sum().backward()
 
 
 def test_names_tell_the_module_that_is_called() -> None:
