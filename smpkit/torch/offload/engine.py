@@ -83,9 +83,8 @@ class _Saved:
         """Let go of the device's memory; whoever gets it waits for the copies that use it."""
         if self.data is None:
             return
-        for event in (self.out, self.back):
-            if event is not None and not event.done():
-                self.engine.link.before_reuse(self.data, event, self.stream)
+        if (event := self.back or self.out) is not None:  # even if it is over: the forward may still read the memory
+            self.engine.link.before_reuse(self.data, event, self.stream)
         self.data = None
         self.engine.stats.release(self.num_bytes)
 
@@ -290,6 +289,8 @@ class ActivationEngine(Offloader):
         if saved is None or saved.storage() is not storage or saved.version != tensor._version:
             saved = self._saved[storage._cdata] = _Saved(self, tensor, storage)
             new.append(saved)
+        elif (stream := self.link.stream()) != saved.stream:
+            self.link.before_reuse(tensor, DONE, stream)  # this call's work reads the memory when another gives it back
         saved.num_waiting += 1
         return saved
 
