@@ -54,7 +54,6 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-
 __all__ = ["Agree", "Chooser", "Phase", "Site"]
 
 _LAST_START: Final = 64

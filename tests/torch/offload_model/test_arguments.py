@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel, offload_activations
 from smpkit.errors import UsageError
-from smpkit.testing import EmulatedLink
 from smpkit.torch import set_activation_checkpointing
 
 
