@@ -88,10 +88,8 @@ def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: 
 
 
 def _weights_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    weights = [
-        weight for module in all_modules(modules) for weight in module._parameters.values() if weight is not None
-    ]
-    return [weight for weight in weights if not is_lazy(weight)]
+    weights: list[Any] = [weight for module in all_modules(modules) for weight in module._parameters.values()]
+    return [weight for weight in weights if weight is not None and not is_lazy(weight)]
 
 
 class _Slot:

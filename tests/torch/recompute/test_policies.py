@@ -129,7 +129,7 @@ def test_what_a_policy_offloads_is_as_what_it_saves_and_runs_as_often(
 
 
 def test_torch_alone_runs_these_operators_again() -> None:
-    """The day that this fails, torch offloads in eager mode itself: say in `torch_checkpoint.py` whose copies are made."""
+    """When this fails, torch offloads in eager mode itself: say in `torch_checkpoint.py` whose copies are made."""
     script = (
         "import functools, torch\nfrom tests.torch.recompute.test_policies import *\n"
         "print(trained(Model(MUST))[1].runs[PRODUCT] - trained(Model(SAVE))[1].runs[PRODUCT])"
