@@ -29,7 +29,7 @@ from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import Event
 
 if TYPE_CHECKING:
-    from smpkit.torch.memory.fitted import FitReport
+    from smpkit.torch.memory import FitReport
 
 __all__ = ["rows"]
 

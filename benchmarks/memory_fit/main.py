@@ -118,7 +118,7 @@ def measure(link: float, *, is_checkpointed: bool = False, around: Around | None
         if fitted is not None:
             report = fitted.report()
             counts = [list(fitted.state_dict().values()).count(word) for word in ("keep", "offload", "recompute")]
-            found |= {"chosen": counts, "planned step": report.step_seconds / FORWARD, "gap": report.gap}
+            found |= {"chosen": counts, "planned step": report.step_seconds / FORWARD}
             found |= {"planned peak": (report.device_bytes - before) / INPUT}
             fitted.remove()
         elif isinstance(context, activations):

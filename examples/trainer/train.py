@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, EvalPrediction, Trainer, TrainingArguments
 
-from smpkit.torch.memory import trainer_callback
+import smpkit
 
 KINDS = ("sorted", "shuffled")
 
@@ -82,22 +82,21 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    fits = trainer_callback(device_gib=arguments.device_gib) if arguments.device_gib else None
     trainer = Trainer(
         model,
         training,
         train_dataset=Lists(arguments.samples, seed=1),
         eval_dataset=Lists(256, seed=2),
         compute_metrics=accuracy,
-        callbacks=[fits] if fits else [],
     )
+    fitted = smpkit.fit(model, device_gib=arguments.device_gib) if arguments.device_gib else None
     trainer.train()
     found = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
         print(f"{type(trainer.model_wrapped).__name__}: accuracy {found['eval_accuracy']:.3f}", flush=True)
-    if fits:
-        print(fits.fitted.report())
+    if fitted:
+        print(fitted.report())
 
 
 if __name__ == "__main__":

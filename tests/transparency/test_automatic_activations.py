@@ -102,8 +102,8 @@ def choose(
         facts = None if chooser is None else chooser.facts
         if facts is not None:
             least: float = max((each.saved_bytes for each in facts.layers), default=0)
-            least += facts.live * sum(each.input_bytes for each in facts.layers)
-            kept = facts.live * sum(each.saved_bytes for each in facts.layers)
+            least += facts.limits.live * sum(each.input_bytes for each in facts.layers)
+            kept = facts.limits.live * sum(each.saved_bytes for each in facts.layers)
             found.half_gib = (facts.other_bytes + (least + kept) / 2) / 2**30
         if folder is not None:
             smp.save_checkpoint(folder, f"step_{numbers[-1]}")
@@ -182,19 +182,19 @@ def test_a_resumed_job_does_the_same_and_measures_nothing(tmp_path: Path) -> Non
     way = JOBS["pipeline"]
     plain = run_ranks(choose, 2, way)
     tight = with_half(way, plain)
-    first = run_ranks(choose, 2, tight, range(6), tmp_path)
-    second = run_ranks(choose, 2, tight, range(6, STEPS), tmp_path)
+    first = run_ranks(choose, 2, tight, range(7), tmp_path)
+    second = run_ranks(choose, 2, tight, range(7, STEPS), tmp_path)
     for expected, before, after in zip(plain, first, second, strict=True):
         check_same(replace(after.trace, outputs=before.trace.outputs + after.trace.outputs), expected.trace, 0)
-        assert after.choices == [before.choices[-1]] * (STEPS - 6)
+        assert after.choices == [before.choices[-1]] * (STEPS - 7)
         assert set(before.choices[-1].values()) == {"keep", "recompute"}
         assert after.half_gib == 0, "it has measured"
 
 
 @pytest.mark.slow
 def test_other_degrees_measure_anew(tmp_path: Path) -> None:
-    run_ranks(choose, 2, JOBS["pipeline"], range(6), tmp_path)
-    [found, _] = run_ranks(choose, 2, JOBS["replicas"], range(6, STEPS + 6), tmp_path)
+    run_ranks(choose, 2, JOBS["pipeline"], range(7), tmp_path)
+    [found, _] = run_ranks(choose, 2, JOBS["replicas"], range(7, STEPS + 7), tmp_path)
     assert set(found.choices[0].values()) == {"recompute"}
     assert set(found.choices[-1].values()) == {"keep"}
 

@@ -19,13 +19,11 @@ import smpkit
 from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.testing import EmulatedLink
-from smpkit.torch.memory import Fitted, lightning_callback, trainer_callback
+from smpkit.torch.memory import Fitted
 from tests.models import CASES as MODELS
 from tests.models import DROPOUT, WIDTH, Case, Dropping, DroppingLayer, mse_step, singles
 from tests.ranks import run_ranks
 from tests.train import Way, build, check_same, train_plainly
-
-# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -149,9 +147,12 @@ def test_choices_of_an_earlier_run() -> None:
     second = smpkit.fit(build(ALIKE), device_gib=64, link=link())
     second.load_state_dict(first.state_dict())
     assert second.choices == first.choices
+    assert second.has_chosen
+    with pytest.raises(UsageError, match="nothing has been chosen yet"):  # it has not measured
+        second.report()
 
 
-# --- beside torch's data parallelism ----------------------------------------------------------------------------------
+# --- beside torch's data parallelism, and in trainers -----------------------------------------------------------------
 
 
 def wrapped(wrapper: str, fits: Fit | None = None) -> nn.Module:
@@ -192,32 +193,31 @@ def test_beside_torchs_data_parallelism(wrapper: str) -> None:
         assert found[0] == found[1]
 
 
-# --- in trainers ------------------------------------------------------------------------------------------------------
-
-
 def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, vocab_size=99, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
+    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=99, n_positions=32)
     tokens = torch.randint(0, 99, (32, 16), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": each, "labels": each} for each in tokens]
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
 
-    def trained(callbacks: list[Any]) -> list[Tensor]:
+    def trained(fits: Fit | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[],
-            use_cpu=True, save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
-        return [each.detach() for each in model.parameters()]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        if fits is not None:
+            fits(model)
+        trainer.train()
+        return [parameter.detach() for parameter in model.parameters()]
 
-    fits = trainer_callback(device_gib=0.5 / 1024, link=link())
+    tight = Fit(device_gib=0.5 / 1024, link=link())
     with pytest.warns(UserWarning, match="does not fit"):  # 0.5 MiB: weights and states alone are larger
-        found = trained([fits])
-    assert all(map(torch.equal, found, trained([])))
-    assert Choice.KEEP not in fits.fitted.choices.values()
+        found = trained(tight)
+    assert all(map(torch.equal, found, trained(None)))
+    assert tight.fitted.has_chosen
+    assert Choice.KEEP not in tight.fitted.choices.values()
 
 
 @pytest.mark.slow
@@ -227,44 +227,32 @@ def test_in_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs `pip install lightning`")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
+        def __init__(self, fits: Fit | None) -> None:
             super().__init__()
-            self.net = build(ALIKE)
-            self.losses: list[float] = []
+            self.net, self.fits = build(ALIKE), fits
 
-        def training_step(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.net(x).square().mean()
-            self.losses.append(loss.item())
-            return loss
+        def on_fit_start(self) -> None:
+            if self.fits is not None:
+                self.fits(self)
+                self.__dict__["training_step"] = self.fits.fitted.as_forward(self.training_step)
+
+        def training_step(self, x: Tensor) -> Any:
+            return self.net(x).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
-    def run(callbacks: list[Any], checkpoint: str | None = None) -> Module:
+    def trained(fits: Fit | None) -> list[Tensor]:
         torch.manual_seed(1)
-        module = Module()
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=2 if checkpoint else 1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks, default_root_dir=tmp_path,
-        )  # fmt: skip
+        module = Module(fits)
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
         data = torch.randn(64, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        trainer.fit(module, torch.utils.data.DataLoader(cast("Any", [*data]), batch_size=8), ckpt_path=checkpoint)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        return module
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(cast("Any", [*data]), batch_size=8))
+        return [parameter.detach() for parameter in module.parameters()]
 
-    expected = run([])
     first = roomy()
     train_plainly(ALIKE, replace(WAY, prepare=first))
-    gib = half_gib(first.fitted)
-    fits = lightning_callback(device_gib=gib, link=link(), lead=1)
-    found = run([fits])
-    assert found.losses == expected.losses
-    assert all(map(torch.equal, found.parameters(), expected.parameters()))
-    assert "training_step" not in vars(found)
-    chosen = fits.fitted.state_dict()
-    assert {Choice.KEEP, Choice.OFFLOAD} <= set(fits.fitted.choices.values())
-    again = lightning_callback(device_gib=gib, link=link(), lead=1)
-    run([again], str(tmp_path / "last.ckpt"))
-    assert again.fitted.state_dict() == chosen
-    with pytest.raises(UsageError, match="nothing has been chosen yet"):  # it has not measured
-        again.fitted.report()
+    half = Fit(device_gib=half_gib(first.fitted), link=link(), lead=1)
+    assert all(map(torch.equal, trained(half), trained(None)))
+    assert {Choice.KEEP, Choice.OFFLOAD} <= set(half.fitted.choices.values())

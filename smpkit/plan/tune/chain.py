@@ -8,9 +8,10 @@
     RECOMPUTE   input × live               –                  –                  forward
 
 `live` is how many microbatches a stage holds at its peak. Beside the sums, the device holds once the largest
-recomputation of a layer that is not kept, and the inputs within the window of loading if one is offloaded. A microbatch
-takes as long as the slowest of compute and the two directions of the link: a load that hides costs nothing. Without a
-pipeline, forwards and backwards take turns, and each direction of the link hides behind one of them only.
+recomputation of a layer that is not kept, and the inputs within the window of loading if one is offloaded; or, at
+another time, what the model computes outside these layers, if that is more. A microbatch takes as long as the slowest
+of compute and the two directions of the link: a load that hides costs nothing. Without a pipeline, forwards and
+backwards take turns, and each direction of the link hides behind one of them only.
 
 [Note: an exact choice] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the
 link follows from the latter. So layer by layer only those sums are kept of which no other is at least as good in all
@@ -83,6 +84,9 @@ class ChainLimits:
     allowed: frozenset[Choice] = frozenset(Choice)
     overlaps: bool = True
     """Whether forwards of some microbatches run between backwards of others, as in a full pipe."""
+    outside_bytes: float = 0.0
+    """What the device holds beside what layers keep, at the time when that is most: logits, for example, or what the
+    smallest choice was measured to hold. A recomputation and the window are at another time, or part of it."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,9 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
         device += on_device
         host += on_host
     pairs = list(zip(layers, choices, strict=True))
-    device += max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
+    largest = max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
     window = max((each.input_bytes for each, choice in pairs if choice is Choice.OFFLOAD), default=0)
-    device += limits.window_layers * window
+    device += max(limits.outside_bytes, largest + limits.window_layers * window)
     return ChainCost(_seconds(compute, _forward_seconds(layers), host, limits), device, host)
 
 
@@ -224,7 +228,7 @@ def _choose(
 
 
 def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int) -> tuple[list[_State], bool]:
-    room = limits.device_bytes - largest - limits.window_layers * window
+    room = limits.device_bytes - max(limits.outside_bytes, largest + limits.window_layers * window)
     if room < 0:
         return [], True
     # What the layers to come hold at least: a sum that leaves less room than that leads nowhere.

@@ -2,17 +2,14 @@
 
 ::
 
-    callbacks.py ─► fitted.py ────┐                  one process, any trainer
-                                  ├─► chooser.py     what each step is for
-                    automatic.py ─┘      │           a DistributedModel: all ranks of a job
-                                         ├─► measure.py, graphs.py, updates.py
-                                         └─► facts.py    what was measured, and its best choice
+    fitted.py, one process ─────┐
+                                ├─► chooser.py, what each step is for ─┬─► measure.py, what one step shows
+    automatic.py, all ranks ────┘                                      └─► facts.py, the best choice from that
 
 The choice is that of `smpkit.plan.tune`, recomputation `smpkit.torch.recompute`'s, and the copies are those of
 `smpkit.torch.offload`.
 """
 
-from smpkit.torch.memory.callbacks import lightning_callback, trainer_callback
 from smpkit.torch.memory.fitted import FitReport, Fitted, LayerFit, fit
 
-__all__ = ["FitReport", "Fitted", "LayerFit", "fit", "lightning_callback", "trainer_callback"]
+__all__ = ["FitReport", "Fitted", "LayerFit", "fit"]

@@ -14,11 +14,11 @@ On a CPU `auto` offloads nothing: activations are in the memory of the host alre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smpkit.plan.mesh import CommGroup
@@ -29,10 +29,9 @@ from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, Phase, Site
+from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
 from smpkit.torch.memory.facts import gib
-from smpkit.torch.memory.limits import device_limit
+from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
@@ -50,7 +49,7 @@ class AutomaticActivations(StepParticipant):
     def __init__(self, model: WrappedModel, engine: ActivationEngine | None) -> None:
         self._model, self._engine = model, engine
         self._chooser: Chooser | None = None
-        self._has_begun = self._trains = self._had_backward = False
+        self._has_begun = self._trains = False
         self._saved: Mapping[str, str] = {}
         self._names: tuple[str, ...] = ()
         """Of the layers of all ranks."""
@@ -66,7 +65,7 @@ class AutomaticActivations(StepParticipant):
 
     def saved(self) -> dict[str, str]:
         """Return the choices of this rank for a checkpoint; empty until they have been made."""
-        if self._chooser is None or (self._chooser.chosen is None and self._chooser.phase is not Phase.DONE):
+        if self._chooser is None or not self._chooser.is_done:
             return dict(self._saved)
         return {name: str(choice) for name, choice in self._chooser.choices.items()}
 
@@ -82,52 +81,68 @@ class AutomaticActivations(StepParticipant):
         """Begin a step; every rank of the job is in the same one."""
         self._trains = step.training and torch.is_grad_enabled()
         if not self._trains:
-            if self._chooser is not None:
-                self._chooser.end_step()
             return
         if not self._has_begun:
             self._has_begun = True
-            self._begin()
-            self._had_backward = True
+            self._chooser = self._new_chooser()
         chooser = self._chooser
-        if chooser is not None and chooser.phase is not Phase.DONE:
-            before = chooser.chosen
-            chooser.begin_step(anew=not self._had_backward)
-            self._had_backward = False
-            if chooser.chosen is not before and state.dp_rank == 0:
-                announce([self._line(chooser)])
-        if chooser is None or chooser.phase is Phase.DONE:
+        if chooser is not None and not chooser.is_done:
+            chooser.begin_step()
+            if chooser.facts is not None and state.dp_rank == 0:
+                announce([_line(chooser)])
+        if chooser is None or chooser.is_done:
             self._model.participants.remove(self)  # later steps cost nothing
 
     def end_step(self, step: StepProgress) -> None:
         """Note whether the step had a backward."""
-        if self._trains:
-            self._had_backward = step.total_backwards > 0
+        if self._trains and self._chooser is not None:
+            self._chooser.end_step(had_backward=step.total_backwards > 0)
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Measure the next step in place of one that an exception ended."""
-        self._had_backward = False
+        if self._trains and self._chooser is not None:
+            self._chooser.end_step(had_backward=False)
 
     # --- which layers ------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Find the layers, now that it is known which rank runs which module."""
-        marked = dict(_marked(self._model.module, offloads=state.cfg.offload_activations == "auto"))
+    def _new_chooser(self) -> Chooser | None:
+        """Find the layers, now that it is known which rank runs which module; None: this rank has none."""
+        cfg = state.cfg
+        marked = dict(_marked(self._model.module, offloads=cfg.offload_activations == "auto"))
         self._names = tuple(marked)
-        if not marked:
-            if state.cfg.memory_budget_gib is not None:
-                warn_user(
-                    "memory_budget_gib has no effect: there is no layer to choose for; call"
-                    ' smp.set_activation_checkpointing(layers, strategy="auto")',
-                )
-            return
+        if not marked and cfg.memory_budget_gib is not None:
+            warn_user(
+                "memory_budget_gib has no effect: there is no layer to choose for; call"
+                ' smp.set_activation_checkpointing(layers, strategy="auto")',
+            )
         here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
         if not here:
-            return  # nor have the other ranks of this stage, so nobody waits for this one
-        self._chooser = Chooser(here, self._site(), self._largest)
-        state.reset_hooks.append(self._chooser.updates.handle.remove)  # the handle: it keeps no model alive
+            return None  # nor have the other ranks of this stage, so nobody waits for this one
+        allowed = {Choice.KEEP, Choice.OFFLOAD if cfg.offload_activations is True else Choice.RECOMPUTE}
+        if cfg.offload_activations == "auto" and self._engine is not None:
+            allowed.add(Choice.OFFLOAD)
+        chooser = Chooser(
+            here,
+            lambda: (*self._model.local_parameters(), *self._model.local_buffers()),
+            link_for(state.device, cfg.timeout_seconds) if self._engine is None else self._engine.link,
+            self._engine,
+            limit_bytes=device_limit("memory_budget_gib", state.device, cfg.memory_budget_gib, state.local_size),
+            allowed=frozenset(allowed),
+            # Other stages choose in other steps, if they choose at all: what they wait for is not waited for here.
+            agree=functools.partial(
+                largest_of,
+                group=state.process_group(CommGroup.DP_GROUP),
+                device=torch.device("cpu"),
+                what="the choice of what layers do with their activations",
+            ),
+            microbatches=cfg.microbatches,
+            live=_planned_live(),
+            any_optimizer=True,
+        )
+        state.reset_hooks.append(chooser.updates.handle.remove)  # the handle: it keeps no model alive
         if self._saved:
-            self._take_saved(self._chooser)
+            self._take_saved(chooser)
+        return chooser
 
     def _take_saved(self, chooser: Chooser) -> None:
         if missing := sorted(set(self._names) - self._saved.keys()):
@@ -139,52 +154,17 @@ class AutomaticActivations(StepParticipant):
             return
         chooser.take({name: Choice(self._saved[name]) for name in chooser.layers})
 
-    def _site(self) -> Site:
-        cfg = state.cfg
-        allowed = {Choice.KEEP, Choice.OFFLOAD if cfg.offload_activations is True else Choice.RECOMPUTE}
-        if cfg.offload_activations == "auto" and self._engine is not None:
-            allowed.add(Choice.OFFLOAD)
-        return Site(
-            device=state.device,
-            link=link_for(state.device, cfg.timeout_seconds) if self._engine is None else self._engine.link,
-            engine=self._engine,
-            lead=None,
-            limit_bytes=device_limit("memory_budget_gib", state.device, cfg.memory_budget_gib, state.local_size),
-            allowed=frozenset(allowed),
-            parameters=self._model.local_parameters,
-            buffers=self._model.local_buffers,
-            any_optimizer=True,
-            microbatches=cfg.microbatches,
-            planned_live=_planned_live(),
-            overlaps=state.pp_size > 1,
-        )
 
-    # --- all ranks of a stage ----------------------------------------------------------------------------------------
-
-    def _largest(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Return the largest of each number among the ranks of this stage.
-
-        Other stages choose in other steps, if they choose at all: what they wait for is not waited for here.
-        """
-        shared = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        group = state.process_group(CommGroup.DP_GROUP)
-        with waiting("the choice of what layers do with their activations", group):
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        found: list[float] = shared.tolist()
-        return found
-
-    def _line(self, chooser: Chooser) -> str:
-        """Describe the choice of this stage (log line)."""
-        assert chooser.chosen is not None
-        assert chooser.facts is not None
-        words = {Choice.KEEP: "kept", Choice.OFFLOAD: "offloaded", Choice.RECOMPUTE: "recomputed"}
-        counts = [(list(chooser.choices.values()).count(choice), word) for choice, word in words.items()]
-        parts = ", ".join(f"{count} {word}" for count, word in counts if count) or "none here"
-        planned = chooser.facts.other_bytes + chooser.chosen.pick.cost.device_bytes
-        return (
-            f"Activations on pipeline rank {state.pp_rank}: of {len(chooser.layers)} layers {parts};"
-            f" {gib(planned)} of {gib(chooser.facts.limit_bytes)} planned."
-        )
+def _line(chooser: Chooser) -> str:
+    """Describe the choice of this stage (log line)."""
+    assert chooser.facts is not None
+    assert chooser.pick is not None
+    counts = count_choices(chooser.choices.values())
+    planned = chooser.facts.device_bytes(chooser.pick)
+    return (
+        f"Activations on pipeline rank {state.pp_rank}: of {len(chooser.layers)} layers {counts};"
+        f" {gib(planned)} of {gib(chooser.facts.limits.device_bytes)} planned."
+    )
 
 
 def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenCheckpoint]]:
@@ -211,11 +191,11 @@ def _is_here(module: nn.Module) -> bool:
     return state.pp_size == 1 or state.pp_rank in ModuleCall.of(module).pp_ranks
 
 
-def _planned_live() -> float:
+def _planned_live() -> int:
     """Return how many microbatches the schedule may hold at a time."""
     cfg = state.cfg
     if state.pp_size == 1:
-        return 1.0
+        return 1
     # A split backward holds a microbatch until its second half.
     halves = 2 if cfg.pipeline == "zero_bubble" else 1
-    return float(min(halves * cfg.active_microbatches, cfg.microbatches))
+    return min(halves * cfg.active_microbatches, cfg.microbatches)

@@ -1,20 +1,21 @@
 """Train a model within a given memory: each layer keeps its activations, offloads its input, or is recomputed.
 
-One process, any model and any trainer: a step begins with the first forward after all backwards of the step before
-(`graphs.py`). What a step is for, and the choice, are `chooser.py`'s.
+One process, any model and any trainer: a step begins with the first forward after all backwards of the step before.
+What a step is for, and the choice, are `chooser.py`'s.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
@@ -22,23 +23,17 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_module, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.chooser import Chooser, Phase, Site
+from smpkit.torch.core.tensor_spec import tensors_in
+from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
 from smpkit.torch.memory.facts import gib
-from smpkit.torch.memory.graphs import LiveGraphs
-from smpkit.torch.memory.limits import device_limit
-from smpkit.torch.offload.engine import make_engine
+from smpkit.torch.memory.measure import device_limit
+from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.order import Lead, check_lead
-from smpkit.torch.offload.report import OffloadReport
 from smpkit.torch.offloading import device_of
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-_LISTS = (nn.ModuleList, nn.Sequential)
-
 __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
-
-_GIB: Final = 2**30
 
 
 def fit(
@@ -71,7 +66,7 @@ def fit(
     `fully_shard` and autocast; call it before they wrap the model.
 
     It reads the peaks of torch's memory statistics for the device, and resets them at the beginning of the steps that
-    it measures.
+    it measures, and when it has chosen.
 
     Args:
         model: all of it on one device. Turn off its own checkpointing (`gradient_checkpointing_disable()`).
@@ -90,17 +85,33 @@ def fit(
         UsageError: an argument of a wrong type or value; no layers; layers that are checkpointed or compiled already; a
             model of `smp.DistributedModel`, or on several devices.
     """
-    return Fitted(
-        model,
-        device_gib=device_gib,
-        host_gib=host_gib,
-        layers=layers,
+    check_module("fit", model)
+    check_lead(lead)
+    check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
+    fitted_layers = _layers(model, layers)
+    device = device_of(model) if link is None else link.device
+    limit_bytes = device_limit("device_gib", device, _positive("device_gib", device_gib))
+    host_gib = _positive("host_gib", host_gib)
+    engine = make_engine(
+        device,
         lead=lead,
         min_bytes=min_bytes,
+        host_budget_bytes=None if host_gib is None else int(host_gib * 2**30),
         link=link,
-        group=group,
         deadline_seconds=deadline_seconds,
     )
+    offloads = link is not None or devices.has_streams(device)
+    chooser = Chooser(
+        {name: ChosenCheckpoint(layer, keeper=engine) for name, layer in fitted_layers.items()},
+        lambda: (*model.parameters(), *model.buffers()),
+        engine.link,
+        engine,
+        limit_bytes=limit_bytes,
+        allowed=frozenset(Choice) if offloads else frozenset({Choice.KEEP, Choice.RECOMPUTE}),
+        agree=functools.partial(largest_of, group=group, device=device, what="the choice of `smpkit.fit`"),
+        lead=None if lead == "auto" else lead,
+    )
+    return Fitted(model, engine, chooser)
 
 
 @dataclass(frozen=True)
@@ -124,9 +135,12 @@ class FitReport:
     limit_bytes: int
     """That the device may hold."""
     other_bytes: int
-    """Of the limit: weights, gradients, optimizer states, and what the model computes outside its layers."""
+    """Of the limit: weights, gradients, optimizer states, and the most that was there beside what layers keep, such as
+    logits or the recomputation of a layer."""
     device_bytes: int
     """The peak on the device, predicted."""
+    peak_bytes: int | None
+    """The peak on the device since the choice; None: the device does not count."""
     host_bytes: int
     """Of activations on the host, predicted."""
     step_seconds: float
@@ -135,29 +149,22 @@ class FitReport:
     """Measured, with every layer holding as little as it can: the median of the steps before the choice."""
     kept_seconds: float
     """Predicted, if every layer kept all that autograd saves, which needs more memory."""
-    measured_bytes: int | None
-    """The peak of an early step as chosen; None: not known, or not counted by the device."""
-    measured_seconds: float | None
-    gap: float
-    """By which share of its time the best choice could be faster; 0: this one is the best."""
-    fits: bool
-    """Whether the device holds it, as predicted."""
-    offload: OffloadReport
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it, as predicted."""
+        return self.device_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
-        counts = {choice: [each.name for each in self.layers if each.choice is choice] for choice in Choice}
-        words = {Choice.KEEP: "kept", Choice.OFFLOAD: "offloaded", Choice.RECOMPUTE: "recomputed"}
-        parts = ", ".join(f"{len(names)} {words[choice]}" for choice, names in counts.items() if names)
-        lines = [f"{len(self.layers)} layers: {parts or 'not measured yet, each holds as little as it can'}"]
-        peak = f"device: {gib(self.device_bytes)} of {gib(self.limit_bytes)} planned"
-        if self.measured_bytes is not None:
-            peak += f", {gib(self.measured_bytes)} measured"
-        lines.append(f"{peak}; {gib(self.other_bytes)} of it outside the layers; host: {gib(self.host_bytes)}")
-        step = f"step: {1e3 * self.step_seconds:.1f} ms planned"
-        if self.measured_seconds is not None:
-            step += f", {1e3 * self.measured_seconds:.1f} ms measured"
+        peak = "" if self.peak_bytes is None else f", {gib(self.peak_bytes)} so far"
         least, kept = f"{1e3 * self.least_seconds:.1f} ms", f"{1e3 * self.kept_seconds:.1f} ms"
-        lines.append(f"{step}; {least} with every layer holding as little as it can, {kept} with all kept")
+        host, outside = gib(self.host_bytes), f"{gib(self.other_bytes)} of it outside the layers"
+        step = f"{1e3 * self.step_seconds:.1f} ms planned; {least} with every layer holding as little as it can"
+        lines = [
+            f"{len(self.layers)} layers: {count_choices(layer.choice for layer in self.layers)}",
+            f"device: {gib(self.device_bytes)} of {gib(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
+            f"step: {step}, {kept} with all kept",
+        ]
         if not self.fits:
             lines.append("the device cannot hold this: nothing that the layers could do holds less")
         return "\n".join(lines)
@@ -166,54 +173,16 @@ class FitReport:
 class Fitted:
     """A model that `fit` takes care of."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        device_gib: float | None,
-        host_gib: float | None,
-        layers: Sequence[nn.Module] | None,
-        lead: Lead,
-        min_bytes: int | None,
-        link: Link | None,
-        group: dist.ProcessGroup | None,
-        deadline_seconds: float,
-    ) -> None:
-        check_module("fit", model)
-        check_lead(lead)
-        check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
-        found = _layers(model, layers)
-        device = device_of(model) if link is None else link.device
-        limit = device_limit("device_gib", device, _positive("device_gib", device_gib))
-        for_host = _positive("host_gib", host_gib)
-        host_bytes = None if for_host is None else int(for_host * _GIB)
-        self._model, self._device, self._group = model, device, group
-        self._engine = make_engine(
-            device,
-            lead=lead,
-            min_bytes=min_bytes,
-            host_budget_bytes=host_bytes,
-            link=link,
-            deadline_seconds=deadline_seconds,
-        )
-        self._graphs = LiveGraphs()
-        self._has_begun = self._in_forward = False
-        offloads = link is not None or devices.has_streams(device)
-        site = Site(
-            device,
-            self._engine.link,
-            self._engine,
-            None if lead == "auto" else lead,
-            limit,
-            frozenset(Choice) if offloads else frozenset({Choice.KEEP, Choice.RECOMPUTE}),
-            model.parameters,
-            model.buffers,
-        )
-        checkpoints = {name: ChosenCheckpoint(layer, keeper=self._engine) for name, layer in found.items()}
-        self._chooser = Chooser(checkpoints, site, self._worst, lambda: max(1, self._graphs.most))
-        self._limit = limit
-        for checkpoint in checkpoints.values():
-            ModuleCall.on(checkpoint.module).checkpointing = checkpoint
+    def __init__(self, model: nn.Module, engine: ActivationEngine, chooser: Chooser) -> None:
+        self._model, self._engine, self._chooser = model, engine, chooser
+        self._live = weakref.WeakSet[_Forward]()
+        """Forwards that a backward may still come to."""
+        self._last_output: Any = None
+        """Of the latest layer of the forward that runs."""
+        self._has_begun = self._had_backward = self._in_forward = False
+        for layer in chooser.layers.values():
+            layer.watch = self._run_layer
+            ModuleCall.on(layer.module).checkpointing = layer
         ModuleCall.on(model).checkpointing = self._around_model
 
     # --- what users call ---------------------------------------------------------------------------------------------
@@ -223,42 +192,36 @@ class Fitted:
         """What each layer does, by its path in the model."""
         return self._chooser.choices
 
+    @property
+    def has_chosen(self) -> bool:
+        """Whether layers do what was chosen for them, by measurement or by `load_state_dict`."""
+        return self._chooser.is_done
+
     def report(self) -> FitReport:
         """Return what was chosen, and what came of it.
 
         Raises:
             UsageError: nothing has been chosen yet.
         """
-        facts, chosen = self._chooser.facts, self._chooser.chosen
-        if facts is None or chosen is None:
+        facts, pick = self._chooser.facts, self._chooser.pick
+        if facts is None or pick is None:
             raise UsageError(
                 "nothing has been chosen yet", hint="ask again some steps after the first update, or in the next run"
             )
-        cost, choices = chosen.pick.cost, self.choices
-        other = int(facts.other_bytes)
         return FitReport(
             layers=tuple(
-                LayerFit(name, choices[name], each.forward_seconds, each.saved_bytes, each.input_bytes)
-                for name, each in zip(facts.names, facts.layers, strict=True)
+                LayerFit(name, self.choices[name], layer.forward_seconds, layer.saved_bytes, layer.input_bytes)
+                for name, layer in zip(facts.names, facts.layers, strict=True)
             ),
-            limit_bytes=self._limit,
-            other_bytes=other,
-            device_bytes=other + int(cost.device_bytes),
-            host_bytes=int(cost.host_bytes),
-            step_seconds=facts.step_seconds(chosen),
+            limit_bytes=self._chooser.limit_bytes,
+            other_bytes=int(facts.other_bytes),
+            device_bytes=int(facts.device_bytes(pick)),
+            peak_bytes=devices.peak_bytes(self._engine.link.device),
+            host_bytes=int(pick.cost.host_bytes),
+            step_seconds=facts.step_seconds(pick),
             least_seconds=facts.busy_seconds + facts.stall_seconds,
             kept_seconds=facts.kept_seconds,
-            measured_bytes=self._chooser.measured[0],
-            measured_seconds=self._chooser.measured[1],
-            gap=chosen.pick.gap,
-            fits=cost.device_bytes <= self._limit - other,
-            offload=self._engine.stats.report(),
         )
-
-    @property
-    def has_chosen(self) -> bool:
-        """Whether layers do what was chosen for them, by measurement or by `load_state_dict`."""
-        return self._chooser.chosen is not None or self._chooser.phase is Phase.DONE
 
     def as_forward(self, call: OriginalCall) -> OriginalCall:
         """Return a call that counts as a forward of the model, for trainers that call a method of it instead."""
@@ -291,43 +254,62 @@ class Fitted:
     def _run_model(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if self._in_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        if not self._graphs:
+        if not self._live:
             self._begin_step()
         self._in_forward = True
         try:
             output = original(*args, **kwargs)
+            self._await_backward(output)
         except BaseException:
-            self._graphs.clear()
+            self._live.clear()
             self._engine.abandon_step()
             raise
         finally:
-            self._in_forward = False
-            last, self._chooser.last_output = self._chooser.last_output, None
-        self._graphs.add(output, last)
+            self._in_forward, self._last_output = False, None
         return output
 
     def _begin_step(self) -> None:
         """Begin a step: the first forward after all backwards of the step before."""
         # A forward without a backward, or one that an exception ended, is no step: measure the next one in its place.
-        anew = self._has_begun and not self._graphs.num_backwards
-        if not anew:
-            self._has_begun = True
-            self._graphs.num_backwards = 0
+        if self._had_backward or not self._has_begun:
             self._engine.end_step()
-        self._chooser.begin_step(anew=anew)
+        if self._has_begun:
+            self._chooser.end_step(had_backward=self._had_backward)
+        self._has_begun, self._had_backward = True, False
+        self._chooser.begin_step()
 
-    def _worst(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Return the largest of each number among all ranks that must choose alike."""
-        if self._group is None:
-            return numbers
-        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        with waiting("the choice of `smpkit.fit`", self._group):
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
-        found: list[float] = shared.tolist()
-        return found
+    def _run_layer(self, layer: ChosenCheckpoint, original: OriginalCall, args: Any, kwargs: Any) -> Any:
+        output = self._chooser.run_layer(layer, original, args, kwargs)
+        if self._in_forward:
+            self._last_output = output
+        return output
+
+    def _await_backward(self, output: Any) -> None:
+        """Note when the backward of a forward begins, or that its graph is gone."""
+        # A model may put its loss into an object that nobody can look into: its last layer's output has a graph, too.
+        tensors = _with_graph(output) or _with_graph(self._last_output)
+        if not tensors:
+            return
+        forward = _Forward()
+
+        def begin_backward(_gradient: Tensor) -> None:
+            self._live.discard(forward)
+            self._had_backward = True
+
+        self._live.add(forward)
+        for tensor in tensors:
+            tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
 
 
-def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn.Module]:
+class _Forward:
+    """A forward of the model. Only hooks of its graph hold it, so it goes with the graph."""
+
+
+def _with_graph(output: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+
+
+def _layers(model: nn.Module, chosen: Sequence[nn.Module] | None) -> dict[str, nn.Module]:
     """Return the layers to choose for, by path.
 
     Raises:
@@ -335,48 +317,32 @@ def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> dict[str, nn
     """
     kind = type(model).__name__
     wrapped: object = state.model
-    if wrapped is not None and any(each is wrapped for each in model.modules()):
+    if wrapped is not None and any(module is wrapped for module in model.modules()):
         raise UsageError(
             "fit takes a plain model, not one of smp.DistributedModel",
             hint="call smp.set_activation_checkpointing, and set `offload_activations: true`",
         )
     names = {module: name for name, module in model.named_modules()}
-    found = dict(layers_of(model)) if given is None else {names.get(each, ""): each for each in given}
-    compiled = [name for module, name in names.items() if _is_compiled(module)]
-    if compiled:
-        raise UsageError(f"`{compiled[0] or kind}` is compiled", hint="fit the model without torch.compile")
-    if not found:
+    layers = dict(_layers_of(model)) if chosen is None else {names.get(layer, ""): layer for layer in chosen}
+    for module, name in names.items():
+        if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
+            raise UsageError(f"`{name or kind}` is compiled", hint="fit the model without torch.compile")
+    if not layers:
         raise UsageError(f"{kind} has no list of layers", hint="name them: fit(model, layers=[model.first, ...])")
-    if "" in found:
+    if "" in layers:
         raise UsageError(f"a layer is no part of {kind}, or is all of it", hint="give modules inside the model")
-    for name, module in found.items():
-        inside = set(module.modules()) - {module}
-        if not inside.isdisjoint(found.values()):
+    for name, layer in layers.items():
+        if not (set(layer.modules()) - {layer}).isdisjoint(layers.values()):
             raise UsageError(f"`{name}` contains another of the layers", hint="give layers side by side")
-        if ModuleCall.of(module).checkpointing is not None or ModuleCall.of(model).checkpointing is not None:
+        if ModuleCall.of(layer).checkpointing is not None or ModuleCall.of(model).checkpointing is not None:
             raise UsageError(f"`{name}` of {kind} is checkpointed, or fitted, already", hint="do one of the two")
-    own = next((name for name, each in model.named_modules() if getattr(each, "gradient_checkpointing", False)), None)
-    if own is not None:
-        raise UsageError(
-            f"`{own or kind}` checkpoints its layers itself", hint="call model.gradient_checkpointing_disable() first"
-        )
-    return found
-
-
-def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost items of lists of modules, with their paths."""
-    # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
-    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
-        return
-    for name, child in module.named_children():
-        if isinstance(module, _LISTS):
-            yield prefix + name, child
-        else:
-            yield from layers_of(child, f"{prefix}{name}.")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled
+    for module, name in names.items():
+        if getattr(module, "gradient_checkpointing", False):
+            raise UsageError(
+                f"`{name or kind}` checkpoints its layers itself",
+                hint="call model.gradient_checkpointing_disable() first",
+            )
+    return layers
 
 
 def _positive(name: str, value: object) -> float | None:
@@ -385,3 +351,15 @@ def _positive(name: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UsageError(f"{name} is {value!r}; it must be a number of GiB above 0", hint="for example 24")
     return float(value)
+
+
+def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost items of lists of modules, with their paths."""
+    # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
+    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
+        return
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield prefix + name, child
+        else:
+            yield from _layers_of(child, f"{prefix}{name}.")

@@ -2,11 +2,11 @@
 
 ::
 
-    module(x) ─► ModuleCall ─► ChosenCheckpoint ─► watch.begin_call      may measure the call
-                                      ├─ KEEP       the plain call
-                                      ├─ OFFLOAD    recomputed in backward; its input leaves the device
-                                      └─ RECOMPUTE  recomputed in backward; its input stays
-                                   ─► watch.end_call
+    module(x) ─► ModuleCall ─┬─► ModuleCheckpoint               recomputed in backward; its input may leave the device
+                             └─► ChosenCheckpoint ─► watch ─► run_chosen
+                                                                 KEEP       the plain call
+                                                                 OFFLOAD    as checkpointed
+                                                                 RECOMPUTE  the same, but the input stays
 
 All three give the same gradients to the bit, so the choice may change between any two calls.
 """
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.units import pp_rank_of
 from smpkit.torch.recompute.region import name_of, run_checkpointed
 
-__all__ = ["CallWatch", "ChosenCheckpoint", "ModuleCheckpoint", "warn_once"]
+__all__ = ["ChosenCheckpoint", "ModuleCheckpoint", "warn_once"]
 
 _ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
 """Types of arguments that are neither stage tensors nor caches."""
@@ -45,8 +46,7 @@ class ModuleCheckpoint:
     """
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool, keeper: Offloader | None = None) -> None:
-        self.module, self.preserve_rng_state = module, preserve_rng_state
-        self._keeper = keeper
+        self.module, self.preserve_rng_state, self._keeper = module, preserve_rng_state, keeper
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)
@@ -55,48 +55,37 @@ class ModuleCheckpoint:
         return ModuleCheckpoint(module, self.preserve_rng_state, self._keeper)
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+        return self._checkpointed(original, args, kwargs, self._keeper)
+
+    def _checkpointed(self, call: OriginalCall, args: Any, kwargs: Any, keeper: Offloader | None) -> Any:
         if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
+            return call(*args, **kwargs)
         if not _ORDINARY.issuperset(map(type, (*args, *kwargs.values()))):
             if pp_rank_of((args, kwargs)) is not None:
                 warn_once(self.module, "holds no parameters and no module that does, so it lies on no pipeline rank")
-                return original(*args, **kwargs)
-            if any(map(_is_filled, [*args, *kwargs.values()])):
+                return call(*args, **kwargs)
+            if any(_is_cache(value) and value.get_seq_length() for value in (*args, *kwargs.values())):
                 warn_once(self.module, "is handed a cache that is filled, and filling it once more would change it")
-                return original(*args, **kwargs)
+                return call(*args, **kwargs)
             # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append
             # again.
-            args = tuple([None if _is_cache(each) else each for each in args])
-            kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
-        return run_checkpointed(
-            original,
-            [self.module],
-            args,
-            kwargs,
-            preserve_rng_state=self.preserve_rng_state,
-            keeper=self._keeper,
-        )
-
-
-class CallWatch(Protocol):
-    """Whoever chooses, and looks at calls for that."""
-
-    def begin_call(
-        self, layer: ChosenCheckpoint, original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OriginalCall:
-        """Take note that a call begins, before its choice is read; return what runs it."""
-
-    def end_call(self, layer: ChosenCheckpoint, output: Any) -> None:
-        """Take note of what a call has returned."""
+            args = tuple([None if _is_cache(value) else value for value in args])
+            kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+        preserve = self.preserve_rng_state
+        return run_checkpointed(call, [self.module], args, kwargs, preserve_rng_state=preserve, keeper=keeper)
 
 
 class ChosenCheckpoint(ModuleCheckpoint):
-    """Runs each call of `module` as it was chosen.
+    """Runs each call of `module` as it was chosen; without a watch it checkpoints.
 
     Args:
         may_keep: whether the layer may do without recomputation.
-        keeper: has its inputs until backward; None: what is installed in this process.
     """
+
+    choice = Choice.OFFLOAD
+    """Without an engine that offloads, the same as RECOMPUTE."""
+    watch: Callable[[ChosenCheckpoint, OriginalCall, Any, Any], Any] | None = None
+    """Runs a call that trains: it is given the layer, what runs the call, and the call's arguments."""
 
     def __init__(
         self,
@@ -108,32 +97,21 @@ class ChosenCheckpoint(ModuleCheckpoint):
     ) -> None:
         super().__init__(module, preserve_rng_state, keeper)
         self.may_keep = may_keep
-        self.choice = Choice.OFFLOAD
-        """Without an engine that offloads, the same as to recompute."""
-        self.watch: CallWatch | None = None
-        self._recomputed = ModuleCheckpoint(module, preserve_rng_state, KEEPING)
-
-    def __call__(self, original: OriginalCall) -> OriginalCall:
-        return functools.partial(self._run_chosen, original)
 
     def for_module(self, module: nn.Module) -> ChosenCheckpoint:
         return ChosenCheckpoint(module, self.preserve_rng_state, may_keep=self.may_keep, keeper=self._keeper)
 
-    def _run_chosen(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        if self.watch is None or state.tracing or torch.compiler.is_compiling():
-            # A trial of the step finds out what layers cost; it takes them for checkpointed, as they are at first.
-            return self._run(original, *args, **kwargs)
-        watched = self.watch.begin_call(self, original, args, kwargs)
-        if self.choice is Choice.OFFLOAD:
-            output = self._run(watched, *args, **kwargs)
-        elif self.choice is Choice.RECOMPUTE:
-            output = self._recomputed._run(watched, *args, **kwargs)
-        else:
-            output = watched(*args, **kwargs)
-        self.watch.end_call(self, output)
-        return output
+    def run_chosen(self, call: OriginalCall, args: Any, kwargs: Any) -> Any:
+        """Run a call as it was chosen."""
+        if self.choice is Choice.KEEP:
+            return call(*args, **kwargs)
+        return self._checkpointed(call, args, kwargs, self._keeper if self.choice is Choice.OFFLOAD else KEEPING)
+
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+        # A trial of the step finds out what layers cost; it takes them for checkpointed, as they are at first.
+        if self.watch is None or not torch.is_grad_enabled() or state.tracing or torch.compiler.is_compiling():
+            return super()._run(original, *args, **kwargs)
+        return self.watch(self, original, args, kwargs)
 
 
 def warn_once(module: nn.Module, why: str) -> None:
@@ -145,7 +123,3 @@ def warn_once(module: nn.Module, why: str) -> None:
 
 def _is_cache(argument: object) -> bool:
     return hasattr(argument, "get_seq_length")
-
-
-def _is_filled(argument: Any) -> bool:
-    return _is_cache(argument) and bool(argument.get_seq_length())

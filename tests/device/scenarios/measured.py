@@ -22,7 +22,7 @@ from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
 from smpkit.torch.distributed import recorder
 from smpkit.torch.memory import fit
-from smpkit.torch.memory.chooser import Chooser
+from smpkit.torch.memory.measure import Probe
 from smpkit.torch.offload import accelerator
 from smpkit.torch.pipeline import replan
 from smpkit.torch.placement.measure import MeasureOptions, measure
@@ -113,16 +113,16 @@ add("measured, units", units_for_a_partition, is_quick=True)
 
 def steps_to_choose_from() -> None:
     """Measure steps whose loads are late, for `fit`: nothing of the step before belongs to them."""
-    steps: list[Any] = []
-    measured = Chooser._measured_step
+    steps: list[Probe] = []
+    end = Probe.end
 
-    def noted(chooser: Chooser) -> Any:
-        steps.append(measured(chooser))
-        return steps[-1]
+    def noted(probe: Probe) -> None:
+        end(probe)
+        steps.append(probe)
 
     model = layers(on=DEVICE)
     x = torch.zeros(64, WIDTH, device=DEVICE)
-    with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)), mock.patch.object(Chooser, "_measured_step", noted):
+    with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)), mock.patch.object(Probe, "end", noted):
         fitted = fit(model, lead=1, min_bytes=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         for _ in range(8):

@@ -37,6 +37,7 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
         LinkSpeed(random.uniform(2, 60), random.uniform(2, 60)),
         window_layers=random.choice([0, 2, 4]),
         overlaps=random.choice([True, False]),
+        outside_bytes=random.choice([0, 0.3 * random.random() * whole]),
     )
 
 
@@ -64,6 +65,16 @@ def test_brute_force_finds_nothing_better(count: int) -> None:
             assert found.cost.fits(limits)
             assert found.cost == cost_of(layers, found.choices, limits)
             assert found.gap == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "held", "once"), [(Choice.KEEP, 400, 0), (Choice.RECOMPUTE, 40, 100), (Choice.OFFLOAD, 0, 120)]
+)
+def test_what_is_outside_the_layers_has_the_place_of_a_recomputation(choice: Choice, held: int, once: int) -> None:
+    """Both are there once, at different times: the larger one counts."""
+    for outside in (0, 110, 200):
+        limits = ChainLimits(1, 1000, 1000, LinkSpeed(1, 1), window_layers=2, outside_bytes=outside)
+        assert cost_of([ALIKE] * 4, [choice] * 4, limits).device_bytes == held + max(once, outside)
 
 
 def test_with_room_everything_is_kept() -> None:

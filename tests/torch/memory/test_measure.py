@@ -1,0 +1,63 @@
+"""What a process may hold, what its optimizers do, and what a layer's call saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from smpkit.testing import EmulatedLink
+from smpkit.torch.memory.measure import Probe, Updates, device_limit
+from smpkit.torch.offload import arena
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("4096", 2048), ("max", None)])
+def test_ranks_on_a_cpu_share_what_their_container_may_take(
+    text: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_CGROUP", tmp_path)
+    of_machine = device_limit("memory_budget_gib", CPU, None, 2)
+    (tmp_path / "memory.max").write_text(f"{text}\n")
+    assert device_limit("memory_budget_gib", CPU, None, 2) == (expected or of_machine)
+
+
+def test_an_optimizer_that_is_gone_holds_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    updates = Updates(lambda: [parameter], CPU)
+    for _ in range(2):
+        torch.optim.SGD([parameter], lr=0.1, momentum=0.9).step()
+    last = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    last.step()
+    updates.handle.remove()
+    assert updates.num_updates == 3
+    assert updates.state_bytes == 8 * 4
+
+
+class Layer(nn.Module):
+    """Saves its input (for the weight's gradient), the result of the sigmoid, and the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x)) * mask
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+def test_a_probe_sees_the_same_in_a_checkpointed_call(kept: bool) -> None:
+    layer, x, mask = Layer(), torch.ones(4, 8), torch.ones(4, 8)
+    probe = Probe(EmulatedLink(), layer.parameters())
+    call = probe.around("layer", layer)
+    output = call(x, mask) if kept else checkpoint(call, x, mask, use_reentrant=False)
+    output.sum().backward()
+    calls = probe.calls["layer"]
+    assert (calls.input_bytes, calls.saved_bytes) == (2 * 4 * 8 * 4, 3 * 4 * 8 * 4)
+    assert (len(calls.first), len(calls.again)) == (1, 0 if kept else 1)
+    assert layer.linear.weight.grad is not None
