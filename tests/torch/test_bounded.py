@@ -17,7 +17,7 @@ import pytest
 
 from smpkit.torch.core import tensor_spec
 from smpkit.torch.distributed import run_meter
-from smpkit.torch.offload import hooks, report
+from smpkit.torch.offload import report
 from smpkit.torch.pipeline import batch_broadcast, executor
 from tests.models import CASES, Case
 from tests.ranks import run_ranks
@@ -80,7 +80,6 @@ def lower_bounds() -> None:
     batch_broadcast.MAX_KINDS = BOUND  # type: ignore[misc]
     executor.MAX_OUTPUT_SPECS = 8 * BOUND  # type: ignore[misc]
     tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
-    hooks._MAX_SIZES = BOUND  # type: ignore[misc]
     report._STEPS_KEPT = BOUND  # type: ignore[misc]
     run_meter._UNSETTLED = 3 * BOUND  # type: ignore[misc]
 

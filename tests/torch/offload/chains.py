@@ -93,5 +93,4 @@ def assert_idle(engine: ActivationEngine) -> None:
     gc.collect()
     engine.end_step()
     assert engine.use().parked == engine.use().offloaded == engine.footprint() == 0
-    assert not engine._parked
-    assert not engine._loaded
+    assert [len(engine._parked), len(engine._loaded), len(engine.order._waiting)] == [0, 0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -110,17 +111,18 @@ def test_a_call_waits_for_what_is_on_its_way_back() -> None:
     engine.close()
 
 
-def test_host_memory_is_not_written_before_it_was_read() -> None:
+def test_host_memory_is_not_read_before_it_was_written_nor_written_before_it_was_read() -> None:
     link = ClockLink(latency_seconds=0.5)
+    link.runs_ahead = True
     engine = engine_on(link, budget_bytes=BOUNDARY_BYTES)
     for _ in range(2):
         parked = engine.park("layer", [inputs()])
-        link.seconds += 1
         engine._free(next(parked.saved()), parked.index)
         engine._load(parked)
         del parked  # its load is still under way
         gc.collect()
-    assert link.outs[1][1] >= link.loads[0][2]  # the second one begins when the load has ended
+    copies = [link.outs[0], link.loads[0], link.outs[1], link.loads[1]]
+    assert all(later[1] >= earlier[2] for earlier, later in pairwise(copies))
 
 
 # --- what a step leaves -----------------------------------------------------------------------------------------------

@@ -66,13 +66,13 @@ def test_views_come_back_with_size_stride_offset_and_gradient(
 
 
 def test_what_several_calls_keep_leaves_and_comes_back_once() -> None:
-    engine, mask = engine_on(lead=1), torch.rand(BATCH, WIDTH)
-    parked = [engine.park(f"layers.{number}", [inputs(number), mask]) for number in range(7)]
-    assert engine.stats.bytes_out == (7 + 1) * BOUNDARY_BYTES
+    engine, mask = engine_on(lead=1), torch.rand(BATCH, 10)
+    parked = [engine.park(f"layers.{number}", [mask, inputs(number)]) for number in range(7)]
+    assert engine.stats.bytes_out == 7 * BOUNDARY_BYTES + mask.nbytes
     evict(engine)
     for number in reversed(range(7)):
-        assert_same(parked.pop().take(), [inputs(number), mask])
-    assert engine.stats.bytes_back == (7 + 1) * BOUNDARY_BYTES
+        assert_same(parked.pop().take(), [mask, inputs(number)])
+    assert engine.stats.bytes_back == 7 * BOUNDARY_BYTES + mask.nbytes
     assert_idle(engine)
 
 
@@ -86,6 +86,18 @@ def test_memory_that_was_changed_and_parked_again_is_another() -> None:
     assert torch.equal(second.take()[0], 3 * then)
     with pytest.raises(UsageError, match="`first` saved for backward was changed in place"):
         first.take()
+
+
+def test_the_address_of_memory_that_is_gone_is_anyones() -> None:
+    engine, x, others = engine_on(lead=1), torch.ones(WIDTH), list[Tensor]()
+    address, first = x.untyped_storage()._cdata, engine.park("first", [x])
+    del x
+    evict(engine)
+    while (y := torch.zeros(WIDTH)).untyped_storage()._cdata != address:
+        others.append(y)
+        assert len(others) < 10_000
+    second = engine.park("second", [y])
+    assert [float(parked.take()[0].sum()) for parked in (second, first)] == [0, WIDTH]
 
 
 # --- what stays -------------------------------------------------------------------------------------------------------
