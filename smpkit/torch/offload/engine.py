@@ -251,9 +251,9 @@ class ActivationEngine(Offloader):
     def park(self, name: str, tensors: Iterable[Tensor]) -> _Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
         self.num_calls += 1
-        self.tuner.begin_layer(0)
         parked = _Parked(self, self.order.add(), name, self._microbatch)
-        self._free_copied()  # this call is one of the latest, whose memory is held
+        self._free_copied()  # of the calls before: this one is the latest now
+        self.tuner.begin_layer(0)
         self._load_ahead()
         new: list[_Saved] = []
         parked.tensors = [_Tensor(tensor, self._saved_of(tensor, new, self._min_bytes)) for tensor in tensors]
