@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 __all__ = ["Block", "Decoder", "gradients_of", "train_step"]
 
@@ -40,15 +41,19 @@ class Decoder(nn.Module):
     def __init__(self, width: int, heads: int, num_layers: int) -> None:
         super().__init__()
         self.is_checkpointed = False
-        self.before_layer: Callable[[Tensor], object] | None = None
-        """Told of each layer's input; one contestant wants that."""
+        self.context_fn: Callable[[], Any] = noop_context_fn
+        """Of selective checkpoints."""
+        self.before_layer: Callable[[Tensor], object] = id
+        """Called with each layer's input; one contestant needs that."""
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.before_layer is not None:
-                self.before_layer(x)
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+            self.before_layer(x)
+            if self.is_checkpointed:
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=self.context_fn)
+            else:
+                x = layer(x)
         return x
 
 
@@ -64,4 +69,4 @@ def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextMa
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
     """Return copies of all gradients."""
-    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]

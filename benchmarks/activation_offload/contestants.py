@@ -1,112 +1,123 @@
-"""Who takes part: PyTorch, its checkpoint, and those who take activations to the host, each as documented."""
+"""Who takes part, each as documented, and what it moves per block on the CPU, in inputs of a block."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
+import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from benchmarks.activation_offload.blocks import Decoder
-from smpkit.torch.offload import activations
-from smpkit.torch.offload.report import OffloadReport
+import smpkit
+from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
 
-__all__ = ["CONTESTANTS", "Absent", "Contestant", "Entry"]
+__all__ = ["CONTESTANTS", "UNCHECKPOINTED", "Absent", "rows", "torchs_own_checkpoint"]
 
-Around = Callable[[], AbstractContextManager[object]]
+_WIDTH, _TOKENS, _LAYERS = 256, 256, 4
+_TORCHS_OWN: Final = dict(vars(torch.utils.checkpoint))
+Around = Callable[[], AbstractContextManager[Any]]
+Enter = Callable[[Decoder], Around | smpkit.offload_activations]
+"""Returns what forward runs in; raises Absent."""
 
 
 class Absent(Exception):
     """A contestant cannot take part here; says why."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A contestant that is ready."""
-
-    around: Around
-    """What its forward runs in."""
-    report: Callable[[], OffloadReport] | None = None
-    before_layer: Callable[[Tensor], object] | None = None
-    """Told of each layer's input."""
-    close: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One of them."""
-
-    name: str
-    is_checkpointed: bool
-    enter: Callable[[Decoder], Entry]
-    """Raises Absent."""
-    package: str | None = None
-    """What it takes besides torch and smpkit."""
-
-    @property
-    def why_not(self) -> str | None:
-        """Why it cannot take part on this machine, as far as can be told without it."""
-        if self.package is None or importlib.util.find_spec(self.package) is not None:
-            return None
-        return f"{self.package} is not installed"
-
-
-def _plain(_: Decoder) -> Entry:
-    return Entry(contextlib.nullcontext)
-
-
-def _save_on_cpu(model: Decoder) -> Entry:
+def _save_on_cpu(model: Decoder) -> Around:
     pins = next(model.parameters()).is_cuda
-    return Entry(lambda: save_on_cpu(pin_memory=pins))
+    return lambda: save_on_cpu(pin_memory=pins)
 
 
-def _trl(model: Decoder) -> Entry:
-    made = _imported("trl.models.activation_offloading", "OffloadActivations", model)()
-    return Entry(lambda: made)
+def _peer(module: str, name: str, **options: Any) -> Enter:
+    def enter(model: Decoder) -> Around:
+        if not next(model.parameters()).is_cuda:
+            raise Absent("it offloads from a GPU only")
+        try:
+            hooks = getattr(importlib.import_module(module), name)(**options)
+        except Exception as error:  # an optional package may fail to import in any way
+            raise Absent(f"{type(error).__name__}: {error}") from error
+        model.before_layer = getattr(hooks, "mark", model.before_layer)  # DeepSpeed takes what it marks
+        return lambda: hooks
+
+    return enter
 
 
-def _torchtune(model: Decoder) -> Entry:
-    made = _imported("torchtune.training", "OffloadActivations", model)(use_streams=True)
-    return Entry(lambda: made)
+CONTESTANTS: Final[dict[str, Enter]] = {
+    "no checkpoint": lambda _: nullcontext,
+    "torch save_on_cpu": _save_on_cpu,
+    "torch checkpoint": lambda _: nullcontext,
+    "torch save_on_cpu over checkpoint": _save_on_cpu,
+    "torchtune over checkpoint": _peer("torchtune.training", "OffloadActivations", use_streams=True),
+    "TRL over checkpoint": _peer("trl.models.activation_offloading", "OffloadActivations"),
+    "DeepSpeed over checkpoint": _peer(
+        "deepspeed.runtime.activation_checkpointing.offload_activations", "CheckpointHiddenStatesOffload"
+    ),
+    "smpkit over checkpoint": smpkit.offload_activations,
+}
+UNCHECKPOINTED: Final = ("no checkpoint", "torch save_on_cpu")
 
 
-def _deepspeed(model: Decoder) -> Entry:
-    """Use its hooks, which take the tensors that were marked; it marks the inputs of checkpointed layers."""
-    module = "deepspeed.runtime.activation_checkpointing.offload_activations"
-    made = _imported(module, "CheckpointHiddenStatesOffload", model)()
-    return Entry(lambda: made, before_layer=made.mark)
-
-
-def _imported(module: str, name: str, model: Decoder) -> Callable[..., Any]:
-    """Return a peer's context manager; they let tensors of the CPU be."""
-    if not next(model.parameters()).is_cuda:
-        raise Absent("it offloads from a GPU only")
+@contextlib.contextmanager
+def torchs_own_checkpoint() -> Iterator[None]:
+    """Undo afterwards what smpkit replaces in torch.utils.checkpoint: the next contestant is torch itself."""
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # an optional package may fail to import in any way
-        raise Absent(f"{type(error).__name__}: {error}") from error
-    return found
+        yield
+    finally:
+        vars(torch.utils.checkpoint).update(_TORCHS_OWN)
 
 
-def _smpkit(model: Decoder) -> Entry:
-    made = activations(model, min_bytes=None if next(model.parameters()).is_cuda else 0)
-    return Entry(lambda: made, made.report, close=made.close)
+def rows() -> Iterator[dict[str, str]]:
+    """Yield a row per contestant: inputs out, back and left on the device, and whether gradients are the same bits."""
+    torch.manual_seed(0)
+    model, x = Decoder(_WIDTH, 4, _LAYERS), torch.randn(1, _TOKENS, _WIDTH)
+    train_step(model, x, nullcontext)
+    expected = gradients_of(model)
+    for name, enter in CONTESTANTS.items():
+        model.is_checkpointed = name not in UNCHECKPOINTED
+        try:
+            with torchs_own_checkpoint():
+                moved = [num_bytes / x.nbytes / _LAYERS for num_bytes in _moved(enter(model), model, x)]
+        except Absent:
+            continue
+        same = all(map(torch.equal, gradients_of(model), expected))
+        heads = ("out", "back", "on the device after forward")
+        figures = {head: f"{inputs:.2f}" for head, inputs in zip(heads, moved, strict=True)}
+        yield {"": name, **figures, "gradients": "same bits" if same else "DIFFERENT"}
 
 
-CONTESTANTS = (
-    Contestant("no checkpoint", False, _plain),
-    Contestant("torch checkpoint", True, _plain),
-    Contestant("torch save_on_cpu", False, _save_on_cpu),
-    Contestant("torch save_on_cpu over checkpoint", True, _save_on_cpu),
-    Contestant("torchtune over checkpoint", True, _torchtune, "torchtune"),
-    Contestant("TRL over checkpoint", True, _trl, "trl"),
-    Contestant("DeepSpeed over checkpoint", True, _deepspeed, "deepspeed"),
-    Contestant("smpkit", False, _smpkit),
-    Contestant("smpkit over checkpoint", True, _smpkit),
-)
+def _moved(around: Around | smpkit.offload_activations, model: Decoder, x: Tensor) -> tuple[int, int, int]:
+    """Return bytes out, bytes back, and bytes that are on the device when forward has ended."""
+    if isinstance(around, smpkit.offload_activations):
+        with around:
+            for _ in range(3):  # the engine learns how far ahead to load
+                train_step(model, x, nullcontext)
+            step = around.report().steps[-1]
+            y = model(x)
+            held = around._engine.use().parked
+            del y
+            return step.bytes_out, step.bytes_back, held
+    # Without hooks of the contestant's, each storage counts once, and parameters do not.
+    hooks: Any = around()
+    seen: dict[int, Tensor] = {_place(weight): weight for weight in model.parameters()}
+    num_bytes = 0
+    offloads = isinstance(hooks, saved_tensors_hooks)
+
+    def pack(tensor: Tensor) -> Any:
+        nonlocal num_bytes
+        if offloads or _place(tensor) not in seen:
+            num_bytes += tensor.nbytes if offloads else tensor.untyped_storage().nbytes()
+            seen.setdefault(_place(tensor), tensor)  # alive, or the next one might take its place
+        return hooks.pack_hook(tensor) if offloads else tensor
+
+    unpack = hooks.unpack_hook if offloads else lambda tensor: tensor
+    train_step(model, x, lambda: saved_tensors_hooks(pack, unpack))
+    return (num_bytes, num_bytes, 0) if offloads else (0, 0, num_bytes)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,95 +1,79 @@
-"""What needs a GPU: its constants, training steps of all contestants, and a stage of a pipeline."""
+"""What needs a GPU: its link, a stage of a pipeline, and training steps of all contestants.
+
+Each contestant trains in a process of its own: what it pins or leaks goes with it. Without a GPU the steps have a size
+that proves nothing.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.activation_offload.blocks import Block
-from benchmarks.activation_offload.stage import run_stage
-from benchmarks.activation_offload.training import Sizes, training_rows
-from smpkit.plan.offload.simulate import ON_A_GPU, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
+import smpkit
+from benchmarks.activation_offload.blocks import Block, Decoder, gradients_of, train_step
+from benchmarks.activation_offload.contestants import CONTESTANTS, UNCHECKPOINTED, Absent
+from benchmarks.activation_offload.stage import BOUNDARY, Stage, run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
+from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.engine import make_engine
+from smpkit.torch.offload.link import link_for
 
-__all__ = ["gpu_tables"]
-
-_MIB: Final = 1 << 20
-_WIDTH, _HEADS = 4096, 32
-_RANKS, _MICROBATCHES, _STAGE_LAYERS, _STAGE_TOKENS = 8, 16, 8, 8 << 10
+__all__ = ["gpu_rows", "training_rows"]
 
 Row = dict[str, Any]
 
 
-def gpu_tables(sizes: Sizes, *, only_steps: bool) -> list[Row]:
-    """Return the rows of all tables, each printed at once; without a GPU those of training steps only."""
-    rows = []
-    for row in _rows(sizes, only_steps=only_steps or not torch.cuda.is_available()):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
-
-
-def _rows(sizes: Sizes, *, only_steps: bool) -> Iterator[Row]:
-    if only_steps:
-        yield from training_rows(sizes)
+def gpu_rows() -> Iterator[Row]:
+    """Yield speeds of the link, with a bare pinned tensor and with the engine's memory and streams; then a stage."""
+    if not torch.cuda.is_available():
         return
-    torch.manual_seed(0)
-    constants = _constants()
-    yield {"table": "Constants", **constants}
-    torch.cuda.empty_cache()
-    yield from training_rows(sizes)
-    yield from _pipeline(LinkSpeed(constants["out GB/s"] * 1e9, constants["back GB/s"] * 1e9))
-
-
-# --- constants --------------------------------------------------------------------------------------------------------
-
-
-def _constants() -> dict[str, float]:
-    """Measure the link alone, both ways at once, and beside a matrix product; and that product beside copies."""
-    device = torch.empty(256 * _MIB, dtype=torch.uint8, device="cuda")
-    hosts = [torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    other, side = torch.empty_like(device), [torch.cuda.Stream(), torch.cuda.Stream()]
-    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-
-    def out() -> None:
-        with torch.cuda.stream(side[0]):
-            hosts[0].copy_(device, non_blocking=True)
-
-    def back() -> None:
-        with torch.cuda.stream(side[1]):
-            other.copy_(hosts[1], non_blocking=True)
-
-    def product() -> None:
-        torch.mm(matrix, matrix)
-
-    def both() -> None:
-        out()
-        back()
-
-    num_bytes, flops = device.numel(), 2 * 8192**3
-    alone = _seconds(product, 20)
-
-    count = int(num_bytes / 50e9 / alone) + 1
-
-    def beside() -> None:
-        both()
-        for _ in range(count):
-            product()
-
-    return {
-        "out GB/s": num_bytes / _seconds(out, 10) / 1e9,
-        "back GB/s": num_bytes / _seconds(back, 10) / 1e9,
-        "both GB/s": 2 * num_bytes / _seconds(both, 10) / 1e9,
-        "bf16 TFLOP/s": flops / alone / 1e12,
-        "products beside copies / alone": _seconds(beside, 10) / (count * alone),
+    cuda, num_bytes = torch.device("cuda"), 256 << 20
+    link, there = link_for(cuda, 60.0), torch.empty(num_bytes, dtype=torch.uint8, device=cuda)
+    bare, ours, now = torch.empty_like(there, device="cpu").pin_memory(), pinned_bytes(cuda, num_bytes), [link.now()]
+    copies: dict[str, Callable[[], object]] = {
+        "bare out": lambda: bare.copy_(there, non_blocking=True),
+        "engine out": lambda: link.send([(there, ours)], now),
+        "bare back": lambda: there.copy_(bare, non_blocking=True),
+        "engine back": lambda: link.fetch([(ours, there)], now),
     }
+    speeds = {f"{name} GB/s": 1e-9 * num_bytes / _seconds(copy, 10) for name, copy in copies.items()}
+    yield {"table": "Copies of 256 MiB", **speeds}
+
+    with cuda:
+        layers = [Block(4096, 32).to(torch.bfloat16) for _ in range(8)]
+
+    def make_input() -> Tensor:
+        return torch.randn(1, 8192, 4096, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+
+    x, actions = make_input(), one_f_one_b(8, 16).actions[0]
+    copy_seconds = x.nbytes / min(link.out_bytes_per_second, link.back_bytes_per_second)
+    stage = Stage("", actions, 8, _seconds(lambda: layers[0](x), 10), copy_seconds, is_pipelined=True)
+    for horizon in ("no offloading", 1, 4, None):
+        bound = horizon if isinstance(horizon, int) else None
+        engine = None if horizon == "no offloading" else make_engine(cuda, horizon=bound)
+        row: Row = {"table": "First stage of 8, 16 microbatches of 8192 tokens, 8 blocks of width 4096"}
+        for _ in range(3):  # the engine learns how far ahead to load
+            torch.cuda.reset_peak_memory_stats()
+            before, start = torch.cuda.memory_allocated(), time.perf_counter()
+            report = run_stage(actions, layers, make_input, engine)
+            row |= {"horizon": horizon or "auto", "ms": 1e3 * (time.perf_counter() - start)}
+            row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        if engine is not None and report is not None:
+            plan = stage.plan(horizon=bound)[1]
+            row |= {"inputs held": report.peak_device_bytes / x.nbytes, "planned": plan.peak_bytes / BOUNDARY}
+            row |= {"stall ms": 1e3 * report.stall_seconds, "planned stall ms": 1e3 * plan.stall_seconds}
+            engine.close()
+        yield row
 
 
 def _seconds(run: Callable[[], object], count: int) -> float:
@@ -103,55 +87,84 @@ def _seconds(run: Callable[[], object], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-# --- a stage of a pipeline --------------------------------------------------------------------------------------------
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 
-def _pipeline(link: LinkSpeed) -> Iterator[Row]:
-    """Yield a row per horizon for the first stage of a pipeline, run alone; measured and predicted."""
-    title = f"First stage of {_RANKS}, {_MICROBATCHES} microbatches of {_STAGE_TOKENS} tokens, {_STAGE_LAYERS} blocks"
-    with torch.device("cuda"):
-        layers = [Block(_WIDTH, _HEADS).to(torch.bfloat16) for _ in range(_STAGE_LAYERS)]
-    actions = one_f_one_b(_RANKS, _MICROBATCHES).actions[0]
-    boundary = 2 * _STAGE_TOKENS * _WIDTH
+def training_rows(tokens: Sequence[int]) -> Iterator[Row]:
+    """Yield a row per contestant and number of tokens, one contestant after the other."""
+    for name in CONTESTANTS:
+        if name == "torch save_on_cpu":  # takes 45 GB of host memory and more
+            continue
+        command = [sys.executable, "-m", "benchmarks.activation_offload.gpu", name, *map(str, tokens)]
+        try:
+            process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            printed, why = process.stdout, f"exit status {process.returncode}, {process.stderr.strip()[-200:]}"
+        except subprocess.TimeoutExpired as late:
+            printed, why = (late.stdout or b"").decode(), "not done after 300 s"
+        rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        yield from rows
+        for num_tokens in tokens[len(rows) :]:
+            yield {"table": f"Training step, {num_tokens} tokens", "contestant": name, "note": f"not run: {why}"}
 
-    def make_input() -> Tensor:
-        return torch.randn(1, _STAGE_TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    def measured(horizon: int | None, *, offloads: bool) -> tuple[float, float]:
-        engine = make_engine(torch.device("cuda"), horizon=horizon) if offloads else None
-        for _ in range(2):
-            run_stage(actions, layers, make_input, engine)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+def main() -> None:
+    """Train the contestant that the command line names, and print a row per number of tokens."""
+    name, *numbers = sys.argv[1:]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    width, heads, num_layers = (4096, 32, 16) if device.type == "cuda" else (64, 4, 2)
+    torch.manual_seed(0)
+    with device:
+        model = Decoder(width, heads, num_layers).to(torch.bfloat16)
+    for tokens in map(int, numbers):
+        x = torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16)
+        try:
+            row = _trained(name, model, x)
+        except Absent as reason:
+            row = {"note": f"not run: {reason}"}
+        except torch.OutOfMemoryError:
+            row = {"note": "out of memory"}
+        print(json.dumps({"table": f"Training step, {tokens} tokens", "contestant": name, **row}), flush=True)
+
+
+def _trained(name: str, model: Decoder, x: Tensor) -> Row:
+    """Return times, memory, and whether the gradients are those of plain checkpointing."""
+    around: Any = nullcontext
+
+    def step() -> float:
+        start = time.perf_counter()
+        train_step(model, x, around)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    model.is_checkpointed = True
+    step()
+    expected = [gradient.cpu() for gradient in gradients_of(model)]
+    entered = CONTESTANTS[name](model)
+    offload = entered if isinstance(entered, smpkit.offload_activations) else None
+    around = nullcontext if offload else entered
+    model.is_checkpointed = name not in UNCHECKPOINTED
+    for _ in range(2):
+        step()
+    row: Row = {}
+    if x.is_cuda:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # torch keeps pinned memory, rounded up to powers of two
         torch.cuda.reset_peak_memory_stats()
-        seconds = _seconds(lambda: run_stage(actions, layers, make_input, engine), 3)
-        peak = torch.cuda.max_memory_allocated() - before
-        if engine is not None:
-            engine.close()
-        return seconds, peak / 2**30
-
-    forward, backward = _layer_seconds(layers[0], make_input())
-    work = layer_tasks(actions, [[LayerCost(forward, backward, boundary, forward)] * _STAGE_LAYERS])
-    seconds, peak = measured(None, offloads=False)
-    resident = simulate_offload(work, link, Window()).peak_bytes / 2**30
-    predicted = {"predicted ms": 1e3 * sum(each.seconds for each in work), "predicted boundaries GiB": resident}
-    yield {"table": title, "horizon": "no offloading", "ms": 1e3 * seconds, "peak GiB": peak, **predicted}
-    for horizon in (1, 2, 4, 8, None):
-        seconds, peak = measured(horizon, offloads=True)
-        window = auto_window(work, link, horizon)
-        timeline = simulate_offload(work, link, window, rules=ON_A_GPU)
-        yield {
-            "table": title,
-            "horizon": horizon or "auto",
-            "ms": 1e3 * seconds,
-            "peak GiB": peak,
-            "predicted ms": 1e3 * timeline.makespan_seconds,
-            "predicted boundaries GiB": timeline.peak_bytes / 2**30,
-        }
+        step()
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        row = {"peak GiB": torch.cuda.max_memory_allocated() / 2**30, "pinned GiB": pinned / 2**30}
+    times = [step() for _ in range(7 if x.is_cuda else 1)]
+    row |= {"ms": 1e3 * statistics.median(times), "least ms": 1e3 * min(times)}
+    row["same gradients"] = all(map(torch.equal, (gradient.cpu() for gradient in gradients_of(model)), expected))
+    if offload is not None:
+        report = offload.report().steps[-1]
+        row |= {"out GiB": report.bytes_out / 2**30, "back GiB": report.bytes_back / 2**30}
+        row |= {"stall ms": 1e3 * report.stall_seconds, "pinned GiB": report.peak_host_bytes / 2**30}
+        offload.close()
+    return row
 
 
-def _layer_seconds(layer: Block, x: Tensor) -> tuple[float, float]:
-    """Return how long a forward takes, and a backward without it."""
-    forward = _seconds(lambda: layer(x), 10)
-    both = _seconds(lambda: layer(x).sum().backward(), 10)
-    return forward, both - forward
+if __name__ == "__main__":
+    main()

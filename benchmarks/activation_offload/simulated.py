@@ -1,80 +1,65 @@
-"""Checkpointed layers on the simulated accelerator, in virtual time: step, stall, overlap and peak, beside the plan.
+"""Steps on the simulated accelerator, in virtual time: as long as with blocks of 12.25 d² parameters on an H200.
 
-Layers only take time and memory: a forward and a backward of a dense block of 12.25 d² parameters on an H200, and its
-input scaled down to 64 KiB, with a link slowed down by as much. So copies take as long, compared with layers, as they
-would there, and every contestant's own code runs, with its streams, events and allocations. Python takes no time.
+What stands for a block and its input is small, and the device or its link is slowed down by as much. So copies take as
+long, compared with layers, as they would there, and every contestant's own code runs, with its streams, events and
+allocations. Python takes no time.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
-from smpkit.plan.offload.simulate import ON_A_GPU, ON_A_GPU_ALONE, OffloadTimeline, Rules, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
-from smpkit.plan.schedule.actions import Action
-from smpkit.plan.schedule.graph import Kind
+import smpkit
+from benchmarks.activation_offload.blocks import Decoder, gradients_of
+from benchmarks.activation_offload.contestants import torchs_own_checkpoint
+from benchmarks.activation_offload.stage import BOUNDARY, WORKING, Layer, Stage, run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Span, Speeds
-from smpkit.torch.offload import accelerator
-from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.offload import link
+from smpkit.torch.offload.engine import make_engine
 
-__all__ = ["BOUNDARY", "WORKING", "Layer", "Measured", "Stage", "measure", "overlap_share", "simulated_table"]
+__all__ = ["BOUNDARY", "WORKING", "Measured", "Stage", "begin", "measure", "overlap_share", "policy_rows", "stage_rows"]
 
-BOUNDARY: Final = 64 << 10
-WORKING: Final = 4 * BOUNDARY
-"""What a layer holds while it runs, forward or backward, besides the input that is its boundary."""
-
-_FLOPS, _LINK = 430e12, 50e9
-_TOKENS: Final = 32 << 10
-_WIDTHS: Final = (4096, 512, 256)
 _UNTIMED: Final = 1e30
+Row = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What runs: the actions of a rank, its layers, and how long a layer and a copy of its input take."""
+def begin(speeds: Speeds) -> None:
+    """Measure from now on with these speeds."""
+    simulated_device.load()
+    simulated_device.configure(traced=True)
+    simulated_device.set_speeds(speeds)
+    simulated_device.set_policy("timed")
+    link._speeds.clear()  # a link measures its device once, and this one has just changed
 
-    name: str
-    actions: tuple[Action, ...]
-    num_layers: int
-    forward_seconds: float
-    copy_seconds: float
-    is_pipelined: bool
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Of the link, each way."""
-        return BOUNDARY / self.copy_seconds
+def overlap_share(spans: Sequence[Span], kernels: set[str]) -> float | None:
+    """Return the part of the time of copies in which one of these kernels runs; None without copies."""
+    work = sorted((span.begin, span.end) for span in spans if span.what in kernels)
+    copies = [(span.begin, span.end) for span in spans if span.what in ("copy to the host", "copy to the device")]
+    total = sum(end - begin for begin, end in copies)
+    hidden = sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in copies for first, last in work)
+    return hidden / total if total else None
 
-    @property
-    def compute_seconds(self) -> float:
-        """Of a step in which nothing waits; a backward takes two forwards, and recomputes one."""
-        passes = {Kind.FORWARD: 1, Kind.BACKWARD: 3}
-        return self.num_layers * self.forward_seconds * sum(passes[each.kind] for each in self.actions)
 
-    def plan(self, lead: int | None = None, horizon: int | None = None) -> tuple[Window, OffloadTimeline]:
-        """Return the window with this lead, by default the smallest without a stall, and what the plan says of it."""
-        cost = LayerCost(self.forward_seconds, 2 * self.forward_seconds, BOUNDARY, self.forward_seconds)
-        tasks = layer_tasks(self.actions, [[cost] * self.num_layers])
-        link = LinkSpeed(self.bytes_per_second, self.bytes_per_second)
-        window = auto_window(tasks, link, horizon) if lead is None else Window(lead, horizon)
-        return window, simulate_offload(tasks, link, window, rules=self.rules)
+def _block_seconds(width: int) -> tuple[float, float]:
+    """Return how long a forward of 32,768 tokens takes on an H200, and a copy of the block's input in bf16."""
+    tokens = 32 << 10
+    return 2 * 12.25 * width**2 * tokens / 430e12, 2 * tokens * width / 50e9
 
-    @property
-    def rules(self) -> Rules:
-        """Those of the engine on a device that runs behind the host."""
-        return ON_A_GPU if self.is_pipelined else ON_A_GPU_ALONE
+
+# --- boundaries of checkpointed layers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,84 +75,7 @@ class Measured:
     """The part of all copy time in which a layer runs as well; None: nothing was copied."""
 
 
-class Layer:
-    """Takes time and memory; doubles its input.
-
-    Args:
-        seconds: of a forward; a backward takes twice that.
-        checks: takes what the gradients add up to, if it is a list.
-    """
-
-    def __init__(self, seconds: float, checks: list[float] | None = None) -> None:
-        self.seconds = seconds
-        self.checks = checks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = _Work.apply(x, self)
-        return y
-
-
-class _Work(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        is_recomputed = torch._C._current_graph_task_id() != -1  # then the gradient of the output is there, too
-        room = x.new_empty((WORKING // BOUNDARY - (2 if is_recomputed else 1)) * x.numel())
-        simulated_device.sleep(layer.seconds)
-        y = 2 * x
-        del room
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        room = x.new_empty((WORKING // BOUNDARY - 2) * x.numel())
-        simulated_device.sleep(2 * ctx.layer.seconds)
-        gradient = 2 * gradients[0]
-        del room
-        if ctx.layer.checks is not None:
-            ctx.layer.checks.append(float((gradients[0] * x).sum()))
-        return gradient, None
-
-
-class _Ends(torch.autograd.Function):
-    """From nothing to an input, and from an output to nothing: what a stage is connected with takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_elements: int) -> Tensor:
-        ctx.num_elements = x.numel()
-        return torch.ones(num_elements, device=x.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return torch.ones(ctx.num_elements, device=gradients[0].device), None
-
-
 Around = Callable[[], AbstractContextManager[object]]
-
-
-def run_stage(stage: Stage, layers: Iterable[Layer], engine: ActivationEngine | None, around: Around) -> None:
-    """Run a step; the engine's, or another way to offload what a checkpointed layer keeps."""
-    layers = list(layers)
-    ends: dict[int, Tensor] = {}
-    leaf = torch.empty(0, device="sim", requires_grad=True)
-    planned = engine if stage.is_pipelined else None
-    if planned is not None:
-        planned.follow(stage.actions)
-    for action in stage.actions:
-        if planned is not None:
-            planned.begin_action(action.kind, action.segment, action.microbatch)
-        if action.kind is Kind.BACKWARD:
-            ends.pop(action.microbatch).backward(torch.empty(0, device="sim"))
-            continue
-        x: Tensor = _Ends.apply(leaf, BOUNDARY // 4)
-        with around():
-            for number, layer in enumerate(layers):
-                with contextlib.nullcontext() if engine is None else engine.offload_inputs(f"layer {number}"):
-                    x = checkpoint(layer, x, use_reentrant=False)
-        ends[action.microbatch] = _Ends.apply(x, 0)
-        del x
 
 
 def measure(
@@ -179,86 +87,113 @@ def measure(
     if around is None:
         window, _ = stage.plan(lead, horizon)
         engine = make_engine(torch.device("sim"), lead=window.lead or "auto", horizon=horizon, min_bytes=0)
-    layers = [Layer(stage.forward_seconds)] * stage.num_layers
-    try:
-        for _ in range(2):
-            run_stage(stage, layers, engine, around or contextlib.nullcontext)
-            torch.accelerator.synchronize()  # before the report: waits that the device has not reached go to the next
-            if engine is not None:
-                engine.end_step()
+    layers = [Layer(stage.forward_seconds, simulated_device.sleep)] * stage.num_layers
+    leaf = torch.ones(1, device="sim", requires_grad=True)
+    for _ in range(3):
         gc.collect()
         before, began = torch.accelerator.memory_allocated(), simulated_device.now()
         torch.accelerator.reset_peak_memory_stats()
         simulated_device.timeline()
-        run_stage(stage, layers, engine, around or contextlib.nullcontext)
-        torch.accelerator.synchronize()
-        seconds, peak = simulated_device.now() - began, torch.accelerator.max_memory_allocated() - before
-        stall = None if engine is None else engine.end_step().stall_seconds
-    finally:
-        if engine is not None:
-            engine.close()
-        simulated_device.configure()
-    return Measured(seconds, peak, stall, overlap_share(simulated_device.timeline(), {"sleep"}))
+        report = run_stage(
+            stage.actions,
+            layers,
+            lambda: leaf.expand(BOUNDARY // 4).clone(),
+            engine,
+            is_planned=stage.is_pipelined,
+            around=around or nullcontext,
+            make_output=lambda y: y[:0].clone(),  # takes no memory until backward
+        )
+    seconds, peak = simulated_device.now() - began, torch.accelerator.max_memory_allocated() - before
+    if engine is not None:
+        engine.close()
+    simulated_device.configure()
+    overlap = overlap_share(simulated_device.timeline(), {"sleep"})
+    return Measured(seconds, peak, None if report is None else report.stall_seconds, overlap)
 
 
-def begin(speeds: Speeds) -> None:
-    """Measure from now on with these speeds."""
-    simulated_device.load()
-    simulated_device.configure(traced=True)
-    simulated_device.set_speeds(speeds)
-    simulated_device.set_policy("timed")
-    accelerator._speeds.clear()  # a link measures its device once, and this one has just changed
-
-
-def overlap_share(spans: Sequence[Span], kernels: set[str]) -> float | None:
-    """Return the part of the time of copies in which one of these kernels runs; None without copies."""
-    work = sorted((each.begin, each.end) for each in spans if each.what in kernels)
-    copies = [(each.begin, each.end) for each in spans if each.what in ("copy to the host", "copy to the device")]
-    total = sum(end - begin for begin, end in copies)
-    hidden = sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in copies for first, last in work)
-    return hidden / total if total else None
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-def stages() -> list[Stage]:
-    """Return what the table is about: blocks of several widths, over the link of an H200."""
-    found = []
-    for width in _WIDTHS:
-        forward = 2 * 12.25 * width**2 * _TOKENS / _FLOPS
-        copy = 2 * _TOKENS * width / _LINK
-        for name, actions, num_layers in (
-            ("no pipeline", one_f_one_b(1, 1).actions[0], 16),
-            ("first of 8", one_f_one_b(8, 16).actions[0], 8),
-        ):
-            found.append(Stage(f"{name}, width {width}", actions, num_layers, forward, copy, name != "no pipeline"))
-    return found
-
-
-def simulated_table() -> list[dict[str, Any]]:
-    """Return a row per stage and contestant."""
+def stage_rows() -> Iterator[Row]:
+    """Yield a row per width, order and contestant."""
     contestants: dict[str, Around | None] = {
-        "torch checkpoint": contextlib.nullcontext,
+        "torch checkpoint": nullcontext,
         "torch save_on_cpu over checkpoint": lambda: save_on_cpu(pin_memory=True),
         "smpkit over checkpoint": None,
     }
-    rows = []
-    for stage in stages():
-        for name, around in contestants.items():
-            found = measure(stage, around=around)
-            row = {
-                "order": stage.name,
-                "copy": stage.copy_seconds / stage.forward_seconds,
-                "name": name,
-                "seconds": found.seconds,
-                "stall": found.seconds - stage.compute_seconds,
-                "overlap": found.overlap,
-                "boundaries": (found.peak_bytes - WORKING) / BOUNDARY,
-            }
-            if around is None:
-                plan = stage.plan()[1]
-                row |= {"reported": found.stall_seconds, "predicted": plan.makespan_seconds - stage.compute_seconds}
-                row |= {"predicted boundaries": plan.peak_bytes / BOUNDARY}
-            rows.append(row)
-    return rows
+    for width in (4096, 512, 256):
+        forward, copy = _block_seconds(width)
+        for stage in (
+            Stage(f"no pipeline, width {width}", one_f_one_b(1, 1).actions[0], 16, forward, copy, is_pipelined=False),
+            Stage(f"first of 8, width {width}", one_f_one_b(8, 16).actions[0], 8, forward, copy, is_pipelined=True),
+        ):
+            for name, around in contestants.items():
+                step, (_, plan) = measure(stage, around=around), stage.plan()
+                yield {
+                    "order": stage.name,
+                    "copy / forward": f"{copy / forward:.2f}",
+                    "": name,
+                    "step": f"{1e3 * step.seconds:.1f} ms",
+                    "stall": f"{max(0.0, 1e3 * (step.seconds - stage.compute_seconds)):.1f} ms",
+                    "planned stall": "-" if around else f"{1e3 * plan.stall_seconds:.1f} ms",
+                    "copies hidden": "-" if step.overlap is None else f"{100 * step.overlap:.0f} %",
+                    "inputs held": f"{(step.peak_bytes - WORKING) / BOUNDARY:.0f}",
+                    "planned": "-" if around else f"{plan.peak_bytes / BOUNDARY:.0f}",
+                }
+
+
+# --- selective checkpoints whose policy names the matrix products -----------------------------------------------------
+
+
+def policy_rows() -> Iterator[Row]:
+    """Yield a row per width and contestant: figures of the sixth step of 16 small blocks."""
+    contestants = {
+        "no checkpoint": None,  # for its gradients
+        "torch, MUST_SAVE": CheckpointPolicy.MUST_SAVE,
+        "torch, MUST_RECOMPUTE": CheckpointPolicy.MUST_RECOMPUTE,
+        "torch, MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_CPU_OFFLOAD,
+        "smpkit, MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_CPU_OFFLOAD,
+    }
+    for width in (4096, 8192):
+        forward, copy = _block_seconds(width)
+        torch.manual_seed(0)
+        model, x = Decoder(64, 1, 16), torch.randn(1, 64, 64)
+        rate = x.nbytes / copy
+        begin(Speeds(2 * 12.25 * 64**2 * 64 / forward, _UNTIMED, rate, rate, latency=0.0, launch=0.0))
+        model, x, expected = model.to("sim"), x.to("sim"), list[Tensor]()
+        for name, policy in contestants.items():
+            model.is_checkpointed = policy is not None
+            model.context_fn = noop_context_fn if policy is None else _contexts(policy)
+            offloads = name.startswith("smpkit")
+            with torchs_own_checkpoint(), smpkit.offload_activations(model, min_bytes=0) if offloads else nullcontext():
+                figures = _sixth_step(model, x)
+            expected = expected or gradients_of(model)
+            same = all(map(torch.equal, gradients_of(model), expected))
+            if policy is not None:
+                yield {"width": str(width), "": name, **figures, "gradients": "same bits" if same else "DIFFERENT"}
+        simulated_device.configure()
+
+
+def _contexts(policy: CheckpointPolicy) -> Any:
+    def choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return policy if operator is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, choose)
+
+
+def _sixth_step(model: Decoder, x: Tensor) -> Row:
+    for _ in range(6):  # the engine learns how far ahead to load
+        model.zero_grad(set_to_none=True)
+        torch.accelerator.synchronize()
+        gc.collect()
+        before, began = torch.accelerator.memory_allocated(), simulated_device.now()
+        simulated_device.timeline()
+        y = model(x)
+        held = torch.accelerator.memory_allocated() - before
+        y.backward(torch.ones_like(y))
+        torch.accelerator.synchronize()
+    seconds, spans = simulated_device.now() - began, simulated_device.timeline()
+    computing = sum(span.end - span.begin for span in spans if not span.what.startswith("copy to"))
+    return {
+        "inputs held after forward": f"{held / x.nbytes / len(model.layers):.2f}",
+        "matrix products": f"{sum(span.what == 'aten::mm' for span in spans) / len(model.layers):g}",
+        "step": f"{1e3 * seconds:.0f} ms",
+        "stall": f"{max(0.0, 1e3 * (seconds - computing)):.0f} ms",
+    }

@@ -1,84 +1,187 @@
-"""One rank's actions of a pipeline, run alone: forwards and backwards of checkpointed layers in their order."""
+"""A rank's part of a pipeline, run alone on layers that take time, and what the plan says of it.
+
+The table compares both over an emulated link in real time: layers sleep, and copies take as long as a real link's.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smpkit.plan.offload.simulate import OffloadTimeline, Rules, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.plan.schedule.templates import one_f_one_b
+from smpkit.testing.emulated_link import EmulatedLink
+from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.offload.report import StepReport
+from smpkit.torch.recompute.region import run_checkpointed
 
-__all__ = ["SleepingLayer", "run_stage"]
+__all__ = ["BOUNDARY", "WORKING", "Layer", "Stage", "rows", "run_stage"]
 
-Layer = Callable[[Tensor], Tensor]
+BOUNDARY: Final = 64 << 10
+"""Bytes of a layer's input."""
+WORKING: Final = 4 * BOUNDARY
+"""What a layer holds while it runs, forward or backward, besides the input that is its boundary."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The actions of a rank, its layers, and how long a layer and a copy of its input take."""
+
+    name: str
+    actions: tuple[Action, ...]
+    num_layers: int
+    forward_seconds: float
+    copy_seconds: float
+    is_pipelined: bool
+    ring: int | None = 2
+    """Of the simulator: 2 where the host runs ahead of the device."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the link, each way."""
+        return BOUNDARY / self.copy_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step in which nothing waits; a backward takes two forwards, and recomputes one."""
+        passes = {Kind.FORWARD: 1, Kind.BACKWARD: 3}
+        return self.num_layers * self.forward_seconds * sum(passes[action.kind] for action in self.actions)
+
+    def plan(self, lead: int | None = None, horizon: int | None = None) -> tuple[Window, OffloadTimeline]:
+        """Return the window with this lead, by default the smallest without a stall, and what the plan says of it."""
+        cost = LayerCost(self.forward_seconds, 2 * self.forward_seconds, BOUNDARY, self.forward_seconds)
+        tasks = layer_tasks(self.actions, [[cost] * self.num_layers])
+        link = LinkSpeed(self.bytes_per_second, self.bytes_per_second)
+        window = auto_window(tasks, link, horizon) if lead is None else Window(lead, horizon)
+        return window, simulate_offload(tasks, link, window, rules=Rules(self.is_pipelined, self.ring))
 
 
 def run_stage(
     actions: Sequence[Action],
-    layers: Sequence[Layer],
+    layers: Sequence[nn.Module],
     make_input: Callable[[], Tensor],
     engine: ActivationEngine | None,
     *,
     is_planned: bool = True,
-) -> None:
-    """Run a step; gradients of the stage's outputs are ones.
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    make_output: Callable[[Tensor], Tensor] = lambda y: y,
+) -> StepReport | None:
+    """Run a step, and return the engine's report; gradients of the stage's outputs are ones.
 
     Args:
-        engine: offloads boundaries; None: they stay.
+        engine: offloads boundaries; None: torch's own checkpoint keeps them.
         is_planned: whether the engine is told the actions.
+        around: what each forward runs in.
     """
-    ends: dict[int, Tensor] = {}
-    if engine is not None and is_planned:
-        engine.follow(actions)
+    outputs: dict[int, Tensor] = {}
+    planned = engine if is_planned else None
+    if planned is not None:
+        planned.follow(actions)
     for action in actions:
-        if engine is not None and is_planned:
-            engine.begin_action(action.kind, action.segment, action.microbatch)
+        if planned is not None:
+            planned.begin_action(action.kind, action.segment, action.microbatch)
         if action.kind is Kind.BACKWARD:
-            end = ends.pop(action.microbatch)
-            end.backward(torch.ones_like(end))
-            del end
+            y = outputs.pop(action.microbatch)
+            y.backward(torch.ones_like(y))
+            del y
             continue
         x = make_input()
-        for number, layer in enumerate(layers):
-            if engine is None:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                with engine.offload_inputs(f"layer {number}"):
+        with around():
+            for layer in layers:
+                if engine is None:
                     x = checkpoint(layer, x, use_reentrant=False)
-        ends[action.microbatch] = x
+                else:
+                    x = run_checkpointed(layer, [layer], (x,), {}, preserve_rng_state=True, keeper=engine)
+        outputs[action.microbatch] = make_output(x)
         del x
-    if engine is not None:
-        engine.end_step()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # waits that the device has not reached would be reported with the next step
+    return None if engine is None else engine.end_step()
 
 
-@dataclass
-class SleepingLayer:
-    """Takes time and no processor: `seconds` forward, and twice that backward."""
+class Layer(nn.Module):
+    """Doubles its input; takes memory, and as much time as `sleep` does: `seconds` forward, twice that backward."""
 
-    seconds: float
+    def __init__(self, seconds: float, sleep: Callable[[float], object]) -> None:
+        super().__init__()
+        self.seconds, self.sleep = seconds, sleep
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.seconds)
-        return y
+    def forward(self, x: Tensor) -> Tensor:
+        return _Work.apply(x, self)
 
 
-class _Sleep(torch.autograd.Function):
+class _Work(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
         ctx.save_for_backward(x)
-        return 2 * x
+        is_recomputed = torch._C._current_graph_task_id() != -1  # then the gradient of the output is there, too
+        room = x.new_empty((WORKING // BOUNDARY - (2 if is_recomputed else 1)) * x.numel())
+        layer.sleep(layer.seconds)
+        y = 2 * x
+        del room
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        time.sleep(2 * ctx.seconds)
-        return 2 * gradients[0] + 0 * x, None
+        room = x.new_empty((WORKING // BOUNDARY - 2) * x.numel())
+        ctx.layer.sleep(2 * ctx.layer.seconds)
+        gradient = 2 * gradients[0]
+        del room
+        return gradient, None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_SECONDS, _LAYERS, _STEPS = 0.02, 4, 3
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Yield a row per order and lead."""
+    pipeline, alone = one_f_one_b(4, 6).actions[0], one_f_one_b(1, 1).actions[0]
+    orders = {"1F1B, first of 4, 6 microbatches": (pipeline, 4), "no pipeline, 1 microbatch": (alone, None)}
+    for order, (actions, horizon) in orders.items():
+        plain, _ = _run(actions, None, is_planned=False)
+        for lead in (1, 2):
+            stage = Stage("", actions, _LAYERS, _SECONDS, 2 * _SECONDS, horizon is not None, ring=None)
+            link = EmulatedLink(stage.bytes_per_second)
+            engine = make_engine(torch.device("cpu"), lead=lead, horizon=horizon, link=link)
+            seconds, step = _run(actions, engine, is_planned=stage.is_pipelined)
+            engine.close()
+            assert step is not None
+            _, plan = stage.plan(lead, horizon)
+            yield {
+                "order": order,
+                "copy / forward": "2",
+                "lead": str(lead),
+                # Sleeping takes longer than asked for, and what the step takes without offloading has that, too.
+                "measured / planned": f"{seconds / (plain + plan.stall_seconds):.3f}",
+                "stall, planned": f"{1e3 * step.stall_seconds:.0f} ms, {1e3 * plan.stall_seconds:.0f} ms",
+                "peak, planned": f"{step.peak_device_bytes / BOUNDARY:.0f}, {plan.peak_bytes / BOUNDARY:.0f}",
+            }
+
+
+def _run(
+    actions: Sequence[Action], engine: ActivationEngine | None, *, is_planned: bool
+) -> tuple[float, StepReport | None]:
+    """Return the median of a step's time; the first step teaches the engine the order and is not counted."""
+    layers, times = [Layer(_SECONDS, time.sleep)] * _LAYERS, []
+    for _ in range(1 + _STEPS):
+        start = time.perf_counter()
+        step = run_stage(
+            actions, layers, lambda: torch.zeros(BOUNDARY // 4, requires_grad=True), engine, is_planned=is_planned
+        )
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]), step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_model import deepspeed_adam
-from smpkit.torch.offload.arena import zeros
+from smpkit.torch.distributed.host_memory import zeros
 from smpkit.torch.offload_model import kernels
 from smpkit.torch.offload_model.kernels import Adam, FlatRange, Kernel, Workers, one_pass, tiled
 

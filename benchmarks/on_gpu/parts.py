@@ -121,8 +121,8 @@ _BENCHMARKS: Final = (
         "training steps of 8192 tokens, all contestants; a stage of a pipeline",
         170,
         "activation_offload",
-        ("gpu", "--dry", "--tokens", "8192"),
-        ("gpu", "--dry", "--tiny"),
+        ("gpu", "training", "--dry", "--tokens", "8192"),
+        ("gpu", "training", "--dry", "--tokens", "32"),
     ),
     _benchmark(
         "offload-model",
@@ -157,8 +157,8 @@ _BENCHMARKS: Final = (
         "training steps of 16384 and 32768 tokens, checkpointed",
         400,
         "activation_offload",
-        ("gpu", "--dry", "--tokens", "16384", "32768", "--only-steps"),
-        ("gpu", "--dry", "--tiny", "--only-steps"),
+        ("training", "--dry", "--tokens", "16384", "32768"),
+        ("training", "--dry", "--tokens", "32"),
     ),
     replace(
         _benchmark(
