@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -33,7 +34,8 @@ def span(block: Block) -> tuple[int, int]:
     return block.memory.data_ptr(), block.memory.data_ptr() + block.memory.numel()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3000)), max_size=40), st.integers(1, 8000))
+@mock.patch.object(arenas, "_SLAB", 1024)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3000)), max_size=40), st.integers(1, 16_000))
 def test_blocks_are_aligned_apart_and_within_the_budget(actions: list[tuple[bool, int]], budget_bytes: int) -> None:
     """A model that only counts: a block is refused only where no gap of a slab holds it, and all comes back."""
     arena, held = Arena(budget_bytes, allocate), list[Block]()
@@ -68,6 +70,14 @@ def test_the_first_range_that_holds_a_block_is_used_and_steps_that_are_alike_map
         del blocks
         assert [span(block) for block in [take(arena, size) for size in (5000, 300, 1000)]] == places
     assert (arena.mapped_bytes, arena.peak_bytes) == (16 * 1024, aligned(5000) + aligned(300) + aligned(1000))
+
+
+def test_ranges_of_two_slabs_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_SLAB", 1024)
+    arena = Arena(2048, allocate)
+    blocks = [take(arena, 512) for _ in range(4)]
+    del blocks[3], blocks[0]  # the second half of a slab, and the first half of another
+    assert arena.take(1024) is None
 
 
 def test_a_block_waits_for_the_latest_copy_back_from_any_part_of_it() -> None:

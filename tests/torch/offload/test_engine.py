@@ -149,7 +149,7 @@ def test_a_graph_that_is_kept_is_walked_again() -> None:
             leaf.grad = None
         loss.backward(retain_graph=True)
         assert_same([leaf.grad for leaf in (*layers.parameters(), x)], plain)
-        engine.end_step()
+        assert engine.end_step().peak_host_bytes == 5 * BOUNDARY_BYTES
     del loss
     assert_idle(engine)
     engine.close()
