@@ -178,29 +178,28 @@ def _limits() -> Iterator[tuple[int, int]]:
     """Yield the limit, and what is used, of each control group around this process that has a limit."""
     # A scheduler such as Slurm bounds a group deep in the tree, and a container's own group looks like the root: so
     # each group from this process's own up to the root counts.
-    groups = _PROC / "self/cgroup"
-    own = [line.split(":", 2) for line in groups.read_text(encoding="ascii").splitlines()] if groups.exists() else []
-    paths = {controllers: path for _, controllers, path in own}
-    for root, limit, used, inactive, path in (
-        (_CGROUP, "memory.max", "memory.current", "inactive_file", paths.get("", "/")),
-        (
-            _CGROUP / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-            paths.get("memory", "/"),
-        ),
+    own = [line.split(":", 2) for line in _text(_PROC / "self/cgroup").splitlines()]
+    paths = {controller: path for _, controllers, path in own for controller in controllers.split(",")}
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    version_2 = ("memory.max", "memory.current", "inactive_file")
+    for root, path, (limit, used, unused) in (
+        (_CGROUP, paths.get("", "/"), version_2),
+        (_CGROUP / "memory", paths.get("memory", "/"), version_1),
     ):
         group = root / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            text = (folder / limit).read_text(encoding="ascii").strip() if (folder / limit).exists() else ""
-            if text.isdecimal() and int(text) < _NO_LIMIT and (folder / used).exists():
+            text = _text(folder / limit).strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT:
                 # Files that nobody has used lately count as used, but are free to take, as the kubelet reckons too.
-                unused = _field(folder / "memory.stat", inactive) if (folder / "memory.stat").exists() else 0
-                yield int(text), max(0, int((folder / used).read_text(encoding="ascii")) - unused)
+                free_to_take = _field(folder / "memory.stat", unused)
+                yield int(text), max(0, int(_text(folder / used) or 0) - free_to_take)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="ascii") if file.exists() else ""
 
 
 def _field(file: Path, name: str) -> int:
     """Return the number behind a name in a file of the kernel; 0 if it is not there."""
-    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    lines = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in lines if words[0] == name), 0)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.testing import EmulatedLink
+from smpkit.torch.distributed import host_memory
 from smpkit.torch.memory.measure import Probe, Updates, device_limit
-from smpkit.torch.offload import arena
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def test_ranks_on_a_cpu_share_what_their_container_may_take(
     text: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     of_machine = device_limit("memory_budget_gib", CPU, None, 2)
     (tmp_path / "memory.max").write_text(f"{text}\n")
     assert device_limit("memory_budget_gib", CPU, None, 2) == (expected or of_machine)
