@@ -29,7 +29,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.offloader import Offloader, OffloadUse, changed_in_place
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.offload.arena import Arena, Block, aligned, arena_for
-from smpkit.torch.offload.link import Event, Link, link_for
+from smpkit.torch.offload.link import DONE, Event, Link, link_for
 from smpkit.torch.offload.order import BackwardOrder, Lead, LeadTuner
 from smpkit.torch.offload.report import OffloadStats, StepReport
 
@@ -347,7 +347,8 @@ class ActivationEngine(Offloader):
 
     def _free(self, saved: _Saved, index: int) -> None:
         """Let go of the device's memory. Where this thread is ahead, compute may wait for a copy out: a stall."""
-        is_late = saved.is_leaving() and saved.out is not None and not saved.out.done()
+        has_left = saved.back not in (None, DONE)
+        is_late = saved.data is not None and saved.out is not None and not (has_left or saved.out.done())
         with self._stall(self._parked.get(index)) if is_late else contextlib.nullcontext():
             saved.free()
 
@@ -359,6 +360,7 @@ class ActivationEngine(Offloader):
             self._current = parked.index
             self.order.begin_backward(parked.index)
             self._loaded.discard(parked.index)
+            self._stay(parked)
             self._free_copied()
             self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved()))
         self._load(parked)
@@ -381,8 +383,15 @@ class ActivationEngine(Offloader):
     def _load_ahead(self) -> None:
         """Issue the loads of what is needed soon."""
         for index in self.order.upcoming(self.tuner.lead):
-            if (parked := self._parked.get(index)) is not None and self._load(parked):
+            if (parked := self._parked.get(index)) is not None and (self._stay(parked) | self._load(parked)):
                 self._loaded.add(index)
+
+    def _stay(self, parked: _Parked) -> bool:
+        """Let what is still on the device stay there, for its load is due; return whether there was any."""
+        leaving = [saved for saved in parked.saved() if saved.is_leaving()]
+        for saved in leaving:
+            saved.back = DONE
+        return bool(leaving)
 
     def _load(self, parked: _Parked) -> bool:
         """Issue one copy for all that a call lacks on the device; return whether there was any."""
