@@ -79,12 +79,16 @@ class _Saved:
         """Return whether the device's bytes are only there for a copy to the host."""
         return self.data is not None and self.out is not None and self.back is None
 
+    def last_copy(self) -> Event | None:
+        """Return the latest copy from or to the device's bytes; a copy back comes after the copy out."""
+        return self.out if self.back is None or self.back is DONE else self.back
+
     def free(self) -> None:
         """Let go of the device's memory; whoever gets it waits for the copies that use it."""
         if self.data is None:
             return
-        if (event := self.back or self.out) is not None:  # even if it is over: the forward may still read the memory
-            self.engine.link.before_reuse(self.data, event, self.stream)
+        if (copy := self.last_copy()) is not None:  # even if it is over: the forward may still read the memory
+            self.engine.link.before_reuse(self.data, copy, self.stream)
         self.data = None
         self.engine.stats.release(self.num_bytes)
 
@@ -362,7 +366,8 @@ class ActivationEngine(Offloader):
 
     def _free(self, saved: _Saved, index: int) -> None:
         """Let go of the device's memory. Where this thread is ahead, compute may wait for a copy out: a stall."""
-        is_late = saved.data is not None and saved.out is not None and not saved.out.done()
+        copy = saved.last_copy()
+        is_late = saved.data is not None and copy is not None and copy is saved.out and not copy.done()
         with self._stall(self._parked.get(index)) if is_late else contextlib.nullcontext():
             saved.free()
 
@@ -374,6 +379,7 @@ class ActivationEngine(Offloader):
             self._current = parked.index
             self.order.begin_backward(parked.index)
             self._loaded.discard(parked.index)
+            self._stay(parked)
             self._free_copied()
             self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved()))
         self._load(parked)
