@@ -233,7 +233,8 @@ class ActivationEngine(Offloader):
 
     def footprint(self) -> int:
         """Return the host memory that the live graphs would take if all that they keep were there."""
-        return sum(aligned(saved.num_bytes) for saved in self._saved.values())
+        kept = {id(saved): saved for parked in self._parked.values() for saved in parked.saved()}
+        return sum(aligned(saved.num_bytes) for saved in kept.values())
 
     def reserve(self, num_bytes: int) -> None:
         """Take host memory now, so that no step has to ask the system for it."""
@@ -402,17 +403,21 @@ class ActivationEngine(Offloader):
     def _load_ahead(self) -> None:
         """Issue the loads of what is needed soon."""
         for index in self.order.upcoming(self.tuner.lead):
-            if (parked := self._parked.get(index)) is not None and self._load(parked):
+            if (parked := self._parked.get(index)) is not None and (self._stay(parked) | self._load(parked)):
                 self._loaded.add(index)
 
-    def _load(self, parked: _Parked) -> bool:
-        """Issue one copy for all that a call lacks on the device, and let the rest stay; return whether that is new."""
+    def _stay(self, parked: _Parked) -> bool:
+        """Let what is still on the device stay there, for its load is due; return whether there was any."""
         leaving = [saved for saved in parked.saved() if saved.is_leaving()]
         for saved in leaving:
             saved.back = DONE
+        return bool(leaving)
+
+    def _load(self, parked: _Parked) -> bool:
+        """Issue one copy for all that a call lacks on the device; return whether there was any."""
         absent = list({id(saved): saved for saved in parked.saved() if saved.data is None}.values())
         if not absent:
-            return bool(leaving)
+            return False
         rooms = [torch.empty(saved.num_bytes, dtype=torch.uint8, device=self.link.device) for saved in absent]
         # The event comes after the allocations: work already queued on this stream may still use that memory.
         after = [saved.out for saved in absent if saved.out is not None]

@@ -51,14 +51,14 @@ def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int,
     link.runs_ahead = runs_ahead
     layers, engine = chain(10), engine_on(link, lead=lead)
     y = forward(layers, inputs(), engine)
-    held = max(lead, 2) if runs_ahead else lead  # a device that runs behind has two copies more time
-    assert (engine.use().parked, engine.use().offloaded) == ((held + 1) * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
+    held = max(lead, 2) if runs_ahead else lead  # where this thread runs ahead, two copies get time to end
+    assert (engine.use().parked, engine.use().offloaded) == (held * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
     y.sum().backward()
     del y
     gc.collect()
     step = engine.end_step()
     assert (step.bytes_out, step.bytes_back) == (10 * BOUNDARY_BYTES, (10 - held) * BOUNDARY_BYTES)
-    assert (step.peak_device_bytes, step.peak_host_bytes) == ((held + 1) * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
+    assert (step.peak_device_bytes, step.peak_host_bytes) == (max(held, lead + 1) * BOUNDARY_BYTES, 10 * BOUNDARY_BYTES)
     assert_idle(engine)
 
 
@@ -169,6 +169,7 @@ class Fails(nn.Module):
         return x * x
 
 
+@pytest.mark.filterwarnings("ignore:`left` of a Fails has changed")
 @pytest.mark.parametrize("time", [1, 2], ids=["forward", "recomputation in backward"])
 def test_an_exception_leaves_nothing_and_training_goes_on(time: int) -> None:
     layers, x, engine = chain(6), inputs(), engine_on(slow())
