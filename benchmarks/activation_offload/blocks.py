@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -52,7 +53,9 @@ class Decoder(nn.Module):
         return x
 
 
-def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]]) -> Tensor:
+def train_step(
+    model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+) -> Tensor:
     """Run forward inside of `around()` and backward; return the loss."""
     model.zero_grad(set_to_none=True)
     with around():

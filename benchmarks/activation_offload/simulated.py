@@ -26,8 +26,10 @@ from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Span, Speeds
-from smpkit.torch.offload import accelerator
+from smpkit.torch.core.offloader import KEEPING, install
+from smpkit.torch.offload import link
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
 __all__ = ["BOUNDARY", "WORKING", "Layer", "Measured", "Stage", "measure", "overlap_share", "simulated_table"]
 
@@ -163,10 +165,11 @@ def run_stage(stage: Stage, layers: Iterable[Layer], engine: ActivationEngine | 
             ends.pop(action.microbatch).backward(torch.empty(0, device="sim"))
             continue
         x: Tensor = _Ends.apply(leaf, BOUNDARY // 4)
+        outer = install(engine or KEEPING)
         with around():
-            for number, layer in enumerate(layers):
-                with contextlib.nullcontext() if engine is None else engine.offload_inputs(f"layer {number}"):
-                    x = checkpoint(layer, x, use_reentrant=False)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+        install(outer)
         ends[action.microbatch] = _Ends.apply(x, 0)
         del x
 
@@ -205,10 +208,11 @@ def measure(
 def begin(speeds: Speeds) -> None:
     """Measure from now on with these speeds."""
     simulated_device.load()
+    patch_torch_checkpoint()
     simulated_device.configure(traced=True)
     simulated_device.set_speeds(speeds)
     simulated_device.set_policy("timed")
-    accelerator._speeds.clear()  # a link measures its device once, and this one has just changed
+    link._speeds.clear()  # a link measures its device once, and this one has just changed
 
 
 def overlap_share(spans: Sequence[Span], kernels: set[str]) -> float | None:

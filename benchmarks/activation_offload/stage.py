@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
+from smpkit.torch.core.offloader import KEEPING, install
 from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
 __all__ = ["SleepingLayer", "run_stage"]
 
@@ -35,23 +37,21 @@ def run_stage(
         is_planned: whether the engine is told the actions.
     """
     ends: dict[int, Tensor] = {}
-    if engine is not None and is_planned:
-        engine.follow(actions)
+    patch_torch_checkpoint()
+    planned = engine if engine is not None and is_planned else KEEPING
+    planned.follow(actions)
     for action in actions:
-        if engine is not None and is_planned:
-            engine.begin_action(action.kind, action.segment, action.microbatch)
+        planned.begin_action(action.kind, action.segment, action.microbatch)
         if action.kind is Kind.BACKWARD:
             end = ends.pop(action.microbatch)
             end.backward(torch.ones_like(end))
             del end
             continue
         x = make_input()
-        for number, layer in enumerate(layers):
-            if engine is None:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                with engine.offload_inputs(f"layer {number}"):
-                    x = checkpoint(layer, x, use_reentrant=False)
+        outer = install(engine or KEEPING)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        install(outer)
         ends[action.microbatch] = x
         del x
     if engine is not None:
