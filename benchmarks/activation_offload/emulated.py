@@ -15,10 +15,8 @@ from smpkit.plan.offload.simulate import Rules, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.prefetch import BackwardOrder
+from smpkit.testing import EmulatedLink
+from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from tests.plan.offload.formulas import step_bound_seconds
 
 __all__ = ["link_table"]
@@ -47,9 +45,8 @@ def link_table() -> list[dict[str, Any]]:
 def _cell(actions: tuple[Action, ...], copy: float, window: Window, is_planned: bool) -> dict[str, Any]:
     rate = _BYTES / (copy * _SECONDS)
     link = EmulatedLink(rate)
-    engine = ActivationEngine(
-        link, Arena(), BackwardOrder(window.horizon if is_planned else None), lead=window.lead or "auto"
-    )
+    horizon = window.horizon if is_planned else None
+    engine = make_engine(link.device, lead=window.lead or "auto", horizon=horizon, link=link)
     try:
         seconds = _step_seconds(actions, engine, is_planned)
         report = engine.stats.report().steps[-1]

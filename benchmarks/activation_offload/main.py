@@ -1,8 +1,8 @@
 """Take activations to the host in several ways, in turns, on the same model; write the tables of README.md.
 
-Parts: `bytes` counts what moves per block, `python` times the hooks, `link` compares steps over an emulated link with
-the simulator, `simulated` steps on the simulated accelerator, in virtual time; `gpu` (where there is one) times
-training steps and one stage of a pipeline.
+Parts: `bytes` counts what moves per block, `link` compares steps over an emulated link with the simulator, `simulated`
+steps on the simulated accelerator, in virtual time; `gpu` (where there is one) times training steps and one stage of a
+pipeline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from benchmarks.activation_offload.counted import bytes_table
 from benchmarks.activation_offload.emulated import link_table
 from benchmarks.activation_offload.gpu import gpu_tables
-from benchmarks.activation_offload.overhead import overhead_table
 from benchmarks.activation_offload.simulated import simulated_table
 from benchmarks.activation_offload.training import FULL, TINY
 
@@ -98,12 +97,6 @@ def _bytes_cells(row: Row) -> list[str]:
     return [row["name"], *units, "same bits" if row["same"] else "DIFFERENT"]
 
 
-def _python(rows: Sequence[Row]) -> str:
-    heads = ["µs per tensor", "pack", "least", "unpack", "least"]
-    names = ("pack", "least pack", "unpack", "least unpack")
-    return table(heads, [[row["name"], *(f"{row[name]:.1f}" for name in names)] for row in rows])
-
-
 def _link(rows: Sequence[Row]) -> str:
     heads = ["order", "copy / forward", "lead", "measured / predicted", "stall, predicted", "peak, predicted"]
     return table(heads, [_link_cells(row) for row in rows])
@@ -146,7 +139,6 @@ def _text(value: Any) -> str:
 
 _PARTS: Final[Mapping[str, tuple[Callable[[], list[Row]] | None, Callable[[Sequence[Row]], str]]]] = {
     "bytes": (bytes_table, _bytes),
-    "python": (overhead_table, _python),
     "link": (link_table, _link),
     "simulated": (simulated_table, _simulated),
     "gpu": (None, _gpu),  # takes sizes
