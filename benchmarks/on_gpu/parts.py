@@ -66,7 +66,7 @@ _FILES: Final[Mapping[str, tuple[str, float, bool, tuple[str, ...]]]] = {
         "offload engine: bits, streams, captured graphs, pinned memory",
         150,
         False,
-        ("activation_offload", "offload_order", "offload_streams", "pinned_memory"),
+        ("activation_offload", "pinned_memory"),
     ),
     "pipeline": ("two ranks on the GPU over gloo", 200, False, ("pipeline",)),
     "checkpoint": ("random numbers of layers that are recomputed", 200, False, ("checkpoint_random",)),

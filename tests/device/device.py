@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from smpkit.testing import simulated_device
-from smpkit.torch.offload.accelerator import AcceleratorLink
+from smpkit.torch.offload.link import AcceleratorLink
 from tests.chosen_device import VARIABLE, chosen_device
 from tests.simulated import in_order, order_of
 

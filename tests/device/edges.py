@@ -24,14 +24,13 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 RUNTIME: Final = "smpkit/torch"
 ELSEWHERE: Final = {
     "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/faults.yaml",
-    "smpkit/torch/offload/emulated.py": "a link whose copies are made by threads of the host",
     "smpkit/torch/describe.py": "writes to a terminal",
     "smpkit/torch/run_summary.py": "what ranks of hosts tell each other at the end, by a store",
 }
 """Where calls of these names order something else."""
 
 _DROPPED: Final = {
-    "_wait_event",
+    "_order_after",
     "before_reuse",
     "finish_previous_save",
     "flush",
@@ -46,8 +45,10 @@ _DROPPED: Final = {
 """Calls that are left out whole, as all are that begin with `wait_for_`."""
 _KEEPERS: Final = {"_copies_to_host", "_interrupted", "_kept", "uses"}
 """Lists by which memory, or the event that it must wait for, is kept."""
-_EVENTS: Final = {"free_after", "last_uses"}
-"""Attributes with events that come before memory is used again."""
+_LAST: Final = "last_read"
+"""The attribute with the event that comes before host memory is used again."""
+_COPIES: Final = {"_copy", "fetch", "send"}
+"""Calls of the offload engines whose last argument has the events that a copy waits for."""
 _DONE: Final = "__import__('smpkit.torch.offload.link', fromlist=['DONE']).DONE"
 
 
@@ -155,6 +156,10 @@ class _Finder(ast.NodeVisitor):
             self._add(node.args[0], "None")
         elif name == "record_event" and not node.keywords:
             self._add(node, "None")
+        elif self._is_offload and name in _COPIES and node.args:
+            self._add_all(node.args[-1])
+        elif name == "finalize" and ast.unparse(node.args[1]).endswith(("close", "finish")):
+            self._add(node.args[1], "(lambda: None)")
         elif name == "_order_next_after":
             self._add(node, ast.unparse(node.args[0]))
         elif name == "copy_" and isinstance(node.func, ast.Attribute) and _is_pinned(node.func.value):
@@ -167,26 +172,35 @@ class _Finder(ast.NodeVisitor):
         return receiver == "self._changed"  # of threads of the host
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if self._is_offload and [ast.unparse(each) for each in node.targets] == ["after"]:
-            if isinstance(node.value, ast.Tuple):
-                for each in node.value.elts:
-                    is_many = isinstance(each, ast.Starred)
-                    self._add(each.value if isinstance(each, ast.Starred) else each, "()" if is_many else _DONE)
-            else:
-                self._add(node.value, "[]")
+        targets, value = node.targets, node.value
+        if self._is_offload and len(targets) == 1:
+            if ast.unparse(targets[0]) == "after":
+                self._add_all(value)
+                if not isinstance(value, ast.Tuple):
+                    self._add(value, "[]")
+            pairs = [(targets[0], value)]
+            if isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(targets[0].elts, value.elts, strict=True))
+            for target, element in pairs:
+                if isinstance(target, ast.Attribute) and target.attr == _LAST and not isinstance(element, ast.Call):
+                    self._add(element, _DONE)
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        name = ast.unparse(node.target).rpartition(".")[2]
-        if (self._is_offload and name == "after") or name in _EVENTS | _KEEPERS:
+        if ast.unparse(node.target).rpartition(".")[2] in _KEEPERS:
             self._add(node.value, "[]")
             return
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if node.attr in _EVENTS and isinstance(node.ctx, ast.Load):
-            self._add(node, "()" if node.attr == "free_after" else "[]")
+        if node.attr == _LAST and isinstance(node.ctx, ast.Load):
+            self._add(node, _DONE)
         self.generic_visit(node)
+
+    def _add_all(self, node: ast.expr) -> None:
+        """Add the events of a list that is written out."""
+        for each in node.elts if isinstance(node, (ast.List, ast.Tuple)) else []:
+            self._add(each, _DONE)
 
 
 def _callee(call: ast.Call) -> tuple[str, str]:

@@ -1,91 +1,200 @@
-"""Boundaries that leave a GPU and come back: the same gradients, and the memory that the plan predicts."""
+"""What checkpointed layers keep leaves a GPU and comes back: the same gradients, on any stream, and less memory."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.activation_offload.blocks import Block, Decoder, gradients_of, train_step
+import smpkit
 from benchmarks.activation_offload.stage import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.offload import activations
+from smpkit.torch.core import devices
+from smpkit.torch.offload import link
+from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import make_engine
-from tests.device.device import allocated_bytes, gpu, in_device_time, peak_bytes, reset_peak, scaled, synchronize
+from smpkit.torch.offload.order import Lead
+from tests.device import device
+from tests.device.checkpointed import Checkpointed
+from tests.device.device import gpu, in_device_time, scaled
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(2048), 8
-_BOUNDARY = 2 * _WIDTH * _TOKENS
+_BOUNDARY = 4 * _WIDTH * _TOKENS
 
 
-@pytest.fixture
-def model() -> Decoder:
+def layers() -> Checkpointed:
     torch.manual_seed(0)
-    made = Decoder(_WIDTH, 16, _LAYERS).to(gpu(), torch.bfloat16)
-    made.is_checkpointed = True
-    return made
+    return Checkpointed(*(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(_LAYERS))).to(gpu())
 
 
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
+def batch() -> Tensor:
+    return torch.randn(_TOKENS, _WIDTH, device=gpu(), generator=torch.Generator(gpu()).manual_seed(1))
 
 
-def test_gradients_are_the_same_bits(model: Decoder, x: torch.Tensor) -> None:
-    train_step(model, x, contextlib.nullcontext)
-    expected = gradients_of(model)
-    offload = activations(model)
-    for _ in range(4):
-        train_step(model, x, lambda: offload)
-        assert all(map(torch.equal, gradients_of(model), expected))
-    assert offload.report().steps[-1].bytes_out == _LAYERS * _BOUNDARY
-    offload.close()
+def gradients(model: nn.Module, loss: Tensor | None = None) -> list[Tensor]:
+    """Return the gradients of a step, or of the loss of one whose forward has run."""
+    model.zero_grad()
+    loss = model(batch()).square().sum() if loss is None else loss
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [(each.to_local() if isinstance(each, DTensor) else each).clone() for each in found]
+
+
+@pytest.mark.parametrize("lead", [1, 2, "auto"])
+def test_steps_on_another_stream_have_the_same_bits(lead: Lead) -> None:
+    model, side = layers(), device.new_stream()
+    expected = gradients(model)
+    with smpkit.offload_activations(model, lead=lead) as offload:
+        for number in range(4):
+            side.wait_stream(device.current_stream())
+            with device.on_stream(side) if number % 2 else contextlib.nullcontext():
+                found = gradients(model)
+            device.current_stream().wait_stream(side)
+            assert all(map(torch.equal, found, expected))
+        assert offload.report().steps[-1].bytes_out == _LAYERS * _BOUNDARY
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Be a world of one rank."""
+    device.select()
+    backend = dist.Backend.default_device_backend_map[gpu().type]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def divided(model: Checkpointed) -> nn.Module:
+    mesh = init_device_mesh(gpu().type, (1,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+replicated = partial(DistributedDataParallel, device_ids=[0], bucket_cap_mb=1)
+
+
+@pytest.mark.also_on("sim:lazy:0", wrap=divided)
+@pytest.mark.parametrize("wrap", [divided, replicated], ids=["divided", "replicated"])
+@alone()
+def test_wrappers_with_streams_of_their_own(wrap: Callable[[Checkpointed], nn.Module]) -> None:
+    expected = gradients(wrap(layers()))
+    model = wrap(layers())
+    with smpkit.offload_activations(model, lead=2, min_bytes=0) as offload:
+        for _ in range(4):
+            assert all(map(torch.equal, gradients(model), expected))
+        assert offload.report().bytes_back > 0
+
+
+@pytest.mark.real_gpu("captures a graph")
+def test_what_is_on_its_way_does_not_spoil_a_capture() -> None:
+    """Nothing leaves while a graph is captured, and no event may be asked for: with a graph alive there are some."""
+    model, x = layers(), batch()
+    expected = gradients(model)
+    with smpkit.offload_activations(model) as offload:
+        loss = model(x).square().sum()  # its copies run while the capture begins
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        graph.replay()
+        assert torch.equal(y, model(x))
+        assert all(map(torch.equal, gradients(model, loss), expected))
+        assert [each.bytes_out > 0 for each in offload.report().steps] == [True, False, True]
+        assert all(map(torch.equal, gradients(model), expected))
 
 
 @in_device_time()
-def test_boundaries_are_not_on_the_device_after_forward(model: Decoder, x: torch.Tensor) -> None:
-    def held(offload: contextlib.AbstractContextManager[object]) -> int:
-        before = allocated_bytes()
-        with offload:
-            y = model(x)
-        synchronize()
-        held = allocated_bytes() - before
-        y.float().square().mean().backward()
-        model.zero_grad(set_to_none=True)
-        return held
+def test_boundaries_are_not_on_the_device_after_forward() -> None:
+    model, x = layers(), batch()
 
-    held(contextlib.nullcontext())
-    plain = held(contextlib.nullcontext())
-    offload = activations(model, lead=2)
-    held(offload)
-    # The caller's own input is one of the boundaries; at most the latest three are still there, and y.
-    assert plain - held(offload) >= (_LAYERS - 1 - 3) * _BOUNDARY
-    offload.close()
+    def held() -> int:
+        before = device.allocated_bytes()
+        loss = model(x).square().sum()
+        device.synchronize()
+        found = device.allocated_bytes() - before
+        gradients(model, loss)
+        model.zero_grad()
+        return found
+
+    held()
+    plain = held()
+    with smpkit.offload_activations(model, lead=2):
+        held()
+        # The caller's own input is one of the boundaries; at most the latest three are still there, and y.
+        assert plain - held() >= (_LAYERS - 1 - 3) * _BOUNDARY
 
 
 @pytest.mark.parametrize("horizon", [1, 4, None])
 @in_device_time()
 def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
-    torch.manual_seed(0)
-    layers = [Block(_WIDTH, 16).to(gpu(), torch.bfloat16) for _ in range(4)]
+    model = layers()
     actions = one_f_one_b(4, 8).actions[0]
-    engine = make_engine(gpu(), horizon=horizon, min_bytes=0)
+    engine = make_engine(gpu(), horizon=horizon)
 
-    def make_input() -> torch.Tensor:
-        return torch.ones(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16, requires_grad=True)
-
-    def step(*, offloads: bool) -> tuple[int, list[torch.Tensor]]:
-        for layer in layers:
-            layer.zero_grad(set_to_none=True)
-        reset_peak()
-        run_stage(actions, layers, make_input, engine if offloads else None)
-        synchronize()
+    def step(*, offloads: bool) -> tuple[int, list[Tensor]]:
+        model.zero_grad()
+        device.reset_peak()
+        run_stage(actions, list(model), lambda: batch().requires_grad_(), engine if offloads else None)
+        device.synchronize()
         # Copies on the host: on the device they would count in the next step's peak.
-        return peak_bytes(), [each.cpu() for layer in layers for each in gradients_of(layer)]
+        return device.peak_bytes(), [each.grad.cpu() for each in model.parameters() if each.grad is not None]
 
     plain_peak, expected = step(offloads=False)
     for _ in range(3):
         peak, found = step(offloads=True)
         assert all(map(torch.equal, found, expected))
-    assert plain_peak - peak >= 4 * _BOUNDARY
+    assert plain_peak - peak >= _LAYERS * _BOUNDARY
     engine.close()
+
+
+def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next_kernel() -> None:
+    """CUDA keeps a failed call as the thread's last error, which torch would take for that of its next kernel."""
+    model = layers()
+    expected = gradients(model)
+    registration = devices.host_registration(gpu())
+    assert registration is not None
+    mapping = torch.frombuffer(mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    pin = partial(registration.register, mapping.data_ptr(), mapping.nbytes)
+    pin()
+    with pytest.raises(OSError, match=r"cudaHostRegister|is registered already"):  # nothing is pinned twice
+        pin()
+
+    def refused(_: int) -> Tensor:
+        pin()
+        return mapping
+
+    with smpkit.offload_activations(model) as offload:
+        offload._engine.arena = Arena(None, refused)
+        assert all(map(torch.equal, gradients(model), expected))
+        (step,) = offload.report().steps
+        assert (step.bytes_out, step.kept_bytes) == (0, _LAYERS * _BOUNDARY)
+    device.synchronize()
+    registration.unregister(mapping.data_ptr())
+
+
+def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it measures with may be memory that the computing stream is still reading."""
+    monkeypatch.setattr(link, "_speeds", {})  # measured once for a device
+    side = device.new_stream()
+    side.wait_stream(device.current_stream())
+    with device.on_stream(side):
+        source = torch.full((link._MEASURED_BYTES,), 3, dtype=torch.uint8, device=gpu())
+        device.sleep(50_000_000)
+        kept = source.clone()
+        del source  # its memory is the next one's of the same size on this stream
+        measured = link.link_for(gpu(), 60.0)
+    device.current_stream().wait_stream(side)
+    assert bool((kept == 3).all())
+    measured.close()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload import activations
+from smpkit import OffloadModel, OffloadOptimizer, offload_activations
+from tests.device.checkpointed import Checkpointed
 from tests.device.device import current_stream, default_stream, gpu, new_stream, on_stream, sleep, synchronize
 from tests.device.ranks import run_on_gpu
 
@@ -79,15 +79,13 @@ def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
     with gpu():
         model = OffloadModel(copy.deepcopy(plain), gpu(), num_slices=4)
         optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=1.0)
-        offloaded = copy.deepcopy(plain).to(gpu())
-        offload = activations(offloaded, min_bytes=0)
+        offloaded = Checkpointed(*copy.deepcopy(plain)).to(gpu())
+        offload = offload_activations(offloaded, min_bytes=0)
         for _ in range(2):
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
-            with offload:
-                y = offloaded(x)
-            y.square().mean().backward()
+            offloaded(x).square().mean().backward()
         model.synchronize()
         offload.close()
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())

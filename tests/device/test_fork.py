@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload import activations
+from smpkit import OffloadModel, OffloadOptimizer, offload_activations
+from tests.device.checkpointed import Checkpointed
 from tests.device.device import cannot_be_used, gpu
 
 _WIDTH, _BATCH = 256, 64
@@ -46,14 +46,12 @@ def loader(**options: Any) -> DataLoader[Tensor]:
 
 
 def offloaded_activations() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], object]]:
-    model = layers().to(gpu())
-    offload = activations(model, min_bytes=0)
+    model = Checkpointed(*layers()).to(gpu())
+    offload = offload_activations(model, min_bytes=0)
 
     def step(x: Tensor) -> list[Tensor]:
         model.zero_grad()
-        with offload:
-            y = model(x)
-        y.square().mean().backward()
+        model(x).square().mean().backward()
         return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
     return step, offload.close

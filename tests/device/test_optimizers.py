@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
-from smpkit.torch.offload import activations
+from smpkit import offload_activations
 from tests.device.device import gpu
 
 _SHAPES = [(257, 33), (5,), (64, 64, 3), (1,)]
@@ -79,10 +79,10 @@ def test_compiled_layers_offload_the_same_gradients() -> None:
         for layer in each.layers:
             layer.compile()
     x = torch.randn(1, 2048, 256, device=gpu(), dtype=torch.bfloat16)
-    loss = train_step(plain, x, torch.enable_grad)
-    offload = activations(model, min_bytes=0)
+    loss = train_step(plain, x)
+    offload = offload_activations(model, min_bytes=0)
     for _ in range(3):
-        assert train_step(model, x, lambda: offload).equal(loss)
+        assert train_step(model, x).equal(loss)
         assert all(map(torch.equal, gradients_of(model), gradients_of(plain)))
     assert offload.report().steps[-1].bytes_out > 0
     offload.close()

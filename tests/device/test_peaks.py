@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.activation_offload.blocks import Decoder, train_step
-from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload import activations
+from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from tests.device.device import (
     allocated_bytes,
     gpu,
@@ -57,17 +55,16 @@ def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_pr
     model.requires_grad_(False)
     x = torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16, requires_grad=True)
 
-    def plain() -> None:
-        train_step(model, x, contextlib.nullcontext)
+    def step() -> None:
+        train_step(model, x)
 
-    plain()
-    theirs = peak_of(plain)
-    offload = activations(model, lead=lead)
-    for _ in range(3):
-        train_step(model, x, lambda: offload)
-    ours = peak_of(lambda: train_step(model, x, lambda: offload))
-    held = offload.report().steps[-1].peak_device_bytes
-    offload.close()
+    step()
+    theirs = peak_of(step)
+    with offload_activations(model, lead=lead) as offload:
+        for _ in range(3):
+            step()
+        ours = peak_of(step)
+        held = offload.report().steps[-1].peak_device_bytes
     record_property("plain MiB", theirs / 2**20)
     record_property("offloaded MiB", ours / 2**20)
     record_property("boundaries held", held / _BOUNDARY)
@@ -124,10 +121,10 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
     inner.is_checkpointed = True
     if kind == "activations":
         decoder = inner.to(gpu(), torch.bfloat16)
-        offload = activations(decoder)
+        offload_activations(decoder)
 
         def step() -> None:
-            train_step(decoder, x, lambda: offload)
+            train_step(decoder, x)
 
     else:
         model = OffloadModel(

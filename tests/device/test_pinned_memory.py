@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload import activations
-from smpkit.torch.offload.accelerator import pinned_memory
-from smpkit.torch.offload.arena import LARGE_PAGE
+from smpkit import OffloadModel, OffloadOptimizer, offload_activations
+from smpkit.torch.distributed.host_memory import LARGE_PAGE, pinned_bytes
+from tests.device.checkpointed import Checkpointed
 from tests.device.device import current_stream, gpu, in_device_time, new_stream, on_stream, scaled, sleep, synchronize
 
 _WIDTH = 256
@@ -42,9 +42,8 @@ def seconds_of(run: Callable[[], object]) -> float:
 def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_property: Callable[..., None]) -> None:
     num_bytes = scaled(1 << 30, to=64) + 5000
     there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
-    made = list[tuple[Tensor, Callable[[], object]]]()
-    record_property("seconds to pin 1 GiB", seconds_of(lambda: made.append(pinned_memory(there.device, num_bytes))))
-    ours, release = made[0]
+    record_property("seconds to pin 1 GiB", seconds_of(lambda: pinned_bytes(there.device, num_bytes)))
+    ours = pinned_bytes(there.device, num_bytes)
     torchs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     assert ours.is_pinned()
     assert ours[-1:].is_pinned()
@@ -59,21 +58,20 @@ def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_pr
             record_property(f"GB/s {way}, {name}", num_bytes / min(runs) / 1e9)
     for way in ("out", "back"):
         assert best["ours", way] <= 1.2 * best["torch's", way]
-    release()
-    assert not ours.is_pinned()
 
 
 def test_memory_of_an_object_that_is_gone_is_unpinned_only_after_its_copies() -> None:
     """Its copies wait behind half a second of other work; who looks at the memory then must find it pinned."""
-    model = network().to(gpu())
+    model = Checkpointed(*network()).to(gpu())
     x = torch.randn(scaled(8192), _WIDTH, device=gpu())
     for _ in range(3):
-        offload = activations(model, min_bytes=0)
+        offload = offload_activations(model, min_bytes=0)
         sleep(_LONG)
-        with offload:
-            y = model(x)
+        y = model(x)
+        for hook in offload._hooks:  # by which the model holds it
+            hook.remove()
         engine = weakref.ref(offload._engine)
-        del y, offload
+        del y, offload, hook
         gc.collect()
         assert engine() is None
     synchronize()
@@ -135,57 +133,36 @@ def test_an_update_leaves_the_forward_before_it_alone() -> None:
         assert torch.equal(y.cpu(), expected)
 
 
-def test_memory_of_a_stream_that_counts_on_the_graph_is_not_used_too_early() -> None:
-    model = network().to(gpu())
-    offload = activations(model, lead=1, min_bytes=0)
-    side, main = new_stream(), current_stream()
+class Elsewhere(Checkpointed):
+    """Each layer's input is memory of another stream, which takes it again at once, if it is free."""
 
-    def gradients(*, offloaded: bool) -> list[Tensor]:
-        model.zero_grad()
-        loss = torch.zeros((), device=gpu())
-        kept = list[Tensor]()
-        if offloaded:
-            offload.__enter__()
-        for number, layer in enumerate(model):
+    def forward(self, x: Tensor) -> Tensor:
+        side, main = new_stream(), current_stream()
+        for number, layer in enumerate(self):
             with on_stream(side):
-                x = torch.full((scaled(4096), _WIDTH), float(number + 1), device=gpu())
+                y = torch.full((scaled(4096), _WIDTH), float(number + 1), device=gpu())
             main.wait_stream(side)
             sleep(_LONG // 20)
-            loss = loss + layer(x).square().mean()
-            kept += [] if offloaded else [x]
-            del x
+            x = x + checkpoint(layer, y, use_reentrant=False).square().mean()
+            del y
             with on_stream(side):
-                torch.full((scaled(4096), _WIDTH), -7.0, device=gpu())  # takes the memory at once, if it is free
-        if offloaded:
-            offload.__exit__(None, None, None)
-        loss.backward()
+                torch.full((scaled(4096), _WIDTH), -7.0, device=gpu())
         side.wait_stream(main)
+        return x
+
+
+def test_memory_of_a_stream_that_counts_on_the_graph_is_not_used_too_early() -> None:
+    model = Elsewhere(*network()).to(gpu())
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(torch.zeros((), device=gpu())).backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    expected = gradients(offloaded=False)
-    for _ in range(3):
-        assert all(map(torch.equal, gradients(offloaded=True), expected))
-    offload.close()
-
-
-@pytest.mark.real_gpu("captures a graph")
-def test_20_a_storage_that_was_saved_before_a_capture_is_saved_again_inside() -> None:
-    model = network().to(gpu())
-    offload = activations(model, min_bytes=0)
-    x = torch.randn(4096, _WIDTH, device=gpu())
-    weight = torch.randn(_WIDTH, _WIDTH, device=gpu(), requires_grad=True)
-    with offload:
-        alive = (x @ weight).square().sum()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), offload:
-        y = x @ weight
-    graph.replay()
-    assert torch.equal(y, x @ weight)
-    (gradient,) = torch.autograd.grad(alive, weight)
-    (expected,) = torch.autograd.grad((x @ weight).square().sum(), weight)
-    assert torch.equal(gradient, expected)
-    offload.report()
-    offload.close()
+    expected = gradients()
+    with offload_activations(model, lead=1, min_bytes=0):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(), expected))
 
 
 def test_13_workers_of_a_data_loader_are_forked_beside_pinned_memory() -> None:

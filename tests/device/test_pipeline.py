@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smpkit.torch.offload.accelerator import AcceleratorLink
+from smpkit.torch.offload.link import AcceleratorLink
 from tests.device.device import gpu, sleep
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu

@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 import smpkit.torch as smp
-from smpkit.torch.offload.accelerator import AcceleratorLink
+from smpkit.torch.offload.link import AcceleratorLink
 from tests.device.on_sim import ORDERS, naming, run_on_sim
 from tests.simulated import Order, in_order
 

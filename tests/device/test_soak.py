@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smpkit import OffloadModel
-from smpkit.torch.offload import activations
-from smpkit.torch.offload.accelerator import AcceleratorLink
-from smpkit.torch.offload.engine import DEBUG
+from smpkit import OffloadModel, offload_activations
+from smpkit.torch.offload.link import AcceleratorLink
+from tests.device.checkpointed import Checkpointed
 from tests.device.device import gpu, on_stream, scaled, sleep
 
 _STEPS = scaled(200)
@@ -60,21 +59,17 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(_LAYERS)])
 
 
-def gradients(model: nn.Module, x: Tensor, scope: Any) -> list[Tensor]:
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
-    with scope:
-        y = model(x)
-    y.square().mean().backward()
+    model(x).square().mean().backward()
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("debug", ["1", "0"], ids=["checked", "bare"])
-def test_offloaded_activations(late: Late, debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEBUG, debug)
-    model = layers().to(gpu())
+def test_offloaded_activations(late: Late) -> None:
+    model = Checkpointed(*layers()).to(gpu())
     x = torch.randn(_TOKENS, _WIDTH, device=gpu())
-    expected = gradients(model, x, contextlib.nullcontext())
+    expected = gradients(model, x)
 
     def both_ways(_module: nn.Module, _args: Any, y: Tensor) -> None:
         late()
@@ -82,14 +77,13 @@ def test_offloaded_activations(late: Late, debug: str, monkeypatch: pytest.Monke
 
     for layer in model:
         layer.register_forward_hook(both_ways)
-    offload = activations(model, lead=1, min_bytes=0)
-    for step in range(_STEPS):
-        found = gradients(model, x, offload)
-        assert all(map(torch.equal, found, expected)), f"step {step}"
-        if step % 50 == 0:
-            gc.collect()
-    assert offload.report().bytes_back > 0
-    offload.close()
+    with offload_activations(model, lead=1, min_bytes=0) as offload:
+        for step in range(_STEPS):
+            found = gradients(model, x)
+            assert all(map(torch.equal, found, expected)), f"step {step}"
+            if step % 50 == 0:
+                gc.collect()
+        assert offload.report().bytes_back > 0
 
 
 @pytest.mark.timeout(150)
@@ -97,11 +91,11 @@ def test_offloaded_activations(late: Late, debug: str, monkeypatch: pytest.Monke
 def test_an_offloaded_model(late: Late, checkpoint: bool) -> None:
     model = OffloadModel(layers(), gpu(), num_slices=3, checkpoint_activation=checkpoint, num_microbatches=2)
     x = torch.randn(64, _WIDTH, device=gpu())
-    expected = gradients(model, x, contextlib.nullcontext())
+    expected = gradients(model, x)
     for piece in model.model_slices:
         piece.register_forward_hook(lambda *_: late())
     for step in range(_STEPS // 2):
-        found = gradients(model, x, contextlib.nullcontext())
+        found = gradients(model, x)
         assert all(map(torch.equal, found, expected)), f"step {step}"
 
 
@@ -113,13 +107,12 @@ def test_memcheck_finds_nothing() -> None:
     code = """
 import torch
 from torch import nn
-from smpkit.torch.offload import activations
-model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]).cuda()
-offload = activations(model, lead=1, min_bytes=0)
+from smpkit import offload_activations
+from tests.device.checkpointed import Checkpointed
+model = Checkpointed(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)]).cuda()
+offload = offload_activations(model, lead=1, min_bytes=0)
 for _ in range(2):
-    with offload:
-        y = model(torch.ones(32, 64, device="cuda"))
-    y.sum().backward()
+    model(torch.ones(32, 64, device="cuda")).sum().backward()
 torch.cuda.synchronize()
 assert offload.report().bytes_back > 0
 offload.close()

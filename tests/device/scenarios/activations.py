@@ -1,26 +1,27 @@
-"""Activations that leave a simulated device and come back."""
+"""What checkpointed layers keep leaves a simulated device and comes back."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from smpkit.errors import UsageError
-from smpkit.torch.offload import accelerator, activations
-from smpkit.torch.offload.engine import DEBUG
+import smpkit
+from smpkit.torch.offload import link
+from smpkit.torch.offload.order import Lead
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same
+
+checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
+"""As torch.utils.checkpoint calls it: smpkit replaces what is behind it."""
 
 
 class Block(nn.Module):
@@ -36,28 +37,24 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(size, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
-        y = (
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(size, length, width)
-        )
-        x = x + self.out(y)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(size, length, width))
         return x + functional.dropout(self.shrink(functional.gelu(self.grow(x))), self.dropout)
 
 
 class Decoder(nn.Module):
     """A few of them, each checkpointed or not."""
 
-    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True, use_reentrant: bool = False) -> None:
+    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True, **settings: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
-        self.is_checkpointed, self.use_reentrant = is_checkpointed, use_reentrant
+        self.is_checkpointed, self.settings = is_checkpointed, settings
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.is_checkpointed else layer(x)
+            x = checkpoint(layer, x, **self.settings) if self.is_checkpointed else layer(x)
         return x @ self.embedding.weight.T
 
 
@@ -79,548 +76,393 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [each.grad.cpu() for each in model.parameters() if each.grad is not None]
 
 
-def train_step(
-    model: nn.Module, tokens: Tensor, context: contextlib.AbstractContextManager[object] | None = None
-) -> list[Tensor]:
-    """Run forward in a context and backward after it; return the loss and the gradients."""
+def train_step(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """Return the loss and the gradients of a step."""
     torch.manual_seed(5)
     model.zero_grad(set_to_none=True)
-    with context or contextlib.nullcontext():
-        loss = loss_of(model, tokens)
+    loss = loss_of(model, tokens)
     loss.backward()
     return [loss.detach().cpu(), *gradients_of(model)]
 
 
-def compare(
-    run: Callable[[contextlib.AbstractContextManager[object]], list[Tensor]], model: nn.Module, **options: Any
-) -> None:
-    """Run something without offloading once, and with it three times."""
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    assert offload.report().bytes_out > 0
-    offload.close()
+@contextlib.contextmanager
+def offloading(model: nn.Module, **options: Any) -> Iterator[smpkit.offload_activations]:
+    """Offload in a block, in which something must leave."""
+    with smpkit.offload_activations(model, **{"min_bytes": 0, "lead": 1} | options) as offload:
+        yield offload
+        assert offload.report().bytes_out > 0
 
 
-def offloaded(
-    model_options: Mapping[str, Any] | None = None,
-    *,
-    is_autocast: bool = False,
-    is_checked: bool = False,
-    **options: Any,
-) -> None:
+def compare(step: Callable[[], list[Tensor]], model: nn.Module, **options: Any) -> None:
+    """Run a step without offloading once, and with it three times."""
+    expected = step()
+    with offloading(model, **options):
+        for number in range(3):
+            assert_same(step(), expected, f"in step {number}")
+
+
+def offloaded(*, is_autocast: bool = False, lead: Lead = 1, budget: int | None = None, **options: Any) -> None:
     """Compare steps with and without offloading."""
-    model, tokens = make(**(model_options or {}))
-    cast = partial(torch.autocast, "sim", torch.bfloat16) if is_autocast else contextlib.nullcontext
+    model, tokens = make(**options)
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        with cast():
-            return train_step(model, tokens, context)
+    def step() -> list[Tensor]:
+        with torch.autocast("sim", torch.bfloat16, enabled=is_autocast):
+            return train_step(model, tokens)
 
-    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
-        compare(run, model, **options)
+    compare(step, model, lead=lead, host_budget_bytes=budget)
 
 
-_UNCHECKPOINTED = {"is_checkpointed": False}
 add("activations", offloaded)
-add("activations, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED))
-add("activations, dropout", partial(offloaded, {"dropout": 0.3}), is_quick=True)
-add("activations, dropout, nothing checkpointed", partial(offloaded, {"dropout": 0.3} | _UNCHECKPOINTED))
-add("activations, reentrant", partial(offloaded, {"use_reentrant": True}))
-for _lead in (2, 3, "auto"):
-    add(f"activations, lead {_lead}", partial(offloaded, lead=_lead))
-    add(f"activations, lead {_lead}, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, lead=_lead))
+add("activations, dropout", partial(offloaded, dropout=0.3), is_quick=True)
+add("activations, reentrant", partial(offloaded, use_reentrant=True))
 add("activations, autocast", partial(offloaded, is_autocast=True))
-_run = partial(offloaded, _UNCHECKPOINTED, is_autocast=True)
-add("activations, autocast, nothing checkpointed", _run, is_quick=True)
-add("activations, large ones only", partial(offloaded, _UNCHECKPOINTED, min_bytes=1500))
-add("activations, checked by the engine", partial(offloaded, _UNCHECKPOINTED, is_checked=True))
+for _lead in (2, 3, "auto"):
+    add(f"activations, lead {_lead}", partial(offloaded, lead=_lead), is_quick=_lead == "auto")
+add("activations, host memory for two layers", partial(offloaded, budget=2048), is_quick=True)
 
 
-def host_memory_exhausted(num_bytes: int) -> None:
-    """Let host memory suffice for some of the layers only."""
-    offloaded(_UNCHECKPOINTED, host_budget_bytes=num_bytes)
+def outputs_that_a_policy_offloads(lead: int) -> None:
+    """Offload the outputs of matrix products, which are not on the device between forward and backward."""
+    rows, layers, bytes_of_layer = 64, 6, 4 * 64 * (2 * WIDTH + WIDTH)
 
+    def contexts(policy: CheckpointPolicy) -> Any:
+        products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return create_selective_checkpoint_contexts(
+            lambda _, operator, *__, **___: policy if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
-for _kib in (8, 40):
-    add(f"activations, {_kib} KiB of host memory", partial(host_memory_exhausted, _kib << 10), is_quick=_kib == 8)
+    class Selective(nn.Module):
+        policy = CheckpointPolicy.MUST_SAVE
 
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("cpu"):
+                torch.manual_seed(0)
+                layer = [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.GELU()]
+                self.layers = nn.ModuleList(nn.Sequential(*copy.deepcopy(layer)) for _ in range(layers))
+            self.to(DEVICE)
 
-def two_graphs(*, later_first: bool, is_checkpointed: bool) -> None:
-    """Run backward of two graphs that live at the same time."""
-    model, tokens = make(is_checkpointed=is_checkpointed)
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, context_fn=partial(contexts, self.policy))
+            return x
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+    model = Selective()
+    x = torch.ones(rows, WIDTH, device=DEVICE)
+
+    def step() -> tuple[list[Tensor], int]:
         model.zero_grad(set_to_none=True)
-        losses = []
-        for number in range(2):
-            with context:
-                losses.append(loss_of(model, (tokens + number) % 32))
+        before = torch.accelerator.memory_allocated()
+        y = model(x)
+        held = torch.accelerator.memory_allocated() - before
+        y.square().sum().backward()
+        return gradients_of(model), held
+
+    expected, saved = step()
+    model.policy = CheckpointPolicy.MUST_CPU_OFFLOAD
+    with offloading(model, lead=lead):
+        for _ in range(3):
+            found, held = step()
+            assert_same(found, expected)
+            # Those of the last three layers are needed too soon, or are on their way.
+            assert saved - held >= (layers - 3) * bytes_of_layer, f"{held} bytes stay of {saved}"
+
+
+for _lead in (1, 2):
+    add(
+        f"activations, outputs that a policy offloads, lead {_lead}",
+        partial(outputs_that_a_policy_offloads, _lead),
+        is_quick=_lead == 1,
+    )
+
+
+def graphs(*, later_first: bool) -> None:
+    """Run each backward of two graphs twice, while a third has been dropped that no backward has used."""
+    model, tokens = make()
+
+    def step() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        losses = [loss_of(model, (tokens + number) % 32) for number in range(3)]
+        del losses[1]
         for loss in reversed(losses) if later_first else losses:
+            loss.backward(retain_graph=True)
             loss.backward()
         return gradients_of(model)
 
-    compare(run, model)
+    compare(step, model, lead=2 if later_first else 1)
 
 
-for _is_first in (True, False):
-    for _is_checkpointed in (True, False):
-        _name = f"activations, two graphs, {'later' if _is_first else 'earlier'} first" + (
-            "" if _is_checkpointed else ", nothing checkpointed"
-        )
-        _run = partial(two_graphs, later_first=_is_first, is_checkpointed=_is_checkpointed)
-        add(_name, _run)
+add("activations, graphs kept, later first", partial(graphs, later_first=True), is_quick=True)
+add("activations, graphs kept, earlier first", partial(graphs, later_first=False))
 
 
-def graph_kept() -> None:
-    """Run one backward twice, and drop a graph that no backward has used."""
-    model, tokens = make(is_checkpointed=False)
-
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        with context:
-            loss, unused = loss_of(model, tokens), loss_of(model, tokens)
-        del unused
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients_of(model)
-
-    compare(run, model, lead=2)
+# --- streams ----------------------------------------------------------------------------------------------------------
 
 
-add("activations, graph kept", graph_kept)
+class Scale(nn.Module):
+    """Needs its input in backward."""
 
-
-class OnStreams(nn.Module):
-    """Runs each second layer on a stream of its own, as libraries do that overlap branches."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = layers
-        self.streams = [torch.Stream(DEVICE) for _ in range(2)]
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        main = torch.accelerator.current_stream(DEVICE)
-        for number, layer in enumerate(self.layers):
-            if number % 2:
-                side = self.streams[number // 2 % 2]
-                side.wait_stream(main)
-                x.record_stream(side)
-                with side:
-                    x = layer(x)
-                main.wait_stream(side)
-                x.record_stream(main)
-            else:
-                x = layer(x)
+        return torch.sin(x) * self.weight
+
+
+class OnItsStream(Scale):
+    """Computes on a stream of its own, and so does its backward."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        around = torch.accelerator.current_stream(DEVICE)
+        self.stream.wait_stream(around)
+        x.record_stream(self.stream)
+        with self.stream:
+            y = super().forward(x)
+        around.wait_stream(self.stream)
+        y.record_stream(around)
+        return y
+
+
+class Chain(nn.ModuleList):
+    """Checkpointed layers, one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(layers or [Scale() for _ in range(4)])
+        self.to(DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        for layer in self:
+            x = checkpoint(layer, x)
         return x
 
 
-def on_streams(*, whole: bool, lead: int = 1) -> None:
-    """Offload layers that run on several streams."""
-    inner, _ = make(is_checkpointed=False)
-    model = OnStreams(inner.layers)
-    x = torch.randn(2, 8, WIDTH, device=DEVICE)
+def gradients_with(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the gradients of a step, that of the input first."""
+    model.zero_grad(set_to_none=True)
+    leaf = x.clone().requires_grad_()
+    model(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad, *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+def rows_on_device(number: int = 8) -> Tensor:
+    """Return an input, which any stream may read."""
+    x = torch.randn(number, WIDTH, device=DEVICE)
     torch.accelerator.synchronize()
-    step_stream = torch.Stream(DEVICE)
-    steps = count()
-
-    def step(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        given = x.clone().requires_grad_()
-        with context:
-            loss = model(given).square().sum()
-        loss.backward()
-        assert given.grad is not None
-        return [given.grad.cpu(), *gradients_of(model)]
-
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        if not whole:
-            return step(context)
-        # Of the user's, forward and backward: the same model on another stream than in the step before.
-        step_stream.wait_stream(torch.accelerator.current_stream())
-        with step_stream if next(steps) % 2 else contextlib.nullcontext():
-            found = step(context)
-        torch.accelerator.current_stream().wait_stream(step_stream)
-        return found
-
-    compare(run, model, lead=lead)
+    return x
 
 
-add("activations, side streams", partial(on_streams, whole=False))
-add("activations, side streams, lead 2", partial(on_streams, whole=False, lead=2))
-add("activations, a step on a side stream", partial(on_streams, whole=True))
+def layers_on_streams(lead: int) -> None:
+    """Recompute each second layer on a stream of its own, as libraries do that overlap branches."""
+    streams = [torch.Stream(DEVICE) for _ in range(2)]
+    model = Chain(*(OnItsStream(streams[i // 2 % 2]) if i % 2 else Scale() for i in range(6)))
+    x = rows_on_device()
+    compare(lambda: [each.cpu() for each in gradients_with(model, x)], model, lead=lead)
 
 
-class Shared(torch.autograd.Function):
-    """Saves a tensor that another stream's operators need as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * x
+for _lead in (1, 2):
+    add(f"activations, layers on streams, lead {_lead}", partial(layers_on_streams, _lead), is_quick=_lead == 2)
 
 
-def needed_on_two_streams() -> None:
-    """Save one storage on two streams, and run backward first on the one that has not seen it leave."""
-    side = torch.Stream(DEVICE)
-    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
-    main = torch.accelerator.current_stream(DEVICE)
-    x = torch.randn(8, WIDTH, device=DEVICE)
-    torch.accelerator.synchronize()
+class Branches(Chain):
+    """Two branches from one tensor, the second on another stream and with as many layers as it is told."""
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        with context:
-            z = model(x) * 2
-            first = Shared.apply(z).sum()
-        side.wait_stream(main)
-        z.record_stream(side)
-        with side:
+    def __init__(self, on_side: int, on_main: int) -> None:
+        super().__init__()
+        self.on_side, self.on_main, self.side = on_side, on_main, torch.Stream(DEVICE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        main = torch.accelerator.current_stream(DEVICE)
+        z = x * 2
+        first = checkpoint(self[0], z)
+        self.side.wait_stream(main)
+        with self.side:  # no `record_stream`: without offloading the graph keeps `z` until backward
             second = z
-            for _ in range(4):
-                with context:
-                    second = Shared.apply(second)
-            loss = second.sum()
-        del z, second
-        with side:
-            (of_second,) = torch.autograd.grad(loss, [model.bias], retain_graph=True)
-        main.wait_stream(side)
-        of_second.record_stream(main)
-        first.backward()
-        with side:  # which may use memory again as soon as it is free
-            torch.zeros(8, WIDTH, device=DEVICE).add_(1)
-        return [of_second.cpu(), *gradients_of(model)]
-
-    compare(run, model)
-
-
-add("activations, needed on two streams", needed_on_two_streams, is_quick=True)
-
-
-def needed_where_nothing_has_left() -> None:
-    """Load a storage on a stream that has not waited for any copy to the host."""
-    side = torch.Stream(DEVICE)
-    main = torch.accelerator.current_stream(DEVICE)
-    x = torch.randn(8, WIDTH, device=DEVICE)
-    torch.accelerator.synchronize()
-
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        z = leaf * 2
-        with context:
-            first = Shared.apply(z).sum()
-        side.wait_stream(main)
-        z.record_stream(side)
-        with side, context:
-            second = Shared.apply(z).sum()
+            for layer in list(self)[: self.on_side]:
+                second = checkpoint(layer, second)
+            second = second.sum()
         del z
-        later = leaf
-        for _ in range(4):  # so that the memory of `z` is given back, after a wait of this stream alone
-            with context:
-                later = Shared.apply(later * 2)
-        with side:
+        for layer in list(self)[: self.on_main]:  # so that the memory of `z` is given back, for which this stream waits
+            first = checkpoint(layer, first)
+        return first.sum(), second
+
+
+def branches(on_side: int, on_main: int) -> None:
+    """Keep one storage on two streams, and run backward first on the one that has waited for no copy."""
+    model, x = Branches(on_side, on_main), rows_on_device()
+
+    def step() -> list[Tensor]:
+        main, leaf = torch.accelerator.current_stream(DEVICE), x.clone().requires_grad_()
+        first, second = model(leaf)
+        with model.side:
             (of_second,) = torch.autograd.grad(second, [leaf], retain_graph=True)
-        main.wait_stream(side)
+        main.wait_stream(model.side)
         of_second.record_stream(main)
-        (of_others,) = torch.autograd.grad(first + later.sum(), [leaf])
-        return [of_second.cpu(), of_others.cpu()]
-
-    compare(run, nn.Linear(1, 1).to(DEVICE))
-
-
-add("activations, needed where nothing has left", needed_where_nothing_has_left)
-
-
-def host_memory_of_another_stream(*, sizes: tuple[int, int] = (8, 8), budget: int | None = None) -> None:
-    """Run steps on streams that do not wait for each other, and whose activations use the same host memory in turns."""
-    streams = [torch.Stream(DEVICE) for _ in range(2)]
-    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
-    given = []
-    for stream, size in zip(streams, sizes, strict=True):
-        with stream:
-            given.append(torch.randn(size, WIDTH, device=DEVICE))
-    torch.accelerator.synchronize()
-
-    def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        y = leaf
-        for _ in range(4):
-            with context:
-                y = Shared.apply(y * 2)
-        return torch.autograd.grad(y.sum(), leaf)[0]
-
-    expected = []
-    for stream, x in zip(streams, given, strict=True):
-        with stream:
-            expected.append(run(x, contextlib.nullcontext()))
-    offload = activations(model, min_bytes=0, lead=1, host_budget_bytes=budget)
-    found = []
-    for number in range(6):
-        with streams[number % 2]:
-            found.append(run(given[number % 2], offload))
-    torch.accelerator.synchronize()
-    assert_same(found, expected * 3)
-    offload.close()
-
-
-add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
-_other_sizes = partial(host_memory_of_another_stream, sizes=(8, 24), budget=4096)  # so blocks are joined and cut
-add("activations, host memory of another stream, other sizes", _other_sizes, is_quick=True)
-
-
-def block_of_two() -> None:
-    """Use two storages that left together at different times, on streams that do not wait for each other."""
-    streams = [torch.Stream(DEVICE) for _ in range(2)]
-    given = []
-    for stream in streams:
-        with stream:
-            given.append(torch.randn(8, WIDTH, device=DEVICE))
-    torch.accelerator.synchronize()
-
-    def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        with context:  # in one block, and the second is needed by the next layer as well
-            y = Shared.apply(leaf * 2)
-            again = y * 2
-            z = Shared.apply(again)
-        with context:
-            z = Shared.apply(again) + z
-        del again
-        for _ in range(3):
-            with context:
-                z = Shared.apply(z * 2)
-        return torch.autograd.grad(z.sum(), leaf)[0]
-
-    expected = []
-    for stream, x in zip(streams, given, strict=True):
-        with stream:
-            expected.append(run(x, contextlib.nullcontext()))
-    offload = activations(nn.Linear(1, 1).to(DEVICE), min_bytes=0, lead=1)
-    found = []
-    for number in range(6):
-        with streams[number % 2]:
-            found.append(run(given[number % 2], offload))
-    torch.accelerator.synchronize()
-    assert_same(found, expected * 3)
-    offload.close()
-
-
-add("activations, a block of two", block_of_two)
-
-
-def saved_elsewhere() -> None:
-    """Save a tensor on another stream, and give its memory back from this one, for which that stream does not wait."""
-    side = torch.Stream(DEVICE)
-    main = torch.accelerator.current_stream(DEVICE)
-    x = torch.randn(8, WIDTH, device=DEVICE)
-    torch.accelerator.synchronize()
-
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        side.wait_stream(main)
-        with side, context:
-            first = Shared.apply(leaf * 2).sum()
-        later = leaf
-        for _ in range(4):
-            with context:
-                later = Shared.apply(later * 2)
-        with side:
+        (of_first,) = torch.autograd.grad(first, [leaf])
+        with model.side:  # which may use memory again as soon as it is free
             torch.zeros(8, WIDTH, device=DEVICE).add_(1)
-        main.wait_stream(side)
-        first.record_stream(main)
-        return [each.cpu() for each in torch.autograd.grad(first + later.sum(), [leaf])]
+        return [of_first.cpu(), of_second.cpu()]
 
-    compare(run, nn.Linear(1, 1).to(DEVICE))
+    compare(step, model)
 
 
-add("activations, saved on another stream", saved_elsewhere)
+add("activations, needed on two streams", partial(branches, 4, 0), is_quick=True)
+add("activations, needed where nothing has left", partial(branches, 1, 4), is_quick=True)
 
 
-def allocated_elsewhere() -> None:
-    """Save a tensor whose memory belongs to another stream, and let that stream go on."""
-    side = torch.Stream(DEVICE)
-    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
-    main = torch.accelerator.current_stream(DEVICE)
+def host_memory_of_another_stream(order: tuple[int, int]) -> None:
+    """Run steps on streams that do not wait for each other, and then one that takes the host memory of both."""
+    model, streams = Chain(), [torch.Stream(DEVICE) for _ in range(2)]
+    small, large = rows_on_device(8), rows_on_device(16)  # eight layers of the one, or four of the other, fill a slab
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        side.wait_stream(main)
-        with side:
-            x = torch.arange(8.0 * WIDTH, device=DEVICE).view(8, WIDTH)
-        main.wait_stream(side)
-        # No `record_stream`: without offloading the graph keeps `x` until backward.
-        with context:
-            loss = Shared.apply(model(x)).sum()
-        del x
-        for _ in range(4):  # layers that come later: the engine lets go of the earlier ones' memory
-            with context:
-                loss = loss + Shared.apply(model(torch.ones(8, WIDTH, device=DEVICE))).sum()
-        with side:
+    def forward(number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        with streams[number]:
+            leaf = x.clone().requires_grad_()
+            return leaf, model(leaf).sum()
+
+    def backward(number: int, leaf: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+        with streams[number]:
+            return torch.autograd.grad(loss, [leaf])  # those of weights would make one stream wait for the other
+
+    def step() -> list[Tensor]:
+        graphs = [forward(number, small) for number in range(2)]
+        found = [each for number in order for each in backward(number, *graphs[number])]
+        del graphs
+        found += backward(order[0], *forward(order[0], large))
+        torch.accelerator.synchronize()
+        return [each.cpu() for each in found]
+
+    compare(step, model)
+
+
+for _order in ((0, 1), (1, 0)):  # so that of two ranges which are joined the one or the other has been read last
+    _name = f"activations, host memory of another stream, {_order[0]} first"
+    add(_name, partial(host_memory_of_another_stream, _order), is_quick=True)
+
+
+class Waiting(Scale):
+    """Waits for the device before it computes, as a layer does that reads a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.accelerator.synchronize()
+        return super().forward(x)
+
+
+class Elsewhere(Chain):
+    """The input of the first layer is another stream's: kept there, or only allocated there."""
+
+    def __init__(self, first: nn.Module, *, is_kept: bool) -> None:
+        super().__init__(first, Scale(), Scale(), Scale())
+        self.is_kept, self.side = is_kept, torch.Stream(DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream(DEVICE)
+        self.side.wait_stream(main)
+        with self.side:
+            y = x * 2
+            y = checkpoint(self[0], y).sum() if self.is_kept else y
+        main.wait_stream(self.side)
+        if self.is_kept:
+            y.record_stream(main)
+        else:  # no `record_stream`: without offloading the graph keeps it until backward
+            y = checkpoint(self[0], y).sum()
+        later = x
+        for layer in list(self)[1:]:  # the engine lets go of the earlier one's memory
+            later = checkpoint(layer, later * 2)
+        with self.side:
             torch.zeros(8, WIDTH, device=DEVICE).add_(1)
-        loss.backward()
-        return gradients_of(model)
-
-    compare(run, model)
+        return y + later.sum()
 
 
-add("activations, allocated on another stream", allocated_elsewhere, is_quick=True)
+def elsewhere(first: type[nn.Module], *, is_kept: bool) -> None:
+    """Give memory back that another stream owns or uses."""
+    model, x = Elsewhere(first(), is_kept=is_kept), rows_on_device()
+    compare(lambda: [each.cpu() for each in gradients_with(model, x)], model)
+
+
+add("activations, kept on another stream", partial(elsewhere, Scale, is_kept=True), is_quick=True)
+add("activations, allocated on another stream", partial(elsewhere, Scale, is_kept=False), is_quick=True)
+_waiting = partial(elsewhere, Waiting, is_kept=False)  # so the copy to the host ends before the layer's work begins
+add("activations, allocated on another stream, waiting", _waiting, is_quick=True)
+
+
+# --- the unexpected ---------------------------------------------------------------------------------------------------
 
 
 def measured_beside_work() -> None:
     """Measure the link with memory that queued work still uses."""
-    model = nn.Linear(1, 1).to(DEVICE)
-    accelerator._speeds.clear()
-    torch.ones(accelerator._MEASURED_BYTES // 4, device=DEVICE).mul_(2)  # freed at once
-    activations(model).close()
+    link._speeds.clear()
+    torch.ones(link._MEASURED_BYTES // 4, device=DEVICE).mul_(2)  # freed at once
+    smpkit.offload_activations(nn.Linear(1, 1).to(DEVICE)).close()
 
 
-add("activations, measured beside work", measured_beside_work)
+add("activations, measured beside work", measured_beside_work, is_quick=True)
 
 
-class Fails(nn.Module):
-    """A layer that raises when it is told to."""
-
-    is_broken = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_broken:
-            raise ZeroDivisionError
-        return x * 2
-
-
-def exception_in_forward(*, is_checkpointed: bool) -> None:
+def fails(*, in_backward: bool) -> None:
     """Raise in the middle of a step, whose copies are on their way, and go on with another step."""
-    model, tokens = make(is_checkpointed=is_checkpointed)
-    fails = Fails()
-    model.layers.insert(3, fails)
+    model, tokens = make()
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        fails.is_broken = True
-        with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, context)
-        fails.is_broken = False
-        return train_step(model, tokens, context)
-
-    compare(run, model)
-
-
-def exception_in_backward() -> None:
-    """Raise in the middle of backward, whose copies are on their way back."""
-    model, tokens = make(is_checkpointed=False)
-
-    def broken(_: Tensor) -> Tensor:
+    def broken(*_: Any) -> Tensor:
         raise ZeroDivisionError
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        handle = model.layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
+    def step() -> list[Tensor]:
+        def in_output(_: nn.Module, __: Any, y: Tensor) -> None:
+            y.register_hook(broken)
+
+        handle = model.layers[2].register_forward_hook(in_output if in_backward else broken)
         with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, context)
+            train_step(model, tokens)
         handle.remove()
-        return train_step(model, tokens, context)
+        return train_step(model, tokens)
 
-    compare(run, model, lead=2)
-
-
-add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
-add("activations, an exception in forward, nothing checkpointed", partial(exception_in_forward, is_checkpointed=False))
-add("activations, an exception in backward", exception_in_backward)
+    compare(step, model, lead=2 if in_backward else 1)
 
 
-def views_and_changes(min_bytes: int) -> None:
-    """Save small parts of storages, twice, and what must stay; then change what was saved, which is an error."""
-    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
-    x = torch.randn(64, WIDTH, device=DEVICE)
-
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        with context:
-            y = leaf * 2
-            part = y[3:4]
-            z = Shared.apply(part) + Shared.apply(part) + Shared.apply(model.weight)[:1]
-            z = z + Shared.apply(y)[:1] + Shared.apply(y.t()).t()[1:2]
-        found = torch.autograd.grad(z.sum(), [leaf, model.weight])
-        for number in range(2):
-            with context:
-                y = leaf * 2
-                loss = Shared.apply(model.weight if number else y).sum()
-            torch.accelerator.synchronize()  # the change would race with the copy to the host, as well
-            with torch.no_grad():
-                (model.weight if number else y).add_(0)
-            with pytest.raises((RuntimeError, UsageError), match=r"changed in place|modified by an inplace"):
-                loss.backward()
-        return [each.cpu() for each in found]
-
-    compare(run, model, min_bytes=min_bytes)
+add("activations, an exception in forward", partial(fails, in_backward=False), is_quick=True)
+add("activations, an exception in backward", partial(fails, in_backward=True), is_quick=True)
 
 
-for _bytes in (0, 100):  # a part of 64 bytes leaves, or stays
-    add(f"activations, views, {_bytes} bytes", partial(views_and_changes, _bytes), is_quick=True)
+class Parts(Chain):
+    """Layers that keep a small part of a large tensor twice, all of it, and a view of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        part = y[3:4]
+        z = checkpoint(self[0], part) + checkpoint(self[1], part) + checkpoint(self[2], y)[:1]
+        return z + checkpoint(self[3], y.view(2, 32, WIDTH))[1, :1]
 
 
-def saved_meanwhile() -> None:
-    """Write the weights to the host while copies of activations are on their way, and train on."""
+def parts() -> None:
+    """Keep views, of which some may leave."""
+    model, x = Parts(), rows_on_device(64)
+    compare(lambda: [each.cpu() for each in gradients_with(model, x)], model)
+
+
+add("activations, views", parts, is_quick=True)
+
+
+def ended_at_once(*, closes: bool) -> None:
+    """Let go of everything while copies are on their way, with or without closing it, and take memory anew."""
     model, tokens = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    before = copy.deepcopy(model.state_dict())
-    for _ in range(3):
-        train_step(model, tokens)
-        optimizer.step()
-        expected.append([each.cpu() for each in model.state_dict().values()])
-    model.load_state_dict(before)
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        torch.manual_seed(5)
-        model.zero_grad(set_to_none=True)
-        with offload:
-            loss = loss_of(model, tokens)
-        saved = [each.cpu() for each in model.state_dict().values()]
-        if number:
-            assert_same(saved, expected[number - 1], f"in the middle of step {number}")
-        loss.backward()
-        optimizer.step()
-    assert_same([each.cpu() for each in model.state_dict().values()], expected[-1])
-    offload.close()
-
-
-add("activations, saved meanwhile", saved_meanwhile)
-
-
-def closed_at_once() -> None:
-    """Give memory back while its copies are on their way, and take it anew."""
-    model, tokens = make(is_checkpointed=False)
     expected = train_step(model, tokens)
     for number in range(2):
-        offload = activations(model, min_bytes=0, lead=1)
-        with offload:
-            loss = loss_of(model, tokens)
-        del loss
-        assert_same(train_step(model, tokens, offload), expected, f"in round {number}")
-        with offload:
-            loss = loss_of(model, tokens)
-        offload.close()
+        offload = smpkit.offload_activations(model, min_bytes=0, lead=1)
+        assert_same(train_step(model, tokens), expected, f"in round {number}")
+        loss = loss_of(model, tokens)
+        if closes:
+            offload.close()
+        else:
+            for hook in offload._hooks:  # the model holds them
+                hook.remove()
         del loss, offload
 
 
-add("activations, closed at once", closed_at_once)
-
-
-def dropped_at_once() -> None:
-    """Let go of everything while copies are on their way, without closing it."""
-    model, tokens = make(is_checkpointed=False)
-    expected = train_step(model, tokens)
-    for number in range(2):
-        offload = activations(model, min_bytes=0, lead=1)
-        assert_same(train_step(model, tokens, offload), expected, f"in round {number}")
-        with offload:
-            loss = loss_of(model, tokens)
-        del loss, offload
-
-
-add("activations, dropped at once", dropped_at_once)
+add("activations, closed at once", partial(ended_at_once, closes=True), is_quick=True)
+add("activations, dropped at once", partial(ended_at_once, closes=False), is_quick=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import smpkit.torch as smp
-from smpkit.torch.offload import accelerator
+from smpkit.torch.offload import link
 from tests.device.scenarios.common import WIDTH, add, assert_same
 from tests.device.scenarios.steps import Stack, smp_step
 
@@ -69,7 +69,7 @@ def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) ->
     expected, least, _ = smp_choose(plain, "each")
     _, most, _ = smp_choose(plain, "auto")
     room = int(least + share * (most - least))
-    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         found, peak, choices = smp_choose({**plain, "offload_activations": offloads}, strategy, room)
     assert_same(found, expected)
     assert peak <= room, f"a peak of {peak} within {room}"
@@ -80,7 +80,7 @@ def smp_chosen_over_ranks(**config: Any) -> None:
     """Compare a training that keeps, recomputes and offloads over two ranks with one that recomputes."""
     plain = {"microbatches": 4} | config
     expected, _, _ = smp_choose(plain, "each")
-    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         kept, _, choices = smp_choose({**plain, "offload_activations": "auto"}, "auto")
         none, _, least = smp_choose({**plain, "offload_activations": True, "memory_budget_gib": 1e-6}, "auto")
     assert_same(kept, expected)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smpkit.testing import simulated_device
-from smpkit.torch.offload import accelerator
+from smpkit.torch.offload import arena, link
 from smpkit.torch.offload_model import kernels
 
 __all__ = [
@@ -67,7 +67,8 @@ def run_scenario(name: str, order: tuple[str, int]) -> None:
     _order = order
     simulated_device.set_policy(*order)
     with (
-        mock.patch.object(accelerator, "_MEASURED_BYTES", 4096),  # 32 MiB take longer than all the rest
+        mock.patch.object(link, "_MEASURED_BYTES", 4096),  # 32 MiB take longer than all the rest
+        mock.patch.object(arena, "_SLAB", 4096),  # so does a slab of 256
         mock.patch.object(kernels, "one_pass", _told_one_pass),
     ):
         SCENARIOS[name].run()

@@ -23,7 +23,7 @@ from smpkit.testing.simulated_device import Speeds
 from smpkit.torch.distributed import recorder
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
-from smpkit.torch.offload import accelerator
+from smpkit.torch.offload import link
 from smpkit.torch.pipeline import replan
 from smpkit.torch.placement.measure import MeasureOptions, measure
 from smpkit.torch.placement.trace import TrialStep
@@ -146,7 +146,7 @@ def stalls_of_recorded_steps() -> None:
     model = layers()
     x = torch.zeros(64, WIDTH)
     smp.set_activation_checkpointing(model)
-    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         wrapped: Any = smp.DistributedModel(model)
     with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)):
         for _ in range(8):

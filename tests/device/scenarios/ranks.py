@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
 from smpkit.testing import simulated_device
-from smpkit.torch.offload import accelerator
+from smpkit.torch.offload import link
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
 from tests.device.scenarios.steps import smp_fails, smp_step
 from tests.models import Case
@@ -73,7 +73,7 @@ def with_config(kind: Kind, **config: Any) -> Kind:
 def trained_offloaded(horizon: int | str) -> list[Tensor]:
     """Return what a small training over a pipeline gives whose activations leave the device."""
     case, way = with_config(KINDS["pipeline"], offload_activations=True, activation_loading_horizon=horizon)
-    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         return trained((case, replace(way, prepare=checkpoint_layers)))
 
 

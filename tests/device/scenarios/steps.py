@@ -22,7 +22,7 @@ import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.safetensors import map_tensors
 from smpkit.torch.memory import Fitted, fit
-from smpkit.torch.offload import accelerator
+from smpkit.torch.offload import link
 from tests.device.calibration import measures_what_the_device_does
 from tests.device.scenarios.activations import make, train_step
 from tests.device.scenarios.common import WIDTH, add, assert_same, rows
@@ -130,7 +130,7 @@ def smp_offloaded(
     """Compare a training with and without `offload_activations`."""
     plain = {"microbatches": 2} | config
     expected = smp_train(plain, strategy, dropout, nested=nested, fails="")
-    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         ours = plain | {"offload_activations": True, "activation_loading_horizon": horizon}
         found = smp_train(ours, strategy, dropout, nested=nested, fails=fails)
     assert_same(found, expected)
