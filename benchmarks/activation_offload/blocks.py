@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         return x
 
 
-def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]]) -> Tensor:
+def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
     """Run forward inside of `around()` and backward; return the loss."""
     model.zero_grad(set_to_none=True)
     with around():

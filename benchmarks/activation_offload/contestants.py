@@ -75,7 +75,7 @@ def rows() -> Iterator[dict[str, str]]:
     """Yield a row per contestant: inputs out, back and left on the device, and whether gradients are the same bits."""
     torch.manual_seed(0)
     model, x = Decoder(_WIDTH, 4, _LAYERS), torch.randn(1, _TOKENS, _WIDTH)
-    train_step(model, x, nullcontext)
+    train_step(model, x)
     expected = gradients_of(model)
     for name, enter in CONTESTANTS.items():
         model.is_checkpointed = name not in UNCHECKPOINTED
@@ -95,7 +95,7 @@ def _moved(around: Around | smpkit.offload_activations, model: Decoder, x: Tenso
     if isinstance(around, smpkit.offload_activations):
         with around:
             for _ in range(3):  # the engine learns how far ahead to load
-                train_step(model, x, nullcontext)
+                train_step(model, x)
             step = around.report().steps[-1]
             y = model(x)
             held = around._engine.use().parked

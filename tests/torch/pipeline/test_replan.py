@@ -16,6 +16,7 @@ from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGrap
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.simulate import simulate
+from smpkit.torch.core.offloader import KEEPING
 from smpkit.torch.pipeline.executor import _StepRunner
 from smpkit.torch.pipeline.replan import Meter, Trial, _checked_schedule, _costs
 from smpkit.torch.pipeline.stage_context import StageContext
@@ -129,7 +130,7 @@ def test_what_an_action_waits_for_is_not_its_cost() -> None:
     step = _StepRunner.__new__(_StepRunner)
     step.stage, step._meter, step._recorder = stage, meter, None
     step._transport, step._outbox = stage.transport, stage.transport.outbox
-    step._is_timed, step._is_watched, step._offloads = True, False, False
+    step._is_timed, step._is_watched, step._offloader = True, False, KEEPING
     microbatch: Any = SimpleNamespace(index=0)
 
     def wait() -> None:

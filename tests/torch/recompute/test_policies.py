@@ -259,12 +259,12 @@ def fsdp(wanted: CheckpointPolicy, around: bool) -> tuple[list[Tensor], int]:
     """Train with FSDP2, which wraps each layer around its checkpoint or inside it."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(*[Block() for _ in range(LAYERS)])
-    for index, layer in enumerate(list(model)):
-        if around:
-            model[index] = fully_shard(checkpoint_wrapper(layer, context_fn=contexts(wanted)), mesh=mesh)
-        else:
-            model[index] = checkpoint_wrapper(fully_shard(layer, mesh=mesh), context_fn=contexts(wanted))
+    layers: list[Any] = [Block() for _ in range(LAYERS)]
+    if around:
+        layers = [fully_shard(checkpoint_wrapper(layer, context_fn=contexts(wanted)), mesh=mesh) for layer in layers]
+    else:
+        layers = [checkpoint_wrapper(fully_shard(layer, mesh=mesh), context_fn=contexts(wanted)) for layer in layers]
+    model = nn.Sequential(*layers)
     fully_shard(model, mesh=mesh)
     offload = smpkit.offload_activations(model) if wanted is MUST else None
     gradients = list[Tensor]()
@@ -297,7 +297,7 @@ def over_a_pipeline(wanted: CheckpointPolicy, config: dict[str, Any]) -> tuple[d
     for _ in range(2):
         model.zero_grad()
         train_step(model, x)
-    gradients = {name: parameter.grad.clone() for name, parameter in model.local_named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in model.local_named_parameters()}  # type: ignore[union-attr]
     return gradients, smp.offload_report().bytes_out if config else 0
 
 
