@@ -112,8 +112,8 @@ def simulate_offload(  # noqa: PLR0915 - one pass over the tasks, and all of the
             elif need.boundary in on_host:  # Given back, so its copy out is over by then.
                 on_device[need.boundary] = _copy(loads, need, issue_seconds, link.back_seconds(need.num_bytes))
                 device.append(need.num_bytes)
-            elif need.boundary not in on_device:
-                return  # Its forward is still to come, and its backward so soon after that it stays.
+            elif need.boundary not in on_device and not rules.is_planned:
+                return  # Its forward is still to come; with a plan, its backward is so soon after that it stays.
             to_load.popleft()
 
     for task in tasks:

@@ -84,11 +84,7 @@ def test_engine_without_a_pipeline_does_what_is_planned_for_it(lead: int, copy_s
 
 @pytest.mark.parametrize("window", [Window(1), Window(2), Window(3), Window(4, 2), Window(8, 1)], ids=str)
 def test_what_the_last_stage_needs_within_the_lead_stays(window: Window) -> None:
-    actions = one_f_one_b(2, 3).actions[1]
-    link, report, began = _play(actions, 0.125, window, steps=3)
-    timeline = _simulate(actions, 0.125, window)
-    assert _executed(link.outs, began) == _planned(timeline.outs)
-    assert (report.peak_device_bytes, report.peak_host_bytes) == (timeline.peak_bytes, timeline.host_peak_bytes)
+    _assert_as_planned(one_f_one_b(2, 3).actions[1], 0.125, window, is_planned=True)
 
 
 @pytest.mark.parametrize("copy_seconds", [0.125, 1.0, 1.5, 2.5])
