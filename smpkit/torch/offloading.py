@@ -18,7 +18,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_module, check_num_bytes
+from smpkit.torch.core.arguments import check_module, check_num_bytes, device_of
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.offloader import KEEPING, Offloader, install
@@ -38,7 +38,7 @@ from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Offloading", "device_of", "offload_activations", "offload_report", "offloads"]
+__all__ = ["Offloading", "offload_activations", "offload_report", "offloads"]
 
 
 class offload_activations:  # noqa: N801 - used as a function
@@ -148,21 +148,6 @@ def _check_seconds(seconds: object) -> None:
         raise UsageError(
             f"deadline_seconds is {seconds!r}; it must be a number of seconds above 0", hint="the default is 600"
         )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters.
-
-    Raises:
-        UsageError: there are none, or they lie on several.
-    """
-    devices = {tensor.device for tensor in model.parameters()}
-    if len(devices) != 1:
-        places = ", ".join(sorted(map(str, devices))) or "no device"
-        raise UsageError(
-            f"the parameters of this {type(model).__name__} lie on {places}", hint="offload one GPU's part"
-        )
-    return devices.pop()
 
 
 def offloads() -> bool:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numbers
 
+import torch
 from torch import nn
 
 from smpkit.errors import UsageError
 
-__all__ = ["check_bool", "check_callable", "check_module", "check_num_bytes", "check_probability", "check_sizes"]
+__all__ = [
+    "check_bool",
+    "check_callable",
+    "check_module",
+    "check_num_bytes",
+    "check_probability",
+    "check_sizes",
+    "device_of",
+]
 
 
 def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
@@ -53,3 +62,18 @@ def check_callable(what: str, given: object) -> None:
     """Raise UsageError unless something can be called."""
     if not callable(given):
         raise UsageError(f"{what} must be callable, got {given!r}")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters.
+
+    Raises:
+        UsageError: there are none, or they lie on several.
+    """
+    devices = {tensor.device for tensor in model.parameters()}
+    if len(devices) != 1:
+        places = ", ".join(sorted(map(str, devices))) or "no device"
+        raise UsageError(
+            f"the parameters of this {type(model).__name__} lie on {places}", hint="offload one GPU's part"
+        )
+    return devices.pop()

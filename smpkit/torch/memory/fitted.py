@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_module, check_num_bytes
+from smpkit.torch.core.arguments import check_module, check_num_bytes, device_of
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
@@ -30,7 +30,6 @@ from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.order import Lead, check_lead
-from smpkit.torch.offloading import device_of
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
 __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
