@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 
 from smpkit.testing import simulated_device
+from smpkit.torch.offload import arena
 from smpkit.torch.offload.link import AcceleratorLink
 from tests.chosen_device import VARIABLE, chosen_device
 from tests.simulated import in_order, order_of
@@ -82,6 +83,7 @@ def _load() -> None:
     links = {name: getattr(plain, name) / _SCALE**2 for name in ("memory", "out", "back", "peer")}
     simulated_device.set_speeds(replace(plain, flops=plain.flops / _SCALE**3, **links))
     AcceleratorLink.min_bytes //= _SCALE**2
+    arena._SLAB //= _SCALE**2  # type: ignore[misc]
 
 
 def _module() -> Any:

@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 import smpkit.torch as smp
-from smpkit.torch.offload.link import AcceleratorLink
+from smpkit.torch.offload import arena, link
 from tests.device.on_sim import ORDERS, naming, run_on_sim
 from tests.simulated import Order, in_order
 
@@ -45,7 +45,8 @@ def train_gpt2_3d(sizes: Sizes, *, offload: bool) -> tuple[list[float], list[tor
     """Return losses, this rank's gradients, and how many bytes left its device; pipeline 2, tensor 2."""
     sys.path.insert(0, str(_ROOT / "examples/gpt2_3d"))
     memory, train = (importlib.import_module(name) for name in ("memory", "train"))
-    AcceleratorLink.min_bytes = 0
+    link.AcceleratorLink.min_bytes = 0
+    arena._SLAB, link._MEASURED_BYTES = 1 << 20, 4096  # type: ignore[misc]
     options = {"offload_activations": True, "activation_loading_horizon": 2} if offload else {}
     degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True}
     others = {"delayed_parameter_initialization": True, "skip_tracing": True}

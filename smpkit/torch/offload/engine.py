@@ -258,7 +258,7 @@ class ActivationEngine(Offloader):
         self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
         self._free_copied()  # of the calls before: this one is the latest now
-        self.tuner.begin_layer(0)
+        self._begin_layer(0)
         self._load_ahead()
         new: list[_Saved] = []
         parked.tensors = [_Tensor(tensor, self._saved_of(tensor, new, self._min_bytes)) for tensor in tensors]
@@ -353,6 +353,8 @@ class ActivationEngine(Offloader):
 
     def _free_copied(self) -> None:
         """Free device memory whose copy is complete, the oldest first."""
+        if self._is_capturing():  # a graph may not wait for what is not in it
+            return
         # Without a plan backward may begin any time, and with the latest calls: hold those.
         held = 0 if self.order.is_planned else self.tuner.lead
         held = max(held, _MIN_HELD) if self.link.runs_ahead else held
@@ -382,7 +384,7 @@ class ActivationEngine(Offloader):
             self._loaded.discard(parked.index)
             self._stay(parked)
             self._free_copied()
-            self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved()))
+            self._begin_layer(sum(saved.num_bytes for saved in parked.saved()))
         self._load(parked)
         self._load_ahead()
         for event in {saved.back for saved in parked.saved() if saved.back is not None and not saved.back.done()}:
@@ -430,6 +432,11 @@ class ActivationEngine(Offloader):
             self.stats.hold(saved.num_bytes)
             self.stats.bytes_back += saved.num_bytes
         return True
+
+    def _begin_layer(self, load_bytes: int) -> None:
+        """Note when a layer begins; not while a graph is captured, whose events nobody may ask for, then or later."""
+        if not self._is_capturing():
+            self.tuner.begin_layer(load_bytes)
 
     @contextlib.contextmanager
     def _stall(self, parked: _Parked | None) -> Iterator[None]:
