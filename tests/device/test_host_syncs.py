@@ -29,9 +29,9 @@ _WARM = Sampling().first + 2
 """Steps in which memory is pinned, kernels are loaded and schedules tried; the first ones are measured, and wait."""
 
 
-def on(device: torch.device | str, number: int) -> tuple[torch.Tensor, ...]:
+def on(device: torch.device | str, number: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     """Return the batch of a step on a device."""
-    return tuple(each.to(device) for each in batch(DROPOUT, number, 8))
+    return tuple(tensor.to(device, dtype) for tensor in batch(DROPOUT, number, 8))
 
 
 _MUST_WAIT = {
@@ -56,10 +56,12 @@ def places_of_syncs(name: str, on_host: bool) -> list[str]:
     Not what gloo does in its own threads with tensors of a GPU that ranks share.
     """
     place_of_batch = "cpu" if on_host else gpu()
+    # On a GPU, torch's loss takes targets of the type of its input only: that of `fp16` is float32.
+    dtype = torch.float32 if name == "fp16" else torch.float64
     with training(*KINDS[name]) as trained:
         for number in range(_WARM):
-            trained.step(*on(place_of_batch, number))
-        arguments = on(place_of_batch, _WARM)
+            trained.step(*on(place_of_batch, number, dtype))
+        arguments = on(place_of_batch, _WARM, dtype)
         found = waits_of(lambda: trained.step(*arguments).reduce_mean(), place)
     return found if IS_SIMULATED else sorted(set(found))
 

@@ -71,11 +71,11 @@ AFFINITY = """
     before = os.sched_getaffinity(0)
     import smpkit.torch as smp
     smp.init({})
-    from smpkit.torch.distributed.cores import cores_beside
+    from smpkit.torch.distributed.cores import cores_near_gpu
     import torch
     found = torch.cuda.get_device_properties(0)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    expected = cores_beside(address, before) or before
+    expected = cores_near_gpu(address, before) or before
     print(os.path.isdir(f"/sys/bus/pci/devices/{address}"), os.sched_getaffinity(0) == expected)
 """
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.torch.placement.delayed import initialize
+from tests.chosen_device import chosen_device
 from tests.models import CASES, Case, Loop, mse_step, vectors
 from tests.pairwise import pairwise
 from tests.train import Way, differ, same
@@ -63,7 +64,9 @@ def delayed() -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     if not smp.is_initialized():
-        initialize(module, [*module.parameters()], torch.device("cpu"), 7)
+        # Where ranks draw them: a GPU draws other numbers than the CPU.
+        initialize(module, [*module.parameters()], torch.device("cuda" if chosen_device() == "cuda" else "cpu"), 7)
+        module.cpu()
     return module
 
 

@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core import devices
+from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
@@ -54,7 +56,8 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
 
     Raises:
         UsageError: the ranks' models differ.
-        UnsupportedError: a gradient that is not simply averaged over the replicas.
+        UnsupportedError: a gradient that is not simply averaged over the replicas, or ranks that only gloo connects
+            although they compute on another device.
     """
     check_same_model(module, placement)
     placement.make_groups()
@@ -234,6 +237,13 @@ def _mesh() -> DeviceMesh:
     rows = torch.tensor(state.group(CommGroup.RDP_GROUP), device="cpu").view(-1, degree)
     row, column = divmod(state.rdp_rank, degree)
     shard = extra_group(tuple(rows[row].tolist()))
+    if devices.is_asynchronous(state.device) and not connects(shard, state.device):
+        # Its collectives on tensors of a GPU end the process with SIGSEGV (torch 2.11).
+        raise UnsupportedError(
+            f"sharded_data_parallel_degree is {degree}, and between these ranks only gloo carries tensors of"
+            f" {state.device}, which cannot gather parameters there",
+            hint="give each rank a GPU of its own, or NCCL 2.30 with SMPKIT_SHARED_GPU_NCCL=1",
+        )
     if len(rows) == 1:
         return DeviceMesh.from_group(shard, state.device.type, mesh_dim_names=("shard",))
     replicate = extra_group(tuple(rows[:, column].tolist()))
