@@ -2,7 +2,7 @@
 
 User code holds references to `torch.utils.checkpoint.checkpoint` itself, so what that looks up when it runs is
 replaced: the generator around a call, which enters our region; the function of `use_reentrant=True`, which has the same
-gradients and goes the same way; and two classes of selective checkpointing, through which an engine offloads what a
+gradients and goes the same way; and three classes of selective checkpointing, through which an engine offloads what a
 policy names. So torch's checkpoints and `smp.checkpoint` are one: both name the layer in errors, and both offload.
 
 [Note: checkpoints around several ranks] A function in code that every rank runs may call units of several ranks. In
@@ -95,6 +95,11 @@ def _contexts(settings: _Settings) -> Any:
     context_fn = settings.get("context_fn", torch_checkpoint.noop_context_fn)
     if settings.get("debug"):
         warn_user("debug=True of torch.utils.checkpoint has no effect: errors name the layer and the tensor without it")
+    if settings.get("respect_saved_tensors_hooks"):
+        raise UsageError(
+            "respect_saved_tensors_hooks=True of torch.utils.checkpoint is not served here",
+            hint="leave it out: what a policy saves stays where it is, and what it offloads leaves for the host",
+        )
     if context_fn is not torch_checkpoint.noop_context_fn and not _hears_policies():
         raise UsageError(
             f"selective checkpointing of torch {torch.__version__} is not known here, and its offload policies would be"
@@ -168,25 +173,44 @@ class _Heard(threading.local):
 
 _heard: Final = _Heard()
 _torch_wrapper: Final[Any] = getattr(torch_checkpoint, "_VersionWrapper", None)
-_torch_mode: Final[Any] = getattr(torch_checkpoint, "_CachingTorchDispatchMode", object)
+_torch_forward_mode: Final[Any] = getattr(torch_checkpoint, "_CachingTorchDispatchMode", object)
+_torch_backward_mode: Final[Any] = getattr(torch_checkpoint, "_CachedTorchDispatchMode", object)
 
 
-class _HearingMode(_torch_mode):  # type: ignore[misc]
+def _offloads(policy: object) -> bool:
+    return policy is CheckpointPolicy.MUST_CPU_OFFLOAD or policy is CheckpointPolicy.PREFER_CPU_OFFLOAD
+
+
+class _ForwardMode(_torch_forward_mode):  # type: ignore[misc]
     """Torch's mode for the forward, with a policy that is heard."""
 
     def __init__(self, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
             policy = policy_fn(context, operator, *values, **options)
-            must = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
-            _heard.offloads = recording.region is not None and (must or policy is CheckpointPolicy.PREFER_CPU_OFFLOAD)
+            _heard.offloads = recording.region is not None and _offloads(policy)
             if _heard.offloads and _is_view(operator):
                 _heard.offloads = False
                 return CheckpointPolicy.PREFER_RECOMPUTE
             # A trial of the step only finds out what layers cost.
-            _heard.must_leave = str(operator) if must and not state.tracing else None
+            must = policy is CheckpointPolicy.MUST_CPU_OFFLOAD and not state.tracing
+            _heard.must_leave = str(operator) if must else None
             return CheckpointPolicy.MUST_SAVE if _heard.offloads else policy
 
         super().__init__(heard, *args, **kwargs)
+        # Since 2.14 torch looks for hooks of the user's around a checkpoint, and would take our region's for those.
+        self.respect_saved_tensors_hooks = False
+
+
+class _BackwardMode(_torch_backward_mode):  # type: ignore[misc]
+    """Torch's mode for backward. Until torch 2.12 it asks the policy again, which must say what the forward has heard."""
+
+    def __init__(self, policy_fn: Callable[..., Any] | None, storage: Any, *args: Any, **kwargs: Any) -> None:
+        def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
+            assert policy_fn is not None
+            policy = policy_fn(context, operator, *values, **options)
+            return CheckpointPolicy.MUST_SAVE if _offloads(policy) and operator in storage else policy
+
+        super().__init__(policy_fn and heard, storage, *args, **kwargs)
 
 
 @functools.cache
@@ -224,13 +248,11 @@ def _hears_policies() -> bool:
             self.parked.append(tensor)
             return lambda: tensor
 
-    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _HearingMode:
+    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _ForwardMode:
         return False
     outer, recording.region = recording.region, Region()  # type: ignore[assignment]
-    ran = list[bool]()
 
     def policy(*_: Any, **__: Any) -> CheckpointPolicy:
-        ran.append(True)
         return CheckpointPolicy.PREFER_CPU_OFFLOAD
 
     try:
@@ -240,7 +262,7 @@ def _hears_policies() -> bool:
             torch.neg(ones)
         with backward:
             again = torch.neg(ones)
-        return len(ran) == len(Region.parked) == 1 and again is Region.parked[0]
+        return len(Region.parked) == 1 and again is Region.parked[0]
     except Exception:
         return False
     finally:
@@ -258,7 +280,8 @@ def patch_torch_checkpoint() -> None:
     torch_checkpoint.CheckpointFunction = _Checkpoint  # type: ignore[misc]
     if _torch_wrapper is not None:
         torch_checkpoint._VersionWrapper = _wrapper  # type: ignore[assignment, misc]
-        torch_checkpoint._CachingTorchDispatchMode = _HearingMode  # type: ignore[misc]
+        torch_checkpoint._CachingTorchDispatchMode = _ForwardMode  # type: ignore[misc]
+        torch_checkpoint._CachedTorchDispatchMode = _BackwardMode  # type: ignore[misc]
 
 
 def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
