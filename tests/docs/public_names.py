@@ -21,7 +21,6 @@ MODULES: Final = (
     "smpkit.torch",
     "smpkit.torch.amp",
     "smpkit.torch.nn",
-    "smpkit.torch.offload",
     "smpkit.torch.optimizers",
 )
 """Modules whose `__all__` is public."""

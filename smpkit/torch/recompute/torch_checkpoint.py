@@ -213,7 +213,7 @@ class _BackwardMode(_torch_backward_mode):  # type: ignore[misc]
         super().__init__(policy_fn and heard, storage, *args, **kwargs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _is_view(operator: Any) -> bool:
     returns = getattr(getattr(operator, "_schema", None), "returns", ())
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
@@ -237,7 +237,7 @@ def _wrapper(value: Any) -> Any:
     return _ParkedOutput(region.park_output(value, _heard.must_leave))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _hears_policies() -> bool:
     """Return whether a policy that offloads comes through, in this version of torch: try it on two numbers."""
 
