@@ -202,7 +202,7 @@ class _ForwardMode(_torch_forward_mode):  # type: ignore[misc]
 
 
 class _BackwardMode(_torch_backward_mode):  # type: ignore[misc]
-    """Torch's mode for backward. Until torch 2.12 it asks the policy again, which must say what the forward has heard."""
+    """Torch's mode for backward. In torch 2.11 it asks the policy again, which must say what the forward has heard."""
 
     def __init__(self, policy_fn: Callable[..., Any] | None, storage: Any, *args: Any, **kwargs: Any) -> None:
         def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
