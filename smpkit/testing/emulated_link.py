@@ -51,7 +51,7 @@ class EmulatedLink(HostLink):
     """Copies between two places in the memory of this process, as slowly as a real link would.
 
     Args:
-        out_bytes_per_second: speed to the host.
+        out_bytes_per_second: speed to the host; without speed, latency and jitter copies are made at once.
         back_bytes_per_second: speed from the host; None: the same.
         latency_seconds: added to every copy.
         jitter_seconds: up to this much is added to every copy at random, to try other interleavings.
@@ -120,6 +120,8 @@ class EmulatedLink(HostLink):
                 pool.shutdown()
 
     def _queue(self, direction: _Direction, copies: Copies, after: Iterable[Event]) -> Event:
+        if math.isinf(direction.bytes_per_second) and not self.latency_seconds + self._jitter_seconds:
+            return super().send(copies, after)
         if direction.pool is None:
             direction.pool = ThreadPoolExecutor(1, direction.name)
         jitter = self._random.uniform(0, self._jitter_seconds)

@@ -18,7 +18,8 @@ from typing import Final
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.distributed.host_memory import available_bytes, pinned_bytes
+from smpkit.torch.core import devices
+from smpkit.torch.distributed.host_memory import available_bytes, mapped_bytes, pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, Link
 
 __all__ = ["ALIGNMENT", "Arena", "Block", "aligned", "arena_for"]
@@ -165,4 +166,6 @@ def arena_for(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Are
     free = available_bytes()
     if budget_bytes is None and free is not None:
         budget_bytes = max(1, int(_FREE_SHARE * free) // num_sharers)
-    return Arena(budget_bytes, partial(pinned_bytes, link.device), link.close)
+    pinned = devices.has_streams(link.device)
+    allocate = partial(pinned_bytes, link.device) if pinned else partial(mapped_bytes, in_large_pages=False)
+    return Arena(budget_bytes, allocate, link.close)

@@ -10,6 +10,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from smpkit.torch.core import devices
 from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.link import DONE, Copies, Event, Link
 
@@ -90,7 +91,8 @@ class HostBuffers:
     def zeros(self, num_bytes: int) -> Tensor:
         """Return a flat uint8 tensor of zeros."""
         tensor = pinned_bytes(self._device, num_bytes)
-        self._kept.append(tensor)  # until no copy reads it any more
+        if devices.has_streams(self._device):
+            self._kept.append(tensor)  # until no copy reads it any more
         return tensor
 
 
