@@ -52,7 +52,7 @@ def test_a_wait_past_its_deadline_names_who_waited_and_so_does_a_copy_that_fails
     with pytest.raises(DeadlineError, match=r"`layers.3` waited 0.05 s for a copy"):
         link.wait(link.send(pair(), []), "`layers.3`")
     link.close()
-    link = EmulatedLink()
+    link = EmulatedLink(latency_seconds=1e-4)
     event = link.send([(torch.zeros(4), torch.zeros(5))], [])
     with pytest.raises(SmpkitError, match=r"`layers.1` was not copied"):
         link.synchronize(event, "`layers.1`")
