@@ -288,7 +288,10 @@ class ActivationEngine(Offloader):
         if not self._can_leave(tensor):
             return None
         storage = tensor.untyped_storage()
-        if not min_bytes <= storage.nbytes() < 2 * tensor.nbytes:  # small, or a small part of a large one
+        # A small part of a large memory, such as a slice of the batch, stays with it: the user has that all the same.
+        # One of an activation does not, as the graph alone would keep all of its memory. Calls that keep parts share it.
+        is_small_part = storage.nbytes() >= 2 * tensor.nbytes and not tensor.requires_grad
+        if storage.nbytes() < min_bytes or is_small_part:
             return None
         saved = self._saved.get(storage._cdata)
         if saved is None or saved.storage() is not storage or saved.version != tensor._version:
