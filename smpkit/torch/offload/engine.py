@@ -289,7 +289,7 @@ class ActivationEngine(Offloader):
             return None
         storage = tensor.untyped_storage()
         # A small part of a large memory, such as a slice of the batch, stays with it: the user has that all the same.
-        # One of an activation does not, as the graph alone would keep all of its memory. Calls that keep parts share it.
+        # One of an activation does not: the graph alone would keep all of its memory. Calls that keep parts share it.
         is_small_part = storage.nbytes() >= 2 * tensor.nbytes and not tensor.requires_grad
         if storage.nbytes() < min_bytes or is_small_part:
             return None
