@@ -62,8 +62,6 @@ class OffloadUse:
 class Offloader:
     """Keeps what is parked where it is; engines that offload derive from it."""
 
-    offloads = False
-
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over the inputs of a call.
 

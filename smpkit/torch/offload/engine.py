@@ -163,8 +163,6 @@ class ActivationEngine(Offloader):
         rank: for reports.
     """
 
-    offloads = True
-
     def __init__(
         self,
         link: Link,
@@ -281,7 +279,10 @@ class ActivationEngine(Offloader):
                 hint="PREFER_CPU_OFFLOAD keeps it on the device",
             )
         if reason:
-            self._warn(f"outputs that a policy offloads stay on the device, in {parked.label} and elsewhere: {reason}")
+            self._warn_once(
+                "outputs",
+                f"outputs that a policy offloads stay on the device, in {parked.label} and elsewhere: {reason}",
+            )
 
     def _saved_of(self, tensor: Tensor, new: list[_Saved], min_bytes: int) -> _Saved | None:
         """Return the record of a tensor's memory; None if that stays on the device."""
@@ -331,9 +332,10 @@ class ActivationEngine(Offloader):
         if block is None:
             self.stats.kept_bytes += sum(saved.num_bytes for saved in new)
             budget = self.arena.budget_bytes or self.arena.mapped_bytes
-            self._warn(
+            self._warn_once(
+                "host memory",
                 f"host memory for activations is used up ({budget} bytes): those of {parked.label}, and others, stay"
-                " on the device"
+                " on the device",
             )
             return False
         copies, offset = list[tuple[Tensor, Tensor]](), 0
@@ -349,8 +351,8 @@ class ActivationEngine(Offloader):
             self.stats.bytes_out += saved.num_bytes
         return True
 
-    def _warn(self, text: str) -> None:
-        if (kind := text[:20]) not in self._warned:
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
             self._warned.add(kind)
             _log.warning("%s", text)
 

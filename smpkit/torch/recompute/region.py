@@ -82,9 +82,10 @@ def run_checkpointed(
 
 def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call has a backward; a frozen stem has none, so there is nothing to recompute."""
-    if any(weight.requires_grad for weight in _weights_of(modules)):
+    # Arguments first: of most layers one requires a gradient, and the walk over the weights is what takes time.
+    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         return True
-    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+    return any(weight.requires_grad for weight in _weights_of(modules))
 
 
 def _weights_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -170,7 +171,6 @@ class CheckpointRegion:
         # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other saved
         # tensors do.
         self._inputs: Parked | _Hooked = _Hooked(tensors) if _top_hooks() is not None else keeper.park(name, tensors)
-        self._num_inputs = len(tensors)
         self._outputs: Parked | None = None
         """With the inputs, if these are parked."""
         self._num_outputs = 0
@@ -200,10 +200,9 @@ class CheckpointRegion:
         Raises:
             UsageError: it must leave, and cannot.
         """
+        # In a backward (an outer checkpoint runs this call again) it is needed at once, and stays.
+        keeper, must_leave = (self._keeper, must_leave) if torch._C._current_graph_task_id() == -1 else (KEEPING, None)
         if self._outputs is None:
-            # In a backward (an outer checkpoint runs this call again) it is needed at once.
-            is_needed = torch._C._current_graph_task_id() != -1
-            keeper, must_leave = (KEEPING, None) if is_needed else (self._keeper, must_leave)
             self._outputs = keeper.park(self._path, ()) if isinstance(self._inputs, _Hooked) else self._inputs
         self._outputs.add(tensor, must_leave=must_leave)
         self._num_outputs += 1

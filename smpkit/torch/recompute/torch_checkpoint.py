@@ -263,7 +263,7 @@ def _hears_policies() -> bool:
         with backward:
             again = torch.neg(ones)
         return len(Region.parked) == 1 and again is Region.parked[0]
-    except Exception:
+    except Exception:  # whatever is different in that torch: the caller refuses it by name
         return False
     finally:
         recording.region, _heard.offloads = outer, False

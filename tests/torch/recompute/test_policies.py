@@ -138,6 +138,24 @@ def test_torch_alone_runs_these_operators_again() -> None:
     assert int(ran.stdout) == 2 * LAYERS
 
 
+def test_in_a_recomputation_that_needs_them_at_once_outputs_stay() -> None:
+    """The outer checkpoint saves something behind the inner one, so its recomputation runs all of the inner forward."""
+
+    def gradients(wanted: CheckpointPolicy) -> tuple[list[Tensor | None], int]:
+        model, x = Model(wanted), batch()
+        offload = smpkit.offload_activations(model) if wanted is MUST else None
+        layer = model.layers[0]
+        model.forward = lambda x: checkpoint(lambda y: model.selectively(layer, y).sin(), x, use_reentrant=False)  # type: ignore[method-assign]
+        model(x).square().sum().backward()
+        moved = 0 if offload is None else offload.report().bytes_out
+        return [x.grad, *(parameter.grad for parameter in layer.parameters())], moved
+
+    saved, _ = gradients(SAVE)
+    offloaded, moved = gradients(MUST)
+    assert same(saved, offloaded)
+    assert moved == 3 * BATCH * WIDTH * 4  # the input, and two products of the first forward only
+
+
 def test_a_second_backward_is_torchs_own_error() -> None:
     model = Model(MUST)
     with smpkit.offload_activations(model):
