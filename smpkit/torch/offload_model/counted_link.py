@@ -92,7 +92,7 @@ class HostBuffers:
         """Return a flat uint8 tensor of zeros."""
         tensor = pinned_bytes(self._device, num_bytes)
         if devices.has_streams(self._device):
-            self._kept.append(tensor)  # until no copy reads it any more
+            self._kept.append(tensor)  # as long as the model: a copy may still read what nobody else refers to
         return tensor
 
 
