@@ -39,7 +39,6 @@ PLACES: Mapping[str, KeyPath] = {
     "role": ("role",),
     "input_mode": ("input_mode",),
     "output_path": ("output",),
-    "live_output": ("live_output",),
     "code_location": ("code_location",),
     "checkpoint_s3_uri": ("checkpoints", "uri"),
     "checkpoint_local_path": ("checkpoints", "local_path"),

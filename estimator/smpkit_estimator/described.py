@@ -141,9 +141,6 @@ def not_for_schedulers(job: JobConfig, where: str) -> Iterator[Problem]:
     if job.compute.instance_groups:
         message = f"are SageMaker's: on {where} all hosts of a job are alike"
         yield Problem(("compute", "instance_groups"), message, "submit a job for each group")
-    if job.live_output:
-        hint = f"remove it: on {where} results lie in a shared folder from the beginning"
-        yield Problem(("live_output",), f"uploads to S3, and jobs on {where} write to shared folders", hint)
     for channel, each in job.inputs.items():
         if each.mode == "Pipe" or each.sharded:
             what = "mode" if each.mode == "Pipe" else "sharded"

@@ -29,9 +29,6 @@ CODE_CHANNEL = "code"
 SECRETS = "sagemaker_smpkit_secrets"
 """Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
 
-S3_OUTPUT = "sagemaker_s3_output"
-"""Asks the launcher to upload `output/intermediate` while the job runs, and says where to."""
-
 TOKEN_FILE = "sagemaker_smpkit_token_file"  # noqa: S105 - where it is
 """Names the file with the secret by which the launchers of several hosts know each other. Ours."""
 
@@ -153,7 +150,6 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
                 region=context.region,
                 parameters_file=context.parameters_file,
             ),
-            **({S3_OUTPUT: json.dumps(context.output)} if job.live_output else {}),
             **_secrets(job),
             **_token(job, context),
         },

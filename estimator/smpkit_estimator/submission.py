@@ -217,10 +217,6 @@ def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(("inputs", name, "file_system"), "is in a VPC, and the job is in none", hint)
         if job.container.registry_access == "Vpc":
             yield Problem(("container", "registry_access"), "is `Vpc`, and the job is in none", hint)
-    if job.live_output and job.network.isolation:
-        yield Problem(
-            ("live_output",), "needs S3, which a container without network does not reach", "remove one of them"
-        )
     for name, secret in job.secrets.items():
         if secret.entry is None:
             hint = f"write `{name}: <name or ARN of the entry>`"

@@ -438,10 +438,6 @@ class JobConfig(Section):
     compress_output: bool = True
     """Pack the model into one `model.tar.gz`; false leaves its files as they are."""
 
-    live_output: bool = False
-    """Upload what the script writes to the folder `SM_OUTPUT_INTERMEDIATE_DIR` while the job runs, to
-    `<output>/<job>/output/intermediate/`; SageMaker uploads everything else at the end. Not used on this machine."""
-
     code_location: BucketUri | None = None
     """S3 URI below which the packed sources are put. Default: the bucket of `output`."""
 
@@ -479,6 +475,10 @@ class JobConfig(Section):
         "max_run": ("belongs to `compute`", "write `compute: {max_run_seconds: ...}`"),
         "use_spot_instances": ("belongs to `compute`", "write `compute: {spot: true}`"),
         "env": ("is called `environment` here", "rename it"),
+        "live_output": (
+            "has no meaning: results are uploaded when the job is over",
+            "write to `checkpoints`, which SageMaker uploads while the job runs",
+        ),
     }
 
     @classmethod

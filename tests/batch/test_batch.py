@@ -270,7 +270,7 @@ def test_resume_sends_the_same_sources_with_another_name() -> None:
 @pytest.mark.usefixtures("aws")
 def test_what_batch_cannot_do_is_refused_by_name() -> None:
     write(
-        image=None, output="s3://bucket/out", live_output=True, batch={"queue": None, "role": "job", "staging": None},
+        image=None, output="s3://bucket/out", batch={"queue": None, "role": "job", "staging": None},
         secrets={"KEY": {"variable": "MY"}},
     )  # fmt: skip
     refused = run("submit", "job.yaml", code=2).stderr
@@ -279,7 +279,6 @@ def test_what_batch_cannot_do_is_refused_by_name() -> None:
         "backend.batch.queue: is required",
         "backend.batch.staging: is required",
         "backend.batch.role: must be the ARN of the job's role",
-        "live_output: uploads to S3, and jobs on AWS Batch write to shared folders",
         "output: is no folder that containers see",
         "secrets.KEY: names no entry in AWS Secrets Manager",
     ):

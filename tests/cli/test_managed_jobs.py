@@ -800,10 +800,3 @@ def test_prices_that_do_not_fit_the_machines_are_refused(
 def test_validate_and_plan_count_the_hosts_with_ranks(groups: FakeSageMaker, smpkit: Smpkit) -> None:
     assert "2 × 8 processes on train, 1 host without ranks" in smpkit("validate", "job.yaml").stderr
     assert "16 ranks on 2 hosts" in smpkit("plan", "job.yaml").stdout
-
-
-def test_live_output_needs_a_network(use: Use, smpkit: Smpkit) -> None:
-    use()
-    result = smpkit("submit", "job.yaml", "--set", "live_output=true", "--set", "network.isolation=true", "--dry-run")
-    assert result.exit_code == 2
-    assert "live_output: needs S3, which a container without network does not reach" in result.stderr

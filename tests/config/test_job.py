@@ -108,6 +108,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"distribution": {"mpi": {"enabled": True}, "ddp": True}}, "distribution.ddp: belongs to `parameters` of"),
         ({"distribution": {"modelparallel": {}}}, "distribution.modelparallel: belongs to `smdistributed`"),
         ({"image_uri": "x"}, "image_uri: is called `image` here"),
+        ({"live_output": True}, "live_output: has no meaning: results are uploaded when the job is over"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -> None:

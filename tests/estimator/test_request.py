@@ -113,9 +113,3 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
     if isolation:
         assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
     assert "smpkit_token" not in str(build_request(job, CONTEXT).body)
-
-
-def test_live_output_goes_below_the_jobs_output() -> None:
-    job = job_from_arguments({"entry_point": "train.py", "image_uri": "x"}).model_copy(update={"live_output": True})
-    request = build_request(job, CONTEXT)
-    assert request.body["HyperParameters"]["sagemaker_s3_output"] == '"s3://smpkit-demo/"'

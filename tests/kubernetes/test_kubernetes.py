@@ -313,12 +313,11 @@ def test_a_log_is_followed_whole(user: User) -> None:
 
 
 def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
-    user.write("", image=None, output="s3://bucket/out", checkpoints="/elsewhere", live_output=True)
+    user.write("", image=None, output="s3://bucket/out", checkpoints="/elsewhere")
     refused = user.run("submit", "job.yaml", "--name", "Upper", code=2).stderr
     for words in (
         "name: makes the name `Upper`",
         "image: is required on Kubernetes",
-        "live_output: uploads to S3",
         "output: is no folder that containers see",
         "checkpoints.uri: lies in no volume of the containers",
     ):
