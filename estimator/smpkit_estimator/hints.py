@@ -78,10 +78,7 @@ _OF_GROUPS = {"InstanceGroupName": "name", "InstanceType": "instance_type", "Ins
 _HINTS: Mapping[KeyPath, str] = {
     ("hyperparameters",): "put it in a file in source_dir and read that in the script",
     ("environment",): "put it in a file in source_dir, or make it a hyperparameter, which may have 2,500 characters",
-    (
-        "distribution",
-        "smdistributed",
-    ): "name a local source_dir: smpkit then sends the parameters as a file in the sources",
+    ("distribution", "smdistributed"): "leave out the parameters that have their defaults",
     ("distribution", "mpi"): "set MCA parameters as variables OMPI_MCA_<name> under `environment`",
     ("image",): "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`; `smpkit doctor` checks it",
     ("role",): "the ARN of an IAM role that SageMaker may take: `arn:aws:iam::<account>:role/<name>`",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from smpkit.config.job import JobConfig
+from smpkit.errors import Problem
 
 __all__ = [
     "INSTANCE_GROUPS",
-    "PARAMETERS_FILE",
     "PROCESSES_PER_HOST",
     "distribution_hyperparameters",
+    "for_trainer",
     "hyperparameters",
+    "not_for_shell_files",
 ]
 
 PROCESSES_PER_HOST = {
@@ -24,20 +28,19 @@ PROCESSES_PER_HOST = {
 INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
 """Names the groups whose hosts run ranks, in a job with different machines."""
 
-PARAMETERS_FILE = "sagemaker_smpkit_parameters_file"
-"""Names the file in the sources with `mp_parameters` that are too long to be sent themselves. Ours."""
+_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_TRAINER_CODE = "/opt/ml/input/data/code"
+_NOT_OF_TRAINERS = ("sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type")
+"""Not known before a `ModelTrainer` submits; an empty or wrong one would hide what the platform says."""
 
 
-def hyperparameters(
-    job: JobConfig, *, submit_directory: str, job_name: str, region: str, parameters_file: str | None = None
-) -> dict[str, str]:
+def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, region: str) -> dict[str, str]:
     """Return every hyperparameter of the job, JSON-encoded, the user's own first.
 
     Args:
         submit_directory: where the launcher finds the sources: an S3 URI of an archive, or a folder of its machine.
         job_name: the unique name of this run.
         region: the cloud region; empty for a local run.
-        parameters_file: send this name of a file in the sources instead of the `mp_parameters` themselves.
     """
     values: dict[str, Any] = {
         **job.hyperparameters,
@@ -48,12 +51,29 @@ def hyperparameters(
         "sagemaker_region": region,
     }
     own = {name: json.dumps(value) for name, value in values.items()}
-    return {**own, **distribution_hyperparameters(job, parameters_file)}
+    return {**own, **distribution_hyperparameters(job)}
 
 
-def distribution_hyperparameters(job: JobConfig, parameters_file: str | None = None) -> dict[str, str]:
+def for_trainer(job: JobConfig) -> dict[str, str]:
+    """Return the hyperparameters that a job of SDK v3's `ModelTrainer` sends to the launcher, JSON-encoded."""
+    sent = hyperparameters(job, submit_directory=_TRAINER_CODE, job_name="", region="")
+    return {name: text for name, text in sent.items() if name not in _NOT_OF_TRAINERS}
+
+
+def not_for_shell_files(sent: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what SDK v3 cannot carry: its start script puts hyperparameters unquoted into a shell file."""
+    for name, text in sent.items():
+        if _SHELL_NAME.fullmatch(name) is None:
+            message = "cannot be the name of a hyperparameter with SDK v3, which makes it a shell variable"
+            yield Problem(("hyperparameters", name), message, "use letters, digits, `_` and `-`")
+        elif "'" in text:
+            message = "has an apostrophe, which SDK v3 cannot carry"
+            yield Problem(("hyperparameters", name), message, "put it in a file in source_dir")
+
+
+def distribution_hyperparameters(job: JobConfig) -> dict[str, str]:
     """Return what the job's `distribution` becomes, JSON-encoded; for SDK v2, which makes the other ones itself."""
-    values = {**_launcher(job), **_groups(job), **_model_parallel(job, parameters_file)}
+    values = {**_launcher(job), **_groups(job), **_model_parallel(job)}
     return {name: json.dumps(value) for name, value in values.items()}
 
 
@@ -83,15 +103,13 @@ def _groups(job: JobConfig) -> dict[str, Any]:
     return {INSTANCE_GROUPS: list(named)} if named else {}
 
 
-def _model_parallel(job: JobConfig, parameters_file: str | None) -> dict[str, Any]:
+def _model_parallel(job: JobConfig) -> dict[str, Any]:
     """Return the model-parallel block with the user's own keys: Hugging Face looks for the very key `partitions`."""
     if job.distribution.smdistributed is None:
         return {}
     parameters: dict[str, Any] = {}
     if job.distribution.model_parallel is not None:
         parameters = {"mp_parameters": job.distribution.parameters_as_written}
-        if parameters_file is not None:
-            parameters = {PARAMETERS_FILE: parameters_file}
     return {
         **parameters,
         "sagemaker_distributed_dataparallel_enabled": False,

@@ -54,8 +54,6 @@ class SubmitContext:
     """S3 URI below which SageMaker puts the results."""
     source: str
     """S3 URI of the packed sources."""
-    parameters_file: str | None = None
-    """Name of the file in the sources that holds the `mp_parameters`, if they are too long for a hyperparameter."""
     token: str | None = None
     """S3 URI of the file that only this job's hosts read, so that nobody else joins them; None for a job on one host.
 
@@ -148,7 +146,6 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
                 submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else context.source,
                 job_name=context.job_name,
                 region=context.region,
-                parameters_file=context.parameters_file,
             ),
             **_secrets(job),
             **_token(job, context),

@@ -26,9 +26,9 @@ from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.hyperparameters import for_trainer, not_for_shell_files
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sagemaker import request_shape
-from smpkit_estimator.sdk3_hyperparameters import launcher_hyperparameters
 
 try:
     from sagemaker.train.distributed import DistributedConfig
@@ -95,9 +95,9 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
         own = validated(JobConfig, settings, subject="hyperparameters")
         job = own.model_copy(update={"distribution": self._job.distribution})
-        sent = launcher_hyperparameters(job)
-        problems = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
-        found = [problem for problem in problems if problem.message != "is required"]
+        sent = for_trainer(job)
+        limits = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
+        found = [*not_for_shell_files(sent), *(limit for limit in limits if limit.message != "is required")]
         if found:
             raise ConfigError(found, subject="hyperparameters")
         return sent

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,7 @@ from smpkit_estimator.request import (
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Sources, collect
 
-__all__ = ["PARAMETERS_NAME", "Submission", "checked", "job_sources", "packing_notes", "plan_submission", "send"]
-
-PARAMETERS_NAME = "smpkit_mp_parameters.json"
-"""The file in the sources that holds `mp_parameters` which are too long for a hyperparameter."""
+__all__ = ["Submission", "checked", "job_sources", "packing_notes", "plan_submission", "send"]
 
 _LARGE_BYTES = 100 * 2**20
 _MAX_ARCHIVE_BYTES = 5 * 2**30
@@ -52,8 +48,6 @@ class Submission:
     archive_uri: str
     sources: Sources | None
     """What is packed; None if the sources are in S3 already."""
-    generated: Mapping[str, bytes]
-    """Files that smpkit makes for this job, by name; they go into the archive beside the sources."""
     packed: Packed | None
     kms_key: str | None
     token_uri: str | None = None
@@ -104,12 +98,10 @@ def plan_submission(
     name = job_name or unique_name(job.name, cloud.clock.now())
     problems = list(_not_for_the_cloud(job))
     sources = job_sources(job, folder, problems, script_only=script_only)
-    generated = _generated_files(job) if sources is not None else {}
-    parameters_file = PARAMETERS_NAME if generated else None
-    problems += _limits(job, _placeholders(job, name, parameters_file))
+    problems += _limits(job, _placeholders(job, name))
     if problems:
         raise ConfigError(_unique(problems), subject="job for SageMaker")
-    packed = fingerprint(sources, generated) if sources is not None else None
+    packed = fingerprint(sources) if sources is not None else None
     if packed is not None and packed.num_bytes > _MAX_UNPACKED_BYTES:
         message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(_MAX_UNPACKED_BYTES)}"
         raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
@@ -121,7 +113,6 @@ def plan_submission(
         role=cloud.role_arn(job.role or ""),
         output=output,
         source=archive_uri,
-        parameters_file=parameters_file,
         token=_token_uri(job, output, name),
     )
     problems = _limits(job, context)
@@ -131,9 +122,7 @@ def plan_submission(
     if isinstance(cloud, DryCloud):
         notes += cloud.notes
     key = job.encryption.output_key
-    return Submission(
-        build_request(job, context), archive_uri, sources, generated, packed, key, context.token, tuple(notes)
-    )
+    return Submission(build_request(job, context), archive_uri, sources, packed, key, context.token, tuple(notes))
 
 
 def send(submission: Submission, cloud: Cloud) -> str:
@@ -165,7 +154,7 @@ def checked(request: TrainingRequest) -> TrainingRequest:
 
 def _upload(submission: Submission, sources: Sources, cloud: Cloud) -> None:
     with tempfile.TemporaryFile(prefix="smpkit-") as file:
-        packed = pack(sources, file, submission.generated)
+        packed = pack(sources, file)
         if submission.packed is not None and packed.digest != submission.packed.digest:
             message = "changed while the job was submitted"
             raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
@@ -256,25 +245,16 @@ def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script
     return sources
 
 
-def _generated_files(job: JobConfig) -> dict[str, bytes]:
-    """Return the parameters as a file, if they are too long to be sent themselves."""
-    if job.distribution.model_parallel is None:
-        return {}
-    text = json.dumps(job.distribution.parameters_as_written)
-    longest = request_shape("sagemaker", "CreateTrainingJob").members["HyperParameters"].value.metadata["max"]
-    return {PARAMETERS_NAME: text.encode()} if len(text) > longest else {}
-
-
 def _limits(job: JobConfig, context: SubmitContext) -> list[Problem]:
     body = build_request(job, context).body
     algorithm = {name: value for name, value in body["AlgorithmSpecification"].items() if value is not None}
     return preflight({**body, "AlgorithmSpecification": algorithm}, request_shape("sagemaker", "CreateTrainingJob"))
 
 
-def _placeholders(job: JobConfig, name: str, parameters_file: str | None) -> SubmitContext:
+def _placeholders(job: JobConfig, name: str) -> SubmitContext:
     """Return placeholders that pass every limit, to check the rest before the cloud is asked for the real values."""
     role = job.role if job.role and job.role.startswith("arn:") else "arn:aws:iam::123456789012:role/stand-in"
-    return SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key", parameters_file)
+    return SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key")
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:

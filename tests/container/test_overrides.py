@@ -12,7 +12,6 @@ import pytest
 from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment, Folders
 from smpkit_container.overrides import PACKED, PARAMETERS_FILE, decode_overrides
-from smpkit_estimator.hyperparameters import PARAMETERS_FILE as SENT
 
 
 def environment(base: Path, **framework: Any) -> Environment:
@@ -55,12 +54,6 @@ def test_a_hostile_or_missing_file_is_refused(tmp_path: Path, name: str) -> None
 def test_damaged_packed_values_are_refused(tmp_path: Path, packed: object) -> None:
     with pytest.raises(ConfigError, match="JSON object"):
         decode_overrides(environment(tmp_path, **{PACKED: packed}))
-
-
-def test_both_ends_of_the_wire_use_the_same_names() -> None:
-    from smpkit_estimator.sdk3_hyperparameters import PACKED as PACKED_BY_SENDER
-
-    assert (SENT, PACKED_BY_SENDER) == (PARAMETERS_FILE, PACKED)
 
 
 def test_a_launched_job_gets_its_long_parameters(tmp_path: Path) -> None:

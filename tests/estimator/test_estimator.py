@@ -132,18 +132,10 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
 
 
-def test_long_parameters_travel_in_the_sources(make: MakeEstimator) -> None:
-    parameters = {**SMP, "partition_file": "/x" * 1500}
-    fake = FakeSageMaker()
-    estimator = make(fake, distribution={"enabled": True, "parameters": parameters, "mpi": MPI})
-    estimator.fit(wait=False, job_name="job")
-    sent = fake.jobs["job"].request["HyperParameters"]
-    assert "mp_parameters" not in sent
-    (archive,) = fake.storage.objects.values()
-    with tarfile.open(fileobj=io.BytesIO(archive.content), mode="r:gz") as tar:
-        file = tar.extractfile(json.loads(sent["sagemaker_smpkit_parameters_file"]))
-        assert file is not None
-        assert json.load(file) == parameters
+def test_parameters_that_are_too_long_are_refused(make: MakeEstimator) -> None:
+    long = {"enabled": True, "parameters": {**SMP, "partition_file": "/x" * 1500}, "mpi": MPI}
+    with pytest.raises(ConfigError, match=r"modelparallel\.parameters: has 3,\d+ characters, SageMaker takes at most"):
+        make(FakeSageMaker(), distribution=long).plan()
 
 
 def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:

@@ -39,7 +39,7 @@ def test_a_good_request_has_no_problems() -> None:
             {"HyperParameters": {"mp_parameters": "x" * 2501}},
             "distribution.smdistributed.modelparallel.parameters",
             "2,501",
-            "local source_dir",
+            "leave out the parameters that have their defaults",
         ),
         ({"Environment": {"A": "x" * 513}}, "environment.A", "has 513 characters, SageMaker takes at most 512", "file"),
         ({"Environment": {f"A{n}": "" for n in range(101)}}, "environment", "has 101 entries", "file"),

@@ -75,16 +75,6 @@ def test_spot_always_says_how_long_it_waits() -> None:
     assert request.body["StoppingCondition"] == {"MaxRuntimeInSeconds": 100, "MaxWaitTimeInSeconds": 100}
 
 
-def test_long_parameters_are_named_instead_of_sent() -> None:
-    context = SubmitContext(**{**CONTEXT.__dict__, "parameters_file": "p.json"})
-    job = job_from_arguments(
-        {"entry_point": "train.py", "image_uri": "x"}, CASES["model-parallel-mpi-spot"][0]["distribution"]
-    )
-    sent = build_request(job, context).body["HyperParameters"]
-    assert "mp_parameters" not in sent
-    assert sent["sagemaker_smpkit_parameters_file"] == '"p.json"'
-
-
 def test_what_is_printed_is_what_is_sent() -> None:
     request = ours(*CASES["model-parallel-mpi-spot"])
     assert json.loads(request.to_json()) == request.body

@@ -17,8 +17,9 @@ import pytest
 
 from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment
+from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.hyperparameters import for_trainer, hyperparameters, not_for_shell_files
 from smpkit_estimator.sdk3_driver import smpkit_driver
-from smpkit_estimator.sdk3_hyperparameters import PACKED, missing_hyperparameters, packed
 from tests.estimator.golden.cases import IMAGE, MPI, REGION, ROLE, SMP
 
 SDK3 = importlib.util.find_spec("sagemaker.train") if importlib.util.find_spec("sagemaker") else None
@@ -26,14 +27,22 @@ with_sdk3 = pytest.mark.skipif(
     SDK3 is None, reason="needs SageMaker's SDK v3; `scripts/test-sdk sdk3` installs and runs it"
 )
 
-VALUES = {"epochs": 3, "name": "it's o'clock", "a.dotted": 1, "text": "a b", "flag": True}
+VALUES = {"epochs": 3, "text": "a b", "flag": True}
 
 
-def test_unsafe_hyperparameters_are_packed_without_apostrophes() -> None:
-    sent = packed({"a": '"it\'s"', "b.c": "1", "d": "2", "e-f": '"x"'})
-    assert set(sent) == {"d", "e-f", PACKED}
-    assert "'" not in json.loads(sent[PACKED])
-    assert json.loads(json.loads(sent[PACKED])) == {"a": "it's", "b.c": 1}
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "it's o'clock"}, "hyperparameters.name: has an apostrophe, which SDK v3 cannot carry"),
+        ({"a.dotted": 1}, "hyperparameters.a.dotted: cannot be the name of a hyperparameter with SDK v3"),
+    ],
+)
+def test_what_a_shell_file_cannot_hold_is_refused(values: dict[str, Any], message: str) -> None:
+    """Surprise 5: the file that SDK v3's script writes could not be loaded, on machines that are paid for."""
+    job = job_from_arguments({"entry_point": "train.py", "hyperparameters": values})
+    (problem,) = not_for_shell_files(for_trainer(job))
+    assert str(problem).startswith(message)
+    assert list(not_for_shell_files(for_trainer(job_from_arguments({"entry_point": "train.py"})))) == []
 
 
 def adapter() -> Any:
@@ -161,26 +170,23 @@ def test_the_sdks_own_start_script_survives_our_hyperparameters(tmp_path: Path) 
 def test_the_driver_becomes_the_launcher(tmp_path: Path) -> None:
     """Run for real, over the tree that SDK v3 makes: sources as loose files in the channel `code`."""
     import smpkit_estimator
-    from smpkit_estimator.arguments import job_from_arguments
-    from smpkit_estimator.hyperparameters import hyperparameters
 
     pytest.importorskip("torch", reason="the launcher starts ranks with torchrun")
     driver = Path(smpkit_estimator.__file__).with_name("sdk3_driver") / "smpkit_driver.py"
     code, config = tmp_path / "input" / "data" / "code", tmp_path / "input" / "config"
     code.mkdir(parents=True)
     config.mkdir()
-    (code / "train.py").write_text("import os, sys; print(sys.argv[1:], os.environ['SM_HP_NAME'])")
+    (code / "train.py").write_text("import os, sys; print(sys.argv[1:], os.environ['SM_HP_TEXT'])")
     launcher = {"torch_distributed": {"enabled": True, "processes_per_host": 1}}
     job = job_from_arguments({"entry_point": "train.py", "hyperparameters": VALUES}, launcher)
-    sent = packed(hyperparameters(job, submit_directory=str(code), job_name="", region=""))
+    sent = hyperparameters(job, submit_directory=str(code), job_name="", region="")
     (config / "hyperparameters.json").write_text(json.dumps(sent))
     environ = {**os.environ, "SMPKIT_BASE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(driver)], env=environ, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("it's o'clock")
-    assert "'--name', \"it's o'clock\"" in done.stdout
+    assert done.stdout.rstrip().endswith("'--text', 'a b'] a b")
 
 
 def sent_by_model_trainer(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -233,45 +239,48 @@ def sent_by_model_trainer(folder: Path) -> tuple[dict[str, Any], dict[str, bytes
 FIELDS = {"smp_options": {"enabled": True, "parameters": SMP}, "mpi_options": MPI}
 
 
-def test_forgotten_hyperparameters_are_found_in_what_the_trainer_sends() -> None:
+def missing(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: Any) -> dict[str, str]:
+    """Return what the driver finds in files as SDK v3 writes them."""
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    monkeypatch.setattr(smpkit_driver, "_DRIVERS", folder)
+    monkeypatch.setattr(smpkit_driver, "_HYPERPARAMETERS", folder / "hyperparameters.json")
+    monkeypatch.setattr(smpkit_driver, "_FAILURE", folder / "output" / "failure")
+    found = smpkit_driver._missing_hyperparameters()
+    return json.loads(found.get("SMPKIT_HYPERPARAMETERS", "{}"))
+
+
+def test_forgotten_hyperparameters_are_found_in_what_the_trainer_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the job is accepted, and fails on machines that are paid for: "the job names no entry point"."""
-    found = missing_hyperparameters({"epochs": "3"}, {"entry_script": "train.py", "source_dir": "src"}, FIELDS)
+    source = {"entry_script": "train.py", "source_dir": "src"}
+    found = missing(tmp_path, monkeypatch, hyperparameters={"epochs": "3"}, sourcecode=source, distributed=FIELDS)
     assert json.loads(found["mp_parameters"]) == SMP
     assert found["sagemaker_program"] == '"train.py"'
     assert found["sagemaker_submit_directory"] == '"/opt/ml/input/data/code"'
     assert (found["sagemaker_mpi_enabled"], found["sagemaker_mpi_num_of_processes_per_host"]) == ("true", "8")
     assert not {"sagemaker_region", "sagemaker_job_name", "sagemaker_instance_type"} & set(found)
-    assert missing_hyperparameters({"sagemaker_program": '"x.py"'}, {"entry_script": "train.py"}, FIELDS) == {}
-    assert missing_hyperparameters({}, {"command": "ls", "entry_script": None}, FIELDS) == {}
+    config = tmp_path / "input" / "config"
+    config.mkdir(parents=True)
+    shutil.copy(tmp_path / "hyperparameters.json", config)
+    environment = Environment.read(tmp_path, {}, num_gpus=0, num_cpus=1, more=found)
+    assert (environment.script, environment.mp_parameters) == ("train.py", SMP)
+    assert environment.hyperparameters["epochs"] == 3
+    assert missing(tmp_path, monkeypatch, hyperparameters={"sagemaker_program": '"x.py"'}) == {}
+    assert missing(tmp_path, monkeypatch, hyperparameters={}, sourcecode={"command": "ls", "entry_script": None}) == {}
+    with pytest.raises(SystemExit, match="literal true"):
+        missing(tmp_path, monkeypatch, sourcecode=source, distributed={"smp_options": {"enabled": 1}})
+    assert "literal true" in (tmp_path / "output" / "failure").read_text()
 
 
 @with_sdk3
-def test_sdk3_writes_the_files_in_which_they_are_found(tmp_path: Path) -> None:
+def test_sdk3_writes_the_files_in_which_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request, uploads = sent_by_model_trainer(tmp_path)
     files = {
         name: json.loads(next(text for key, text in uploads.items() if key.endswith(f"sm_drivers/{name}.json")))
         for name in ("sourcecode", "distributed")
     }
-    found = missing_hyperparameters({}, files["sourcecode"], files["distributed"])
+    found = missing(tmp_path, monkeypatch, hyperparameters={}, **files)
     assert found == {name: request["HyperParameters"][name] for name in found}
     assert {"sagemaker_program", "mp_parameters"} <= set(found)
-
-
-def test_the_driver_hands_them_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"sourcecode": {"entry_script": "train.py"}, "distributed": FIELDS}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(value))
-    (tmp_path / "hyperparameters.json").write_text('{"epochs": "3"}')
-    monkeypatch.setattr(smpkit_driver, "_DRIVERS", tmp_path)
-    monkeypatch.setattr(smpkit_driver, "_HYPERPARAMETERS", tmp_path / "hyperparameters.json")
-    monkeypatch.setattr(smpkit_driver, "_FAILURE", tmp_path / "output" / "failure")
-    more = json.loads(smpkit_driver._missing_hyperparameters()["SMPKIT_HYPERPARAMETERS"])
-    config = tmp_path / "input" / "config"
-    config.mkdir(parents=True)
-    (tmp_path / "hyperparameters.json").rename(config / "hyperparameters.json")
-    environment = Environment.read(tmp_path, {}, num_gpus=0, num_cpus=1, more=more)
-    assert (environment.script, environment.mp_parameters) == ("train.py", SMP)
-    assert environment.hyperparameters["epochs"] == 3
-    (tmp_path / "distributed.json").write_text('{"smp_options": {"enabled": 1}}')
-    with pytest.raises(SystemExit, match="literal true"):
-        smpkit_driver._missing_hyperparameters()
-    assert "literal true" in (tmp_path / "output" / "failure").read_text()

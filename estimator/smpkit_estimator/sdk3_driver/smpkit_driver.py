@@ -30,18 +30,27 @@ def main() -> None:
 
 
 def _missing_hyperparameters() -> dict[str, str]:
-    """Return what the launcher needs, as a variable, if the user did not send it as hyperparameters."""
+    """Return what the launcher needs, as a variable, if the user did not send it as hyperparameters.
+
+    The trainer sends the script's name and the options of `Smpkit` along anyway.
+    """
+    # Only here is it known that smpkit is in the image.
     from smpkit.errors import SmpkitError
-    from smpkit_estimator.sdk3_hyperparameters import missing_hyperparameters
+    from smpkit_estimator.arguments import job_from_arguments
+    from smpkit_estimator.hyperparameters import for_trainer
 
     files = (_HYPERPARAMETERS, _DRIVERS / "sourcecode.json", _DRIVERS / "distributed.json")
     try:
-        found = missing_hyperparameters(*(json.loads(file.read_bytes()) if file.is_file() else {} for file in files))
+        sent, source, options = (json.loads(file.read_bytes()) if file.is_file() else {} for file in files)
+        script = source.get("entry_script")
+        if "sagemaker_program" in sent or not script:
+            return {}
+        job = job_from_arguments({"entry_point": script}, options.get("smp_options"), options.get("mpi_options"))
     except (OSError, ValueError, SmpkitError) as error:
         _FAILURE.parent.mkdir(parents=True, exist_ok=True)
         _FAILURE.write_text(str(error)[:1024], encoding="utf-8")
         sys.exit(f"error: {error}")
-    return {"SMPKIT_HYPERPARAMETERS": json.dumps(found)} if found else {}
+    return {"SMPKIT_HYPERPARAMETERS": json.dumps(for_trainer(job))}
 
 
 if __name__ == "__main__":
