@@ -238,13 +238,6 @@ class Cloud:
         content: bytes = self._call("s3", "get_object", f"cannot read {uri}", Bucket=bucket, Key=key)["Body"].read()
         return content
 
-    def send(self, content: BinaryIO, uri: str, kms_key: str | None = None) -> None:
-        """Put an object of any size, in parts if it is large; `content` may be closed afterwards."""
-        bucket, key = split_uri(uri)
-        options = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else None
-        with _transfer(f"cannot upload to {uri}"):
-            self._client("s3").upload_fileobj(content, bucket, key, ExtraArgs=options)
-
     def fetch(self, uri: str, into: Any) -> None:
         """Write an object of any size to `into`, which has `write`."""
         bucket, key = split_uri(uri)

@@ -1,33 +1,17 @@
-"""Files at a place, a folder of this machine or a prefix in S3: listed, read and written the same way."""
+"""Files at a place, a folder of this machine or a prefix in S3: listed and read the same way."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from smpkit.errors import CloudError, UnsupportedError
 from smpkit_estimator.cloud import Cloud
 
-__all__ = ["Bucket", "Files", "Folder", "Found", "Sink", "copied", "folder_here"]
-
-
-@dataclass(frozen=True)
-class Found:
-    """One file."""
-
-    size: int
-    """In bytes."""
-    modified: datetime
-
-
-class Sink(Protocol):
-    """What takes in a file."""
-
-    def write(self, data: bytes, /) -> object: ...
+__all__ = ["Bucket", "Files", "Folder", "folder_here"]
 
 
 class Files(Protocol):
@@ -40,14 +24,11 @@ class Files(Protocol):
     def place(self) -> str:
         """S3 URI or path, without a slash at the end."""
 
-    def list(self) -> Mapping[str, Found]:
-        """Return every file."""
+    def list(self) -> Mapping[str, datetime]:
+        """Return every file, and when it was written."""
 
-    def read(self, name: str, into: Sink) -> None:
-        """Write a file's content to `into`."""
-
-    def write(self, name: str, content: BinaryIO) -> None:
-        """Make a file, or replace it."""
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +37,17 @@ class Bucket:
 
     cloud: Cloud
     uri: str
-    kms_key: str | None = None
 
     @property
     def place(self) -> str:
         return self.uri.rstrip("/")
 
-    def list(self) -> dict[str, Found]:
-        cut = len(self.place.partition("://")[2].partition("/")[2].rstrip("/"))
-        cut += bool(cut)
-        return {item.key[cut:]: Found(item.size, item.modified) for item in self.cloud.objects(f"{self.place}/")}
+    def list(self) -> dict[str, datetime]:
+        prefix = f"{self.place}/".removeprefix("s3://").partition("/")[2]
+        return {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(f"{self.place}/")}
 
-    def read(self, name: str, into: Sink) -> None:
-        self.cloud.fetch(f"{self.place}/{name}", into)
-
-    def write(self, name: str, content: BinaryIO) -> None:
-        self.cloud.send(content, f"{self.place}/{name}", self.kms_key)
+    def read(self, name: str) -> bytes:
+        return self.cloud.read(f"{self.place}/{name}")
 
 
 @dataclass(frozen=True)
@@ -84,32 +60,15 @@ class Folder:
     def place(self) -> str:
         return str(self.path)
 
-    def list(self) -> dict[str, Found]:
-        found = {}
-        for path in self.path.rglob("*"):
-            if path.is_file():
-                facts = path.stat()
-                modified = datetime.fromtimestamp(facts.st_mtime, timezone.utc)
-                found[str(path.relative_to(self.path))] = Found(facts.st_size, modified)
-        return found
+    def list(self) -> dict[str, datetime]:
+        files = (path for path in self.path.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.path)): _written(path) for path in files}
 
-    def read(self, name: str, into: Sink) -> None:
+    def read(self, name: str) -> bytes:
         try:
-            with (self.path / name).open("rb") as file:
-                _pass_on(file, into)
+            return (self.path / name).read_bytes()
         except OSError as error:
             raise CloudError(f"cannot read {self.path / name}: {(error.strerror or str(error)).lower()}") from None
-
-    def write(self, name: str, content: BinaryIO) -> None:
-        target = self.path / name
-        part = target.with_name(f"{target.name}.part")  # which no search for checkpoints takes for one
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                _pass_on(content, file)
-            part.replace(target)
-        except OSError as error:
-            raise CloudError(f"cannot write {target}: {(error.strerror or str(error)).lower()}") from None
 
 
 def folder_here(place: str, what: str) -> Folder:
@@ -127,14 +86,5 @@ def folder_here(place: str, what: str) -> Folder:
     return Folder(folder)
 
 
-def copied(source: Files, target: Files, name: str) -> None:
-    """Copy one file."""
-    with tempfile.TemporaryFile(prefix="smpkit-") as file:
-        source.read(name, file)
-        file.seek(0)
-        target.write(name, file)
-
-
-def _pass_on(source: BinaryIO, target: Sink) -> None:
-    while chunk := source.read(1 << 20):
-        target.write(chunk)
+def _written(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)

@@ -1,9 +1,8 @@
-"""Files that lie in S3 or in a folder: checkpoints that are copied, and the folder of a run."""
+"""Files that lie in S3 or in a folder: checkpoints, and the folder of a run."""
 
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 from pathlib import Path
 
@@ -11,64 +10,14 @@ import boto3
 import pytest
 
 from smpkit.config.job import JobConfig
-from smpkit.errors import CheckpointError, CloudError, JobError, UnsupportedError
+from smpkit.errors import CloudError, JobError, UnsupportedError
 from smpkit.testing import FakeSageMaker
 from smpkit_estimator.backend import Access, open_backend
-from smpkit_estimator.checkpoints import latest_checkpoint, plan_transfer
+from smpkit_estimator.checkpoints import latest_checkpoint
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.files import Bucket, Folder, folder_here
 from smpkit_estimator.run_folder import run_below, unpack_run
 from smpkit_estimator.sagemaker_backend import SageMaker
-
-STEP = {
-    "step_2_partial/index.json": b"{}",
-    "step_2_partial/model_0_0.pt": b"weights",
-    "user_content_step_2_partial": b"x",
-}
-
-
-def filled(folder: Path) -> Folder:
-    """A folder with an old checkpoint, the newest one, and what is not whole."""
-    files = {"step_1_partial/index.json": b"old", **STEP, "newest": b"step_2_partial", "step_3_partial/a.tmp": b"half"}
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return Folder(folder)
-
-
-def test_the_newest_checkpoint_goes_to_s3_and_back(tmp_path: Path) -> None:
-    fake = FakeSageMaker()
-    there, back = Bucket(Cloud(fake), "s3://bucket/ckpt/"), Folder(tmp_path / "back")
-    transfer = plan_transfer(filled(tmp_path / "here"), there)
-    assert transfer is not None
-    assert not fake.storage.objects
-    assert str(transfer) == (
-        f"checkpoint `step_2_partial` (3 files, 0.0 MiB) from {tmp_path / 'here'} to s3://bucket/ckpt"
-    )
-    transfer.run()
-    kept = {uri.removeprefix("s3://bucket/ckpt/"): each.content for uri, each in fake.storage.objects.items()}
-    assert kept == {**STEP, "newest": b"step_2_partial"}
-    assert latest_checkpoint(there) == "s3://bucket/ckpt/step_2_partial"
-    fake.storage.put("s3://bucket/ckpt/step_2_partial/../../evil", b"")
-    fake.storage.put("s3://bucket/ckpt//etc/evil", b"")
-    returned = plan_transfer(there, back)
-    assert returned is not None
-    returned.run()
-    assert {name: (back.path / name).read_bytes() for name in back.list()} == kept
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "here"]
-
-
-def test_what_is_there_already_is_compared(tmp_path: Path) -> None:
-    """A copy that broke off goes on; another checkpoint of the same name is left alone."""
-    here, there = filled(tmp_path / "here"), Folder(tmp_path / "there")
-    there.write("step_2_partial/index.json", io.BytesIO(b"{}"))
-    transfer = plan_transfer(here, there)
-    assert transfer is not None
-    assert transfer.files == ("step_2_partial/model_0_0.pt", "user_content_step_2_partial")
-    there.write("step_2_partial/model_0_0.pt", io.BytesIO(b"weighty"))
-    with pytest.raises(CheckpointError, match="there is another checkpoint `step_2_partial` at"):
-        plan_transfer(here, there)
-    assert plan_transfer(Folder(tmp_path / "none"), there) is None
 
 
 def test_places_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
@@ -79,21 +28,23 @@ def test_places_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="/ckpt is no place in S3"):
         SageMaker(FakeSageMaker()).files("/ckpt")
     with pytest.raises(CloudError, match=r"cannot read .*none: no such file"):
-        Folder(tmp_path).read("none", io.BytesIO())
+        Folder(tmp_path).read("none")
 
 
-def test_large_objects_go_in_parts(aws: None, tmp_path: Path) -> None:
-    """17 MiB in three parts, through boto3 and S3 in memory."""
-    boto3.client("s3", "us-east-1").create_bucket(Bucket="large")
-    files = Bucket(Cloud(boto3.Session(region_name="us-east-1")), "s3://large")
-    content = os.urandom(17 << 20)
-    files.write("a/b", io.BytesIO(content))
-    found = io.BytesIO()
-    files.read("a/b", found)
-    assert found.getvalue() == content
-    assert files.list()["a/b"].size == len(content)
-    with pytest.raises(CloudError, match="cannot read s3://large/none"):
-        files.read("none", io.BytesIO())
+def test_a_folder_and_a_bucket_are_read_alike(aws: None, tmp_path: Path) -> None:
+    client = boto3.client("s3", "us-east-1")
+    client.create_bucket(Bucket="bucket")
+    files = {"step_1_partial/index.json": b"{}", "step_2_partial/index.json": b"{}", "newest": b"step_1_partial"}
+    for name, content in files.items():
+        client.put_object(Bucket="bucket", Key=f"ckpt/{name}", Body=content)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    bucket = Bucket(Cloud(boto3.Session(region_name="us-east-1")), "s3://bucket/ckpt/")
+    assert latest_checkpoint(bucket) == "s3://bucket/ckpt/step_1_partial"
+    assert latest_checkpoint(Folder(tmp_path)) == f"{tmp_path}/step_1_partial"
+    assert set(bucket.list()) == set(Folder(tmp_path).list()) == set(files)
+    with pytest.raises(CloudError, match="cannot read s3://bucket/ckpt/none"):
+        bucket.read("none")
 
 
 @pytest.fixture

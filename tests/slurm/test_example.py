@@ -40,6 +40,6 @@ def test_a_cluster_runs_it_and_it_goes_on_after_a_stop(user: User) -> None:
     stopped = re.findall(r"done at step (\d+) of 100000", user.log(name))
     assert len(stopped) == 1
     more = ["--set", f"hyperparameters.steps={int(stopped[0]) + 5}"]
-    resumed = user.run("resume", name, "--with", "job.yaml", *here, *more).stdout.strip()
+    resumed = user.run("submit", "job.yaml", *here, *more).stdout.strip()
     user.run("wait", resumed)
     assert f"from step {stopped[0]}" in user.log(resumed)
