@@ -69,13 +69,12 @@ def _packed_by_the_sdk() -> Any:
 
 def pack_of_smpkit() -> int:
     """Find, check, hash and pack, as `smpkit submit` does."""
-    from smpkit_estimator.archive import fingerprint, pack
-    from smpkit_estimator.sources import collect
+    from smpkit_estimator.sources import collect, pack
 
     restart()
     with tempfile.TemporaryFile() as file:
         sources = collect(Path())
-        fingerprint(sources)
+        pack(sources)
         pack(sources, file)
         return file.tell()
 

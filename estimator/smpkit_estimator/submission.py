@@ -6,7 +6,7 @@ import io
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.archive import Packed, fingerprint, pack
 from smpkit_estimator.cloud import Cloud, DryCloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
@@ -28,11 +27,10 @@ from smpkit_estimator.request import (
     build_request,
 )
 from smpkit_estimator.sagemaker import request_shape
-from smpkit_estimator.sources import Sources, collect
+from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 
-__all__ = ["Submission", "checked", "job_sources", "packing_notes", "plan_submission", "send"]
+__all__ = ["Submission", "checked", "plan_submission", "send"]
 
-_LARGE_BYTES = 100 * 2**20
 _MAX_ARCHIVE_BYTES = 5 * 2**30
 """The largest object that S3 takes in one call."""
 _MAX_UNPACKED_BYTES = 8 * 2**30
@@ -101,7 +99,7 @@ def plan_submission(
     problems += _limits(job, _placeholders(job, name))
     if problems:
         raise ConfigError(_unique(problems), subject="job for SageMaker")
-    packed = fingerprint(sources) if sources is not None else None
+    packed = pack(sources) if sources is not None else None
     if packed is not None and packed.num_bytes > _MAX_UNPACKED_BYTES:
         message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(_MAX_UNPACKED_BYTES)}"
         raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
@@ -219,32 +217,6 @@ def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
             yield Problem(("inputs", name), f"is the channel that brings {what} without network", "rename it")
 
 
-def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
-    if "://" in job.source_dir:
-        if not job.source_dir.endswith(".tar.gz"):
-            problems.append(Problem(("source_dir",), "must be a `.tar.gz` in S3", "or name a local folder"))
-        if job.dependencies:
-            hint = "put them into the archive"
-            problems.append(Problem(("dependencies",), "cannot be added to sources in S3", hint))
-        return None
-    remote = [name for name in job.dependencies if "://" in name]
-    problems += [Problem(("dependencies",), f"must be local, got `{name}`", "copy it here") for name in remote]
-    dependencies = [folder / name for name in job.dependencies if name not in remote]
-    root = folder / job.source_dir
-    if not (root / job.entry_point).is_file():
-        problems.append(Problem(("entry_point",), f"there is no file `{job.entry_point}` in `{root}`"))
-        return None
-    try:
-        sources = collect(root, dependencies, only=job.entry_point if script_only else None)
-    except ConfigError as error:
-        problems += error.problems
-        return None
-    if all(entry.name != job.entry_point for entry in sources.entries):
-        message = f"`{job.entry_point}` is left out by an ignore file or by its name"
-        problems.append(Problem(("entry_point",), message, "bring it back with a line `!...` in .smpkitignore"))
-    return sources
-
-
 def _limits(job: JobConfig, context: SubmitContext) -> list[Problem]:
     body = build_request(job, context).body
     algorithm = {name: value for name, value in body["AlgorithmSpecification"].items() if value is not None}
@@ -278,21 +250,3 @@ def _token_uri(job: JobConfig, output: str, name: str) -> str | None:
 
 def _code_folder(job: JobConfig, output: str) -> str:
     return (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
-
-
-def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
-    secrets = sorted([*sources.secrets, *packed.secrets])
-    if secrets:
-        yield f"left out, as secrets are never packed: {_some(secrets)}"
-    if packed.suspects:
-        yield f"packed, though there seems to be a key in it: {_some(packed.suspects)}"
-    if sources.specials:
-        yield f"left out, as they are no files: {_some(sources.specials)}"
-    if packed.num_bytes > _LARGE_BYTES:
-        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {packed.num_files:,} files"
-        yield f"the sources have {size}; name what the job does not need in .smpkitignore"
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = [f"`{name}`" for name in names]
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -7,6 +7,7 @@ import os
 import socket
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,7 @@ from hypothesis import strategies as st
 
 from smpkit.errors import ConfigError
 from smpkit_container.source import unpack
-from smpkit_estimator import archive
-from smpkit_estimator.archive import fingerprint, pack
-from smpkit_estimator.sources import collect
-
-KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n"
+from smpkit_estimator.sources import collect, pack, packing_notes
 
 
 def extract(tar: tarfile.TarFile, target: Path) -> None:
@@ -85,24 +82,15 @@ def test_same_content_is_the_same_archive_whatever_times_owners_and_places(tmp_p
     os.utime(second / "b.py", (1, 1))
     (second / "a.py").chmod(0o600)
     assert packed(first) == packed(second)
-    assert fingerprint(collect(first)) == pack(collect(second), io.BytesIO())
+    assert pack(collect(first)) == pack(collect(second), io.BytesIO())
     (second / "b.py").write_text("B")
-    assert fingerprint(collect(first)).digest != fingerprint(collect(second)).digest
+    assert pack(collect(first)).digest != pack(collect(second)).digest
 
 
 def test_members_are_sorted_and_have_no_owner_and_no_time(tmp_path: Path) -> None:
     found = members(packed(fill(tmp_path, **{"z.py": "", "a.py": "", "m/x.py": ""})))
     assert list(found) == sorted(found)
     assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in found.values()} == {(0, 0, 0, "", "")}
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("a", 0), ("x" * 100, 5), ("d/f.py", 2**33 - 1), ("y" * 101, 1), ("é", 2), ("big", 2**33)]
-)
-def test_our_short_way_to_a_header_is_tarfiles_own(name: str, size: int) -> None:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o644
-    assert archive._header(name, size, executable=False) == info.tobuf(tarfile.PAX_FORMAT)
 
 
 @pytest.mark.parametrize(
@@ -128,35 +116,6 @@ def test_harmless_names_are_packed(tmp_path: Path, name: str) -> None:
     assert names(fill(tmp_path, **{name: "x"})) == [name]
 
 
-GOOGLE = '{"type": "service_account",\n "private_key": "-----BEGIN PRIVATE KEY-----\\nAAAA"}'
-AKIA = "AKIA" + "ABCDEFGH12345678"
-
-
-@pytest.mark.parametrize("content", [GOOGLE, f"aws: {AKIA}\n", f"[default]\naws_access_key_id={AKIA}"])
-def test_a_key_inside_a_small_file_keeps_it_out(tmp_path: Path, content: str) -> None:
-    fill(tmp_path, **{"train.py": "", "notes.txt": content, "use.py": content, "corpus.txt": content + "x" * 70_000})
-    result = pack(collect(tmp_path), io.BytesIO())
-    assert result.secrets == ("notes.txt",)
-    assert result.suspects == ("use.py",)  # the job may need it, so it is packed, and told
-    assert result == fingerprint(collect(tmp_path))
-
-
-def test_the_key_of_aws_own_documentation_is_harmless(tmp_path: Path) -> None:
-    assert names(fill(tmp_path, **{"readme.md": "AKIAIOSFODNN7EXAMPLE", "b.txt": f"X{AKIA}"})) == ["b.txt", "readme.md"]
-
-
-def test_a_private_key_under_any_name_is_left_out(tmp_path: Path) -> None:
-    fill(
-        tmp_path,
-        **{"train.py": f"KEY = '''{KEY}'''", "notes.txt": KEY, "b.txt": "\n\n" + KEY.replace("OPENSSH", "RSA")},
-    )
-    file = io.BytesIO()
-    result = pack(collect(tmp_path), file)
-    assert list(members(file.getvalue())) == ["train.py"]
-    assert result.secrets == ("b.txt", "notes.txt")
-    assert result.num_files == 1
-
-
 def test_repositories_and_caches_are_left_out(tmp_path: Path) -> None:
     fill(
         tmp_path,
@@ -179,19 +138,28 @@ def test_repositories_and_caches_are_left_out(tmp_path: Path) -> None:
         ({".smpkitignore": "data/\n", "data/a": "", "x/data/b": "", "c": ""}, [".smpkitignore", "c"]),
         ({".gitignore": "/data\n", "data/a": "", "x/data/b": ""}, [".gitignore", "x/data/b"]),
         ({".gitignore": "*.txt\n!keep.txt\n", "a.txt": "", "keep.txt": ""}, [".gitignore", "keep.txt"]),
-        (
-            {".gitignore": "*.txt\n", "x/.gitignore": "!a.txt\n", "x/a.txt": "", "a.txt": ""},
-            [".gitignore", "x/.gitignore", "x/a.txt"],
-        ),
-        ({"x/.gitignore": "/a\n", "x/a": "", "a": ""}, ["a", "x/.gitignore"]),
         ({".gitignore": "a.bin\n", ".smpkitignore": "!a.bin\n", "a.bin": ""}, [".gitignore", ".smpkitignore", "a.bin"]),
         ({".gitignore": "**/logs/**\n", "p/logs/a": "", "p/b": ""}, [".gitignore", "p/b"]),
         ({".gitignore": "# a comment\n\n\\#x\n", "#x": "", "y": ""}, [".gitignore", "y"]),
     ],
-    ids=["glob", "folder", "anchored", "negated", "inner wins", "inner anchored", "ours wins", "stars", "escape"],
+    ids=["glob", "folder", "anchored", "negated", "ours wins", "stars", "escape"],
 )
 def test_ignore_files_are_gits(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
     assert names(fill(tmp_path, **files)) == expected
+
+
+def test_ignore_files_below_the_root_are_named_and_not_read(tmp_path: Path) -> None:
+    sources = collect(fill(tmp_path, **{".gitignore": "", "x/.gitignore": "a\n", "x/a": ""}))
+    assert [entry.name for entry in sources.entries] == [".gitignore", "x/.gitignore", "x/a"]
+    (note,) = packing_notes(sources, pack(sources))
+    assert note == "not read, as only ignore files at the root count: `x/.gitignore`"
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = collect(fill(tmp_path, log="x"))
+    monkeypatch.setattr("smpkit_estimator.sources.os.fstat", lambda _: SimpleNamespace(st_size=4096))  # as it was
+    with pytest.raises(ConfigError, match="`log` cannot be read: unexpected end of data"):
+        pack(sources, io.BytesIO())
 
 
 def test_what_links_inside_lead_to_is_packed_under_their_names(tmp_path: Path) -> None:
@@ -262,26 +230,6 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         collect(tmp_path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "growing").write_bytes(b"x" * 4096)
-    monkeypatch.setattr(archive, "_CHUNK_BYTES", 1024)
-    sources = collect(tmp_path)
-    chunks = archive._chunks(sources, {}, [], [])
-    next(chunks)  # the header, with the size of now
-    (tmp_path / "growing").write_bytes(b"")
-    with pytest.raises(ConfigError, match="became shorter"):
-        list(chunks)
-
-
-def test_extra_files_come_first_and_may_hide_nothing(tmp_path: Path) -> None:
-    fill(tmp_path, **{"train.py": ""})
-    file = io.BytesIO()
-    pack(collect(tmp_path), file, {"p.json": b"{}"})
-    assert list(members(file.getvalue())) == ["p.json", "train.py"]
-    with pytest.raises(ConfigError, match="a name that smpkit needs"):
-        pack(collect(tmp_path), io.BytesIO(), {"train.py": b""})
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.dictionaries(
@@ -306,7 +254,8 @@ def test_any_files_come_back_and_nothing_lands_outside(
         written[f"f{name}"] = content
     sources = collect(source)
     file = io.BytesIO()
-    left_out = {*sources.secrets, *pack(sources, file).secrets}
+    pack(sources, file)
+    left_out = set(sources.secrets)
     file.seek(0)
     with tarfile.open(fileobj=file, mode="r:gz") as tar:
         extract(tar, target / "in")

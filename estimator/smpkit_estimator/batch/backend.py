@@ -14,7 +14,6 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
-from smpkit_estimator.archive import pack
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
 from smpkit_estimator.batch.plan import BatchPlan, plan_job, plan_resumed
 from smpkit_estimator.batch.requests import PLACE, QUEUE, definition, submission
@@ -28,6 +27,7 @@ from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.run_folder import run_in_volume
 from smpkit_estimator.sagemaker import Session, open_session
+from smpkit_estimator.sources import pack
 from smpkit_estimator.status import FINAL, JobStatus
 
 __all__ = ["AwsBatch", "open_batch"]

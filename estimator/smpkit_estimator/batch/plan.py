@@ -16,7 +16,6 @@ from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.archive import Packed, fingerprint
 from smpkit_estimator.batch.requests import BatchFacts, definition, submission
 from smpkit_estimator.described import (
     described_job,
@@ -31,8 +30,7 @@ from smpkit_estimator.described import (
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import SECRETS, TOKEN_FILE
 from smpkit_estimator.sagemaker import request_shape
-from smpkit_estimator.sources import Sources
-from smpkit_estimator.submission import job_sources, packing_notes
+from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 
 __all__ = ["BatchPlan", "plan_job", "plan_resumed"]
 
@@ -105,7 +103,7 @@ def plan_job(
     sources = job_sources(job, folder, problems, script_only=script_only)
     if problems:
         raise ConfigError(first_of_each(problems), subject="job for AWS Batch")
-    packed = fingerprint(sources) if sources is not None else None
+    packed = pack(sources) if sources is not None else None
     staging = _staging(job)
     archive = job.source_dir if packed is None else f"{staging}/{packed.digest}/sourcedir.tar.gz"
     notes = [*_notes(job), *(packing_notes(sources, packed) if sources is not None and packed is not None else ())]

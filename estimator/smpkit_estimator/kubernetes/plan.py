@@ -18,7 +18,6 @@ from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.archive import pack
 from smpkit_estimator.described import (
     described_job,
     first_of_each,
@@ -31,8 +30,7 @@ from smpkit_estimator.described import (
 )
 from smpkit_estimator.kubernetes.manifests import LONGEST_NAME, Facts, manifests
 from smpkit_estimator.local import local_secrets
-from smpkit_estimator.sources import Sources
-from smpkit_estimator.submission import job_sources, packing_notes
+from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
 
 __all__ = ["KubernetesPlan", "plan_job", "plan_resumed", "proper_name"]
 

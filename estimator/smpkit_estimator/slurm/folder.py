@@ -32,8 +32,7 @@ from typing import Any
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.words import printable, quoted
 from smpkit.errors import CloudError, UsageError
-from smpkit_estimator.archive import pack
-from smpkit_estimator.sources import Sources
+from smpkit_estimator.sources import Sources, pack
 
 __all__ = ["find_run", "make_run", "read_json", "runs", "runs_folder", "unmake", "write_json"]
 

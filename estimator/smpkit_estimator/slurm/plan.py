@@ -20,7 +20,6 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.modules import module_command
-from smpkit_estimator.archive import fingerprint
 from smpkit_estimator.described import (
     first_of_each,
     not_for_schedulers,
@@ -33,8 +32,7 @@ from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.slurm.folder import runs_folder
 from smpkit_estimator.slurm.script import Batch, batch_script, container_words
-from smpkit_estimator.sources import Sources
-from smpkit_estimator.submission import job_sources, packing_notes
+from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
 
 __all__ = ["Run", "SlurmPlan", "container_runtime", "plan_runs", "resumed_run"]
 
@@ -162,7 +160,7 @@ def plan_runs(
             "options": options.model_dump(mode="json", exclude={"array"}),
         }
     made = tuple(Run(each, root / each, spec) for each, spec in zip(names, specs, strict=True))
-    packed = fingerprint(sources) if sources is not None else None
+    packed = pack(sources) if sources is not None else None
     notes = [*_notes(job, runtime, settings)]
     if sources is not None and packed is not None:
         notes += packing_notes(sources, packed)
