@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smpkit.config.wire import SUBMIT_DIRECTORY, TOKEN_FILE
 from smpkit.config.words import plain
 from smpkit.errors import LaunchError
 from smpkit_container.described import Host, make_tree, read_spec, variables_of
 from smpkit_container.s3 import fetch, put
-from smpkit_container.token import TOKEN_FILE
 
 __all__ = ["lay_out", "leave_message"]
 
@@ -27,7 +27,7 @@ _COUNT = "AWS_BATCH_JOB_NUM_NODES"
 _FIRST = ("SMPKIT_FIRST_HOST", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS")
 _MESSAGE = "SMPKIT_TERMINATION_MESSAGE"
 """The file whose text Kubernetes keeps as the reason why the container ended; on Batch a place in S3."""
-_MOUNTED = {"sourcedir.tar.gz": "sagemaker_submit_directory", "token": TOKEN_FILE}
+_MOUNTED = {"sourcedir.tar.gz": SUBMIT_DIRECTORY, "token": TOKEN_FILE}
 """Files beside `spec.json`, and the hyperparameters by which the launcher finds them."""
 
 

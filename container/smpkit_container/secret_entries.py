@@ -7,13 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from smpkit.config.wire import REGION, SECRETS
 from smpkit.errors import ConfigError, LaunchError, Problem
 from smpkit_container.environment import Environment
 
-__all__ = ["SECRETS", "secret_variables"]
-
-SECRETS = "sagemaker_smpkit_secrets"
-"""Hyperparameter: variable -> `{"entry": name or ARN, "key": key of a JSON object or null}`."""
+__all__ = ["secret_variables"]
 
 
 def secret_variables(environment: Environment) -> dict[str, str]:
@@ -29,7 +27,7 @@ def secret_variables(environment: Environment) -> dict[str, str]:
         raise ConfigError([problem], subject="hyperparameters")
     if not wanted:
         return {}
-    region = str(environment.framework.get("sagemaker_region") or os.environ.get("AWS_REGION") or "") or None
+    region = str(environment.framework.get(REGION) or os.environ.get("AWS_REGION") or "") or None
     texts: dict[str, str] = {}
     return {name: _value(name, place, texts, region) for name, place in wanted.items()}
 

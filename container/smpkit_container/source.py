@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from smpkit.config.wire import MAX_UNPACKED_BYTES
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
 from smpkit_container.s3 import download
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 
-_MAX_UNPACKED_BYTES = 8 << 30
 _MAX_HEADER_BYTES = 1 << 16
 """Of an extended header, which holds a long name; `tarfile` reads it into memory, whatever it says its size is."""
 _CHUNK_BYTES = 1 << 20
@@ -61,8 +61,8 @@ def unpack(archive: Path, folder: Path) -> None:
             _read_to_the_end(tar)
             for member in members:
                 _check(member)
-            if sum(member.size for member in members) > _MAX_UNPACKED_BYTES:
-                raise LaunchError(f"the source archive unpacks to more than {_MAX_UNPACKED_BYTES >> 30} GiB")
+            if sum(member.size for member in members) > MAX_UNPACKED_BYTES:
+                raise LaunchError(f"the source archive unpacks to more than {MAX_UNPACKED_BYTES >> 30} GiB")
             for member in members:
                 member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
                 member.uid = member.gid = 0

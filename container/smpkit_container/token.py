@@ -12,15 +12,13 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import LaunchError
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
 from smpkit_container.s3 import download
 
-__all__ = ["TOKEN_FILE", "digest", "job_token"]
-
-TOKEN_FILE = "sagemaker_smpkit_token_file"  # noqa: S105 - where it is
-"""Hyperparameter: the S3 URI of the file, or its path where a channel brings it."""
+__all__ = ["digest", "job_token"]
 
 _MIN_BYTES = 16
 

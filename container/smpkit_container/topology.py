@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from smpkit.config.wire import INSTANCE_GROUPS, MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment, Resources
 
 __all__ = [
     "DEFAULT_PORT",
-    "INSTANCE_GROUPS",
-    "TORCHRUN_PROCESSES_PER_HOST",
     "Launcher",
     "Topology",
     "distribution_hosts",
@@ -26,18 +25,7 @@ Launcher = Literal["mpirun", "torchrun", "shell"]
 DEFAULT_PORT = 7777
 """The port at which the ranks of several hosts meet; the one that AWS's PyTorch images use."""
 
-TORCHRUN_PROCESSES_PER_HOST = "sagemaker_smpkit_processes_per_host"
-"""SageMaker's SDK has no such hyperparameter for torchrun; the prefix keeps it from the script."""
-
-INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
-"""The groups of hosts that the ranks are on, in a job with different machines."""
-
-_LAUNCHER_SWITCHES = ("sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled")
-
-_PROCESSES_PER_HOST: Mapping[str, str] = {
-    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
-    "torchrun": TORCHRUN_PROCESSES_PER_HOST,
-}
+_LAUNCHER_SWITCHES = (MPI_ENABLED, TORCHRUN_ENABLED)
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ def read_topology(environment: Environment) -> Topology:
             name=resources.name,
             address=_address(resources),
         )
-    launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
+    launcher: Launcher = "mpirun" if _is_on(environment, MPI_ENABLED) else "torchrun"
     return Topology(
         hosts=hosts,
         node_rank=hosts.index(resources.current_host),
@@ -162,7 +150,7 @@ def _refuse_launchers(environment: Environment) -> None:
 
 
 def _processes_per_host(environment: Environment, launcher: Launcher) -> int:
-    name = _PROCESSES_PER_HOST[launcher]
+    name = PROCESSES_PER_HOST[launcher]
     asked = _whole_number(environment.framework.get(name), ("hyperparameters", name), 1, 4096)
     return asked or environment.num_gpus or _degree_product(environment.mp_parameters)
 

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smpkit.config.wire import INSTANCE_GROUPS
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.topology import DEFAULT_PORT, INSTANCE_GROUPS, Topology, distribution_hosts
+from smpkit_container.topology import DEFAULT_PORT, Topology, distribution_hosts
 
 __all__ = ["export", "platform_variables", "process_variables"]
 

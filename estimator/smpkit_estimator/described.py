@@ -11,8 +11,8 @@ from typing import Any
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
+from smpkit.config.wire import PROCESSES_PER_HOST
 from smpkit.errors import Problem
-from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST
 from smpkit_estimator.platform_files import config_files
 
 __all__ = [

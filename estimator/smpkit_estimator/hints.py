@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from smpkit.config import wire
 from smpkit.config.section import KeyPath
 
 __all__ = ["hint_for", "place_of"]
@@ -48,11 +49,11 @@ _PLACES: Mapping[KeyPath, KeyPath] = {
 }
 
 _OWN_HYPERPARAMETERS: Mapping[str, KeyPath] = {
-    "mp_parameters": ("distribution", "smdistributed", "modelparallel", "parameters"),
-    "sagemaker_mpi_custom_mpi_options": ("distribution", "mpi", "custom_mpi_options"),
-    "sagemaker_program": ("entry_point",),
-    "sagemaker_submit_directory": ("source_dir",),
-    "sagemaker_smpkit_secrets": ("secrets",),
+    wire.MP_PARAMETERS: ("distribution", "smdistributed", "modelparallel", "parameters"),
+    wire.MPI_OPTIONS: ("distribution", "mpi", "custom_mpi_options"),
+    wire.PROGRAM: ("entry_point",),
+    wire.SUBMIT_DIRECTORY: ("source_dir",),
+    wire.SECRETS: ("secrets",),
 }
 
 _NAMES: Mapping[KeyPath, str] = {

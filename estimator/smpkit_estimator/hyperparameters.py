@@ -7,30 +7,20 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from smpkit.config import wire
 from smpkit.config.job import JobConfig
 from smpkit.errors import Problem
 
 __all__ = [
-    "INSTANCE_GROUPS",
-    "PROCESSES_PER_HOST",
     "distribution_hyperparameters",
     "for_trainer",
     "hyperparameters",
     "not_for_shell_files",
 ]
 
-PROCESSES_PER_HOST = {
-    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
-    "torchrun": "sagemaker_smpkit_processes_per_host",
-}
-"""Ranks per host, by launcher. The second is ours: the SDK has no such hyperparameter for torchrun."""
-
-INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
-"""Names the groups whose hosts run ranks, in a job with different machines."""
-
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_TRAINER_CODE = "/opt/ml/input/data/code"
-_NOT_OF_TRAINERS = ("sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type")
+_TRAINER_CODE = f"{wire.CHANNELS}/code"
+_NOT_OF_TRAINERS = (wire.JOB_NAME, wire.REGION, wire.INSTANCE_TYPE)
 """Not known before a `ModelTrainer` submits; an empty or wrong one would hide what the platform says."""
 
 
@@ -44,11 +34,11 @@ def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, reg
     """
     values: dict[str, Any] = {
         **job.hyperparameters,
-        "sagemaker_submit_directory": submit_directory,
-        "sagemaker_program": job.entry_point,
-        "sagemaker_container_log_level": job.container.log_level,
-        "sagemaker_job_name": job_name,
-        "sagemaker_region": region,
+        wire.SUBMIT_DIRECTORY: submit_directory,
+        wire.PROGRAM: job.entry_point,
+        wire.LOG_LEVEL: job.container.log_level,
+        wire.JOB_NAME: job_name,
+        wire.REGION: region,
     }
     own = {name: json.dumps(value) for name, value in values.items()}
     return {**own, **distribution_hyperparameters(job)}
@@ -81,15 +71,15 @@ def _launcher(job: JobConfig) -> dict[str, Any]:
     distribution, per_host = job.distribution, job.distribution.processes_per_host
     if distribution.launcher == "mpirun":
         return {
-            "sagemaker_mpi_enabled": True,
-            **({PROCESSES_PER_HOST["mpirun"]: per_host} if per_host else {}),
-            "sagemaker_mpi_custom_mpi_options": distribution.custom_mpi_options,
+            wire.MPI_ENABLED: True,
+            **({wire.PROCESSES_PER_HOST["mpirun"]: per_host} if per_host else {}),
+            wire.MPI_OPTIONS: distribution.custom_mpi_options,
         }
     asked = distribution.torch_distributed is not None and distribution.torch_distributed.enabled
     instance_type = _instance_type(job)
     return {
-        **({"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": instance_type} if asked else {}),
-        **({PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
+        **({wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: instance_type} if asked else {}),
+        **({wire.PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
     }
 
 
@@ -100,7 +90,7 @@ def _instance_type(job: JobConfig) -> str | None:
 
 def _groups(job: JobConfig) -> dict[str, Any]:
     named = job.distribution.instance_groups
-    return {INSTANCE_GROUPS: list(named)} if named else {}
+    return {wire.INSTANCE_GROUPS: list(named)} if named else {}
 
 
 def _model_parallel(job: JobConfig) -> dict[str, Any]:
@@ -109,9 +99,9 @@ def _model_parallel(job: JobConfig) -> dict[str, Any]:
         return {}
     parameters: dict[str, Any] = {}
     if job.distribution.model_parallel is not None:
-        parameters = {"mp_parameters": job.distribution.parameters_as_written}
+        parameters = {wire.MP_PARAMETERS: job.distribution.parameters_as_written}
     return {
         **parameters,
-        "sagemaker_distributed_dataparallel_enabled": False,
-        "sagemaker_instance_type": _instance_type(job),
+        wire.DATA_PARALLEL_ENABLED: False,
+        wire.INSTANCE_TYPE: _instance_type(job),
     }

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from smpkit.config.job import HOMOGENEOUS, JobConfig
-from smpkit_estimator.hyperparameters import INSTANCE_GROUPS, PROCESSES_PER_HOST, hyperparameters
+from smpkit.config.wire import INSTANCE_GROUPS, PROCESSES_PER_HOST
+from smpkit_estimator.hyperparameters import hyperparameters
 
 __all__ = ["config_files"]
 

@@ -9,37 +9,14 @@ from typing import Any
 
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, FileSystem, InstanceGroup, JobConfig
+from smpkit.config.wire import CHANNELS, CODE_CHANNEL, SECRETS, TOKEN_CHANNEL, TOKEN_FILE, TOKEN_NAME
 from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.status import machines_of
 
-__all__ = [
-    "CODE_CHANNEL",
-    "SECRETS",
-    "TOKEN_CHANNEL",
-    "TOKEN_FILE",
-    "TOKEN_NAME",
-    "SubmitContext",
-    "TrainingRequest",
-    "build_request",
-]
+__all__ = ["SubmitContext", "TrainingRequest", "build_request"]
 
-CODE_CHANNEL = "code"
-"""The channel that brings the sources to a container without network."""
-
-SECRETS = "sagemaker_smpkit_secrets"
-"""Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
-
-TOKEN_FILE = "sagemaker_smpkit_token_file"  # noqa: S105 - where it is
-"""Names the file with the secret by which the launchers of several hosts know each other. Ours."""
-
-TOKEN_CHANNEL = "smpkit_token"  # noqa: S105 - its name
-"""The channel that brings this file to containers without network."""
-
-TOKEN_NAME = "token"  # noqa: S105 - its name
-"""Of the file, at the end of its URI."""
-
-_ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
-_TOKEN_IN_CONTAINER = f"/opt/ml/input/data/{TOKEN_CHANNEL}/{TOKEN_NAME}"
+_ARCHIVE_IN_CONTAINER = f"{CHANNELS}/{CODE_CHANNEL}/sourcedir.tar.gz"
+_TOKEN_IN_CONTAINER = f"{CHANNELS}/{TOKEN_CHANNEL}/{TOKEN_NAME}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from smpkit.config.wire import JOB_NAME
 from smpkit.errors import UsageError
 from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.request import TrainingRequest
@@ -39,7 +40,7 @@ def resumed_request(
     name = job_name or unique_name(base_name(old), now)
     body = _known(description, shape)
     body["TrainingJobName"] = name
-    body["HyperParameters"] = {**body.get("HyperParameters", {}), "sagemaker_job_name": json.dumps(name)}
+    body["HyperParameters"] = {**body.get("HyperParameters", {}), JOB_NAME: json.dumps(name)}
     if body.get("ResourceConfig", {}).get("InstanceGroups"):
         for key, option in (("InstanceCount", "--instance-count"), ("InstanceType", "--instance-type")):
             if key in changes:

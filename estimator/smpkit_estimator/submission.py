@@ -13,19 +13,13 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
+from smpkit.config.wire import CODE_CHANNEL, MAX_UNPACKED_BYTES, TOKEN_CHANNEL, TOKEN_NAME
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.cloud import Cloud, DryCloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
-from smpkit_estimator.request import (
-    CODE_CHANNEL,
-    TOKEN_CHANNEL,
-    TOKEN_NAME,
-    SubmitContext,
-    TrainingRequest,
-    build_request,
-)
+from smpkit_estimator.request import SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 
@@ -33,8 +27,6 @@ __all__ = ["Submission", "checked", "plan_submission", "send"]
 
 _MAX_ARCHIVE_BYTES = 5 * 2**30
 """The largest object that S3 takes in one call."""
-_MAX_UNPACKED_BYTES = 8 * 2**30
-"""The most that the launcher unpacks; a job with more would fail on machines that are paid for."""
 _SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
 
 
@@ -100,8 +92,8 @@ def plan_submission(
     if problems:
         raise ConfigError(_unique(problems), subject="job for SageMaker")
     packed = pack(sources) if sources is not None else None
-    if packed is not None and packed.num_bytes > _MAX_UNPACKED_BYTES:
-        message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(_MAX_UNPACKED_BYTES)}"
+    if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
+        message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(MAX_UNPACKED_BYTES)}"
         raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
     output = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
     archive_uri = job.source_dir if packed is None else _archive_uri(job, output, packed.digest)

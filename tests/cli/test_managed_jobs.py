@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from smpkit.cli._backend import BackendChoice
+from smpkit.config.wire import TOKEN_FILE
 from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.sagemaker_backend import SageMaker
 from tests.cli.conftest import Smpkit, process
 from tests.job_contract import a_job_that_fails, a_job_that_succeeds

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import ConfigError, LaunchError
 from smpkit_container.channel import packed
 from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import Peers, meet
-from smpkit_container.token import TOKEN_FILE, job_token
+from smpkit_container.token import job_token
 from smpkit_container.topology import Topology
 
 HOSTS = ["localhost", "127.0.0.2"]

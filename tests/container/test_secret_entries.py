@@ -11,11 +11,11 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
+from smpkit.config.wire import SECRETS
 from smpkit.errors import ConfigError, LaunchError
 from smpkit_container import __main__ as program
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.secret_entries import SECRETS, secret_variables
-from smpkit_estimator import request
+from smpkit_container.secret_entries import secret_variables
 
 Entries = Callable[..., None]
 
@@ -111,7 +111,3 @@ def test_the_script_has_the_variable_and_no_file_has_its_value(
     monkeypatch.setattr(program, "launch", launch)
     assert program.main(["train"], {"SMPKIT_BASE_DIR": str(tmp_path)}) == 0
     assert seen["HF_TOKEN"] == "s3cr3t-value"
-
-
-def test_both_ends_use_the_same_name() -> None:
-    assert request.SECRETS == SECRETS

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from smpkit.config.job import JobConfig
-from smpkit_container.topology import TORCHRUN_PROCESSES_PER_HOST
-from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters
 
 NAME = "smpkit-2026-11-20-18-18-11-237"
 ARCHIVE = f"s3://smpkit-demo/{NAME}/source/sourcedir.tar.gz"
@@ -105,7 +104,3 @@ def test_parameters_keep_the_users_own_keys() -> None:
     for key in ("partitions", "pipeline_parallel_degree"):
         config = job({"enabled": True, "parameters": {key: 2}, "mpi": {"enabled": True, "processes_per_host": 2}})
         assert json.loads(sent(config)["mp_parameters"]) == {key: 2}
-
-
-def test_both_ends_of_the_wire_use_the_same_name() -> None:
-    assert PROCESSES_PER_HOST["torchrun"] == TORCHRUN_PROCESSES_PER_HOST

@@ -243,16 +243,10 @@ def test_sources_over_the_limits_are_refused_before_the_upload(
     monkeypatch.setattr(submission, "_MAX_ARCHIVE_BYTES", 10)
     with pytest.raises(ConfigError, match="S3 takes at most"):
         make(fake).fit(wait=False)
-    monkeypatch.setattr(submission, "_MAX_UNPACKED_BYTES", 100)
+    monkeypatch.setattr(submission, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(ConfigError, match="a job takes at most"):
         make(fake).plan()
     assert not fake.storage.objects
-
-
-def test_the_launcher_unpacks_what_may_be_submitted() -> None:
-    from smpkit_container import source
-
-    assert source._MAX_UNPACKED_BYTES == submission._MAX_UNPACKED_BYTES
 
 
 def test_a_timeout_that_stays_is_told(make: MakeEstimator) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from smpkit.config.explain import validated
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
+from smpkit.config.wire import REGION, SECRETS, TOKEN_FILE
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.batch.requests import BatchFacts, definition, submission
@@ -28,7 +29,6 @@ from smpkit_estimator.described import (
     world_problems,
 )
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.request import SECRETS, TOKEN_FILE
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 
@@ -169,7 +169,7 @@ def _spec(facts: BatchFacts, now: datetime, archive: str) -> dict[str, Any]:
         grace_seconds=options.grace_seconds,
     )
     sent = spec["hyperparameters"]
-    sent["sagemaker_region"] = json.dumps(facts.region)
+    sent[REGION] = json.dumps(facts.region)
     if job.compute.num_hosts > 1:
         sent[TOKEN_FILE] = json.dumps(f"{facts.place}/token")
     if job.secrets:

@@ -17,6 +17,7 @@ from smpkit.config.backend import Slurm
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
+from smpkit.config.wire import TOKEN_FILE
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.modules import module_command
@@ -29,7 +30,6 @@ from smpkit_estimator.described import (
     world_problems,
 )
 from smpkit_estimator.local import local_inputs, local_secrets
-from smpkit_estimator.request import TOKEN_FILE
 from smpkit_estimator.slurm.folder import runs_folder
 from smpkit_estimator.slurm.script import Batch, batch_script, container_words
 from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
