@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from smpkit.torch.memory import fit
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit.torch.offloading import offload_activations
+    from smpkit_estimator.arguments import FileSystemInput, InstanceGroup, TrainingInput
     from smpkit_estimator.estimator import Estimator
-    from smpkit_estimator.inputs import FileSystemInput, InstanceGroup, TrainingInput
 
 __version__ = "0.1.0"
 
@@ -39,13 +39,13 @@ __all__ = [
 _MODULES = {
     "Distribution": "smpkit.config.distribution",
     "Estimator": "smpkit_estimator.estimator",
-    "FileSystemInput": "smpkit_estimator.inputs",
-    "InstanceGroup": "smpkit_estimator.inputs",
+    "FileSystemInput": "smpkit_estimator.arguments",
+    "InstanceGroup": "smpkit_estimator.arguments",
     "JobConfig": "smpkit.config.job",
     "ModelParallelConfig": "smpkit.config.modelparallel",
     "OffloadModel": "smpkit.torch.offload_model",
     "OffloadOptimizer": "smpkit.torch.offload_model",
-    "TrainingInput": "smpkit_estimator.inputs",
+    "TrainingInput": "smpkit_estimator.arguments",
     "fit": "smpkit.torch.memory",
     "offload_activations": "smpkit.torch.offloading",
 }

@@ -1,64 +1,22 @@
-"""The arguments of SageMaker's SDK v2 estimators, by name: where each belongs in a job, and why some have no place."""
+"""The arguments of SageMaker's SDK v2 estimators, and the inputs of `fit`, read into a job; why some have no place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 from smpkit.config.explain import validated
-from smpkit.config.job import Experiment, JobConfig
-from smpkit.config.section import KeyPath
+from smpkit.config.job import Channel, Experiment, JobConfig
+from smpkit.config.job import InstanceGroup as Group
 from smpkit.config.words import suggestion
 from smpkit.errors import ConfigError, Problem
+from smpkit_estimator.fields import ARGUMENTS, EXPERIMENT, group_as_written, put, read_channel
 
-__all__ = ["PLACES", "experiment_from", "job_from_arguments"]
+__all__ = ["FileSystemInput", "InstanceGroup", "TrainingInput", "channels", "experiment_from", "job_from_arguments"]
 
-PLACES: Mapping[str, KeyPath] = {
-    "entry_point": ("entry_point",),
-    "source_dir": ("source_dir",),
-    "dependencies": ("dependencies",),
-    "base_job_name": ("name",),
-    "hyperparameters": ("hyperparameters",),
-    "environment": ("environment",),
-    "secrets": ("secrets",),
-    "distribution": ("distribution",),
-    "instance_type": ("compute", "instance_type"),
-    "instance_count": ("compute", "instance_count"),
-    "instance_groups": ("compute", "instance_groups"),
-    "volume_size": ("compute", "volume_gb"),
-    "use_spot_instances": ("compute", "spot"),
-    "max_run": ("compute", "max_run_seconds"),
-    "max_wait": ("compute", "max_wait_seconds"),
-    "keep_alive_period_in_seconds": ("compute", "keep_alive_seconds"),
-    "max_retry_attempts": ("compute", "retries"),
-    "training_plan": ("compute", "training_plan"),
-    "enable_infra_check": ("compute", "infra_check"),
-    "image_uri": ("image",),
-    "role": ("role",),
-    "input_mode": ("input_mode",),
-    "output_path": ("output",),
-    "code_location": ("code_location",),
-    "checkpoint_s3_uri": ("checkpoints", "uri"),
-    "checkpoint_local_path": ("checkpoints", "local_path"),
-    "tags": ("tags",),
-    "metric_definitions": ("metrics",),
-    "subnets": ("network", "subnets"),
-    "security_group_ids": ("network", "security_groups"),
-    "enable_network_isolation": ("network", "isolation"),
-    "encrypt_inter_container_traffic": ("network", "encrypt_traffic"),
-    "output_kms_key": ("encryption", "output_key"),
-    "volume_kms_key": ("encryption", "volume_key"),
-    "container_entry_point": ("container", "entry_point"),
-    "container_arguments": ("container", "arguments"),
-    "container_log_level": ("container", "log_level"),
-    "training_repository_access_mode": ("container", "registry_access"),
-    "training_repository_credentials_provider_arn": ("container", "registry_credentials"),
-    "enable_remote_debug": ("container", "remote_debug"),
-    "disable_output_compression": ("compress_output",),
-}
-"""Argument of SDK v2 -> place in the job file."""
+_SUBJECT = "arguments of Estimator"
+_DEFAULT_CHANNEL = "training"
 
 _OFF_ANYWAY: Mapping[str, tuple[object, ...]] = {
     "debugger_hook_config": (False, None),
@@ -79,6 +37,7 @@ _REFUSED: Mapping[str, str] = {
     "instance_placement_config": "placement is left to SageMaker",
     "enable_sagemaker_metrics": "use `metric_definitions`",
     "enable_session_tag_chaining": "set tags with `tags`",
+    "live_output": "write to `checkpoint_s3_uri`, which SageMaker uploads while the job runs",
 }
 
 
@@ -90,33 +49,59 @@ def job_from_arguments(
     Raises:
         ConfigError: with all problems, each under the name of its argument.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    problems = list(_unknown(given))
+    known = {name: value for name, value in arguments.items() if value is not None}
+    problems = list(_unknown(known))
     if mpi_options is not None and isinstance(distribution, Mapping) and "mpi" in distribution:
         problems.append(Problem(("mpi_options",), "is given twice: `distribution` has `mpi` too", "keep one of them"))
     data: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in PLACES:
-            _put(data, PLACES[name], _CONVERTED.get(name, _as_it_is)(value))
-    if distribution is not None:
-        _put(data, ("distribution",), _with_mpi(_with_group_names(distribution), mpi_options))
-    elif mpi_options is not None:
-        _put(data, ("distribution",), {"mpi": mpi_options})
+    for name, value in known.items():
+        if name in ARGUMENTS:
+            put(data, ARGUMENTS[name].job, ARGUMENTS[name].read(value))
+    put(data, "distribution", _distribution(distribution, mpi_options))
     try:
         job = validated(JobConfig, data, subject="arguments")
     except ConfigError as error:
-        raise ConfigError([*map(_as_argument, error.problems), *problems], subject="arguments of Estimator") from None
+        raise ConfigError([*map(_as_argument, error.problems), *problems], subject=_SUBJECT) from None
     if problems:
-        raise ConfigError(problems, subject="arguments of Estimator")
+        raise ConfigError(problems, subject=_SUBJECT)
     return job
 
 
-_EXPERIMENT: Mapping[str, str] = {
-    "ExperimentName": "name",
-    "TrialName": "trial",
-    "TrialComponentDisplayName": "display_name",
-    "RunName": "run",
-}
+def _unknown(arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in arguments.items():
+        if name in _REFUSED:
+            yield Problem((name,), "has no meaning here", _REFUSED[name])
+        elif name in _OFF_ANYWAY:
+            if value not in _OFF_ANYWAY[name]:
+                hint = "AWS's debugger and profiler are part of AWS's own images"
+                yield Problem((name,), "can only be switched off", hint)
+        elif name not in ARGUMENTS:
+            yield Problem((name,), "unknown argument", suggestion(name, ARGUMENTS))
+
+
+def _distribution(distribution: Any, mpi_options: Mapping[str, Any] | None) -> Any:
+    """Put `mpi_options` in, and names in place of SDK v2's `InstanceGroup` objects."""
+    if distribution is None:
+        return None if mpi_options is None else {"mpi": mpi_options}
+    if not isinstance(distribution, Mapping):
+        return distribution
+    more: dict[str, Any] = {} if mpi_options is None else {"mpi": mpi_options}
+    if isinstance(distribution.get("instance_groups"), (list, tuple)):
+        more["instance_groups"] = [_name_of(group_as_written(group)) for group in distribution["instance_groups"]]
+    return {**distribution, **more}
+
+
+def _name_of(group: Any) -> Any:
+    return group.get("name", group) if isinstance(group, Mapping) else getattr(group, "name", group)
+
+
+def _as_argument(problem: Problem) -> Problem:
+    """Name the argument, where the job file has another name or place for it."""
+    for name, field in ARGUMENTS.items():
+        place = tuple(field.job.split("."))
+        if problem.path[: len(place)] == place:
+            return replace(problem, path=(name, *problem.path[len(place) :]))
+    return problem
 
 
 def experiment_from(config: Mapping[str, str]) -> Experiment:
@@ -125,110 +110,124 @@ def experiment_from(config: Mapping[str, str]) -> Experiment:
     Raises:
         ConfigError: with all problems.
     """
-    unknown = [name for name in config if name not in _EXPERIMENT]
+    subject = "experiment_config"
+    unknown = [name for name in config if name not in EXPERIMENT]
     if unknown:
-        problems = [Problem((name,), "unknown key", suggestion(name, _EXPERIMENT)) for name in unknown]
-        raise ConfigError(problems, subject="experiment_config")
-    return validated(
-        Experiment, {_EXPERIMENT[name]: value for name, value in config.items()}, subject="experiment_config"
-    )
+        problems = [Problem((name,), "unknown key", suggestion(name, EXPERIMENT)) for name in unknown]
+        raise ConfigError(problems, subject=subject)
+    return validated(Experiment, {EXPERIMENT[name]: value for name, value in config.items()}, subject=subject)
 
 
-def _with_mpi(distribution: Any, mpi_options: Mapping[str, Any] | None) -> Any:
-    if mpi_options is None or not isinstance(distribution, Mapping):
-        return distribution
-    return {**distribution, "mpi": mpi_options}
+# ---- what SDK v2 takes as objects ------------------------------------------------------------------------------------
 
 
-def _unknown(given: Mapping[str, Any]) -> Iterable[Problem]:
-    for name, value in given.items():
-        if name in _REFUSED:
-            yield Problem((name,), "has no meaning here", _REFUSED[name])
-        elif name in _OFF_ANYWAY:
-            if value not in _OFF_ANYWAY[name]:
-                hint = "AWS's debugger and profiler are part of AWS's own images"
-                yield Problem((name,), "can only be switched off", hint)
-        elif name not in PLACES:
-            yield Problem((name,), "unknown argument", suggestion(name, PLACES))
+def TrainingInput(  # noqa: N802  SDK v2's name
+    s3_data: str,
+    distribution: str | None = None,
+    compression: str | None = None,
+    content_type: str | None = None,
+    record_wrapping: str | None = None,
+    s3_data_type: str = "S3Prefix",
+    instance_groups: list[str] | None = None,
+    input_mode: str | None = None,
+    attribute_names: list[str] | None = None,
+    target_attribute_name: str | None = None,
+    shuffle_config: Any = None,
+    hub_access_config: Mapping[str, Any] | None = None,
+    model_access_config: Mapping[str, Any] | None = None,
+) -> Channel:
+    """Describe one input as SDK v2's class of this name does.
 
+    Args:
+        shuffle_config: SDK v2's `ShuffleConfig`, or `{"Seed": 1}`, or the seed alone.
+        hub_access_config: `{"HubContentArn": ...}`.
+        model_access_config: `{"AcceptEula": True}`.
 
-def _put(data: dict[str, Any], place: KeyPath, value: Any) -> None:
-    for part in place[:-1]:
-        data = data.setdefault(str(part), {})
-    data[str(place[-1])] = value
-
-
-def _as_argument(problem: Problem) -> Problem:
-    """Name the argument, where the job file has another name or place for it."""
-    for name, place in PLACES.items():
-        if problem.path[: len(place)] == place:
-            return replace(problem, path=(name, *problem.path[len(place) :]))
-    return problem
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _path(value: Any) -> Any:
-    return str(value) if isinstance(value, PurePath) else value
-
-
-def _lists(value: Any) -> Any:
-    """Make lists of tuples, as JSON does."""
-    if isinstance(value, Mapping):
-        return {name: _lists(item) for name, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _with_group_names(distribution: Any) -> Any:
-    """Put names in place of SDK v2's `InstanceGroup` objects in a distribution."""
-    if not isinstance(distribution, Mapping) or not isinstance(distribution.get("instance_groups"), (list, tuple)):
-        return distribution
-    names = [_name_of(group) for group in distribution["instance_groups"]]
-    return {**distribution, "instance_groups": names}
-
-
-def _name_of(group: Any) -> Any:
-    made = _group(group)
-    return made.get("name", group) if isinstance(made, Mapping) else getattr(made, "name", made)
-
-
-def _groups(value: Any) -> Any:
-    return [_group(group) for group in value] if isinstance(value, (list, tuple)) else value
-
-
-def _group(value: Any) -> Any:
-    """Read one of SDK v2's `InstanceGroup` objects; leave everything else to validation."""
-    if not hasattr(value, "instance_group_name"):
-        return value
-    return {
-        "name": value.instance_group_name,
-        "instance_type": value.instance_type,
-        "instance_count": value.instance_count,
+    Raises:
+        ConfigError: with all problems.
+    """
+    seed = getattr(shuffle_config, "seed", shuffle_config)
+    source = {
+        "S3Uri": s3_data,
+        "S3DataType": s3_data_type,
+        "S3DataDistributionType": distribution,
+        "AttributeNames": attribute_names or None,
+        "InstanceGroupNames": instance_groups or None,
+        "HubAccessConfig": hub_access_config,
+        "ModelAccessConfig": model_access_config,
     }
+    config = {
+        "DataSource": {"S3DataSource": source},
+        "CompressionType": compression,
+        "ContentType": content_type,
+        "RecordWrapperType": record_wrapping,
+        "InputMode": input_mode,
+        "ShuffleConfig": {"Seed": seed} if isinstance(seed, int) else seed,
+        "TargetAttributeName": target_attribute_name,
+    }
+    return _channel("TrainingInput", config)
 
 
-def _pairs(key: str, item: str) -> Any:
-    """Make a converter of SageMaker's lists of pairs into a mapping; what is no such list is left to validation."""
+def FileSystemInput(  # noqa: N802  SDK v2's name
+    file_system_id: str,
+    file_system_type: str,
+    directory_path: str,
+    file_system_access_mode: str = "ro",
+    content_type: str | None = None,
+) -> Channel:
+    """Describe an input on FSx for Lustre or EFS as SDK v2's class of this name does.
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, list) or not all(
-            isinstance(pair, Mapping) and {key, item} <= set(pair) for pair in value
-        ):
-            return value
-        return {pair[key]: pair[item] for pair in value}
+    Raises:
+        ConfigError: with all problems.
+    """
+    source = {
+        "FileSystemId": file_system_id,
+        "FileSystemType": file_system_type,
+        "DirectoryPath": directory_path,
+        "FileSystemAccessMode": file_system_access_mode,
+    }
+    config = {"DataSource": {"FileSystemDataSource": source}, "ContentType": content_type}
+    return _channel("FileSystemInput", config)
 
-    return convert
+
+def InstanceGroup(instance_group_name: str, instance_type: str, instance_count: int) -> Group:  # noqa: N802
+    """Describe hosts of one kind as SDK v2's class of this name does.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    data = {"name": instance_group_name, "instance_type": instance_type, "instance_count": instance_count}
+    return validated(Group, data, subject="InstanceGroup")
 
 
-_CONVERTED: Mapping[str, Any] = {
-    "entry_point": _path,
-    "source_dir": _path,
-    "dependencies": lambda value: [_path(item) for item in value] if isinstance(value, (list, tuple)) else value,
-    "instance_groups": _groups,
-    "tags": _pairs("Key", "Value"),
-    "hyperparameters": _lists,
-    "metric_definitions": _pairs("Name", "Regex"),
-    "disable_output_compression": lambda value: not value if isinstance(value, bool) else value,
-}
+def channels(inputs: object) -> dict[str, Channel]:
+    """Return the channels that `fit(inputs)` means: one URI or input is the channel `training`.
+
+    Raises:
+        ConfigError: an input is not one, or not in S3.
+    """
+    if inputs is None:
+        return {}
+    if not isinstance(inputs, Mapping):
+        inputs = {_DEFAULT_CHANNEL: inputs}
+    return {str(name): _input(str(name), value) for name, value in inputs.items()}
+
+
+def _input(name: str, value: Any) -> Channel:
+    if isinstance(value, Channel):
+        return value
+    if isinstance(value, str):
+        return validated(Channel, {"uri": value}, subject=f"input `{name}`")
+    config = getattr(value, "config", None)  # an input of SDK v2
+    if isinstance(config, Mapping):
+        return _channel(name, config)
+    message = f"must be an S3 URI or a TrainingInput, got an object of type {type(value).__name__}"
+    raise ConfigError([Problem((name,), message)], subject="inputs")
+
+
+def _channel(name: str, config: Mapping[str, Any]) -> Channel:
+    """Make a channel from its form in a request, which SDK v2's inputs hold; refuse what a channel lacks."""
+    data, problems = read_channel(config)
+    if problems:
+        raise ConfigError([replace(problem, path=(name, *problem.path)) for problem in problems], subject="inputs")
+    return validated(Channel, data, subject=f"input `{name}`")

@@ -10,10 +10,9 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
-from smpkit_estimator.arguments import experiment_from, job_from_arguments
+from smpkit_estimator.arguments import channels, experiment_from, job_from_arguments
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.follow import Notice
-from smpkit_estimator.inputs import channels
 from smpkit_estimator.job import Job, show
 from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.sagemaker import Session, open_session

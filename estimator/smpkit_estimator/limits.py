@@ -10,7 +10,7 @@ from typing import Any
 from smpkit.config.section import KeyPath
 from smpkit.config.words import closest, quoted
 from smpkit.errors import Problem
-from smpkit_estimator.hints import hint_for, place_of
+from smpkit_estimator.fields import hint_for, place_of
 
 __all__ = ["preflight"]
 

@@ -42,6 +42,7 @@ def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, argumen
         ({"instance_count": 0}, "instance_count: must be at least 1, got 0"),
         ({"instance_cuont": 2}, "instance_cuont: unknown argument\n    hint: did you mean `instance_count`?"),
         ({"framework_version": "2.0"}, "framework_version: has no meaning here"),
+        ({"live_output": True}, "hint: write to `checkpoint_s3_uri`, which SageMaker uploads while the job runs"),
         ({"debugger_hook_config": True}, "debugger_hook_config: can only be switched off"),
         ({"use_spot_instances": True, "max_run": 100, "max_wait": 50}, "max_wait: must be at least"),
         # Surprise 2: the SDK checks these only after the upload, some never.
@@ -329,8 +330,7 @@ def test_status_counts_time_and_interruptions(make: MakeEstimator) -> None:
 def test_the_estimators_arguments_are_documented_ones() -> None:
     """Each argument of SDK v2 that we take has a place in the job file that exists."""
     from smpkit.config.job import JobConfig
-    from smpkit_estimator.arguments import PLACES
+    from smpkit_estimator.fields import FIELDS
 
-    names = set(JobConfig.keys())
-    assert {place[0] for place in PLACES.values()} <= names
-    assert set(ARGUMENTS) <= set(PLACES)
+    assert {field.job.split(".")[0] for field in FIELDS} <= set(JobConfig.keys())
+    assert set(ARGUMENTS) <= {field.sdk for field in FIELDS}

@@ -13,7 +13,7 @@ from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
 from smpkit.testing import FakeSageMaker
 from smpkit.testing.fake_sagemaker.client import validate
-from smpkit_estimator.inputs import channels
+from smpkit_estimator.arguments import channels
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.local import plan_local_run
 from smpkit_estimator.sagemaker import request_shape

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from smpkit.testing.fake_sagemaker.client import validate
-from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.inputs import InstanceGroup, TrainingInput, channels
+from smpkit_estimator.arguments import InstanceGroup, TrainingInput, channels, job_from_arguments
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
@@ -77,7 +77,7 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 def test_what_is_printed_is_what_is_sent() -> None:
     request = ours(*CASES["model-parallel-mpi-spot"])
-    assert json.loads(request.to_json()) == request.body
+    assert request.shown() == yaml.safe_load(request.text()) == request.body
     validate(request.body, SHAPE)
 
 
