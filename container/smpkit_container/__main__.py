@@ -32,7 +32,6 @@ from smpkit_container.environment import (
 )
 from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
-from smpkit_container.overrides import decode_overrides
 from smpkit_container.rank import die_with_parent
 from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
@@ -122,7 +121,6 @@ def _train(
         if base == DEFAULT_BASE if fetch is None else fetch:
             fetch_source(environment)
             install_requirements(environment.code)
-        environment = decode_overrides(environment)
         environ = {**environ, **secret_variables(environment)}
         return launch(environment, environ, console, extra, stopped_code=stopped_code, lost_code=lost_code)
     except KeyboardInterrupt:  # before the launcher handles it

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ __all__ = [
     "count_cpus",
     "count_gpus",
     "find_efa",
-    "find_nccl_plugin",
 ]
 
 DEFAULT_BASE = Path("/opt/ml")
 
 _FRAMEWORK_PREFIX = "sagemaker_"
+_OUR_PREFIX = "sagemaker_smpkit_"
+_OURS = ("sagemaker_smpkit_processes_per_host", "sagemaker_smpkit_secrets", "sagemaker_smpkit_token_file")
+_LIVE_OUTPUT = "sagemaker_s3_output"
 _MAX_HOSTS = 100_000
 _TUNING_METRIC = "_tuning_objective_metric"
 """What SageMaker adds to the hyperparameters of a tuning job; it is not for the script."""
@@ -149,6 +150,7 @@ class Environment:
         channels = _read(folders, "inputdataconfig", problems)
         checkpoint = _read(folders, "checkpointconfig", problems)
         problems += _unpassable(values)
+        problems += _unknown(values)
         if not isinstance(values.get("mp_parameters", {}), dict):
             problems.append(Problem(("hyperparameters", "mp_parameters"), "must be a JSON object"))
         if problems:
@@ -203,66 +205,33 @@ def count_cpus() -> int:
 def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-smi", "--list-gpus")) -> int:
     """Count the GPUs that a rank will see, by asking the driver's own tool; 0 where that is missing, fails or hangs.
 
+    A process can use one slice of a divided GPU (MIG), so where there are slices this is 1: name another number of
+    ranks with `processes_per_host`.
+
     Args:
         environ: the ranks' variables; `CUDA_VISIBLE_DEVICES` is read as CUDA does, up to the first entry that names no
-            GPU. A process can use one slice of a divided GPU (MIG), however many there are.
+            GPU: numbers, or the beginnings of UUIDs.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return 0
-    gpus: list[str] = []
-    slices: list[tuple[int, str]] = []  # index of its GPU, UUID
-    for line in done.stdout.splitlines():
-        uuid = line.rpartition("UUID: ")[2].strip(" )")
-        if line.startswith("GPU "):
-            gpus.append(uuid)
-        elif gpus and line.lstrip().startswith("MIG "):
-            slices.append((len(gpus) - 1, uuid))
+    gpus = [line.rpartition("UUID: ")[2].strip(" )") for line in done.stdout.splitlines() if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        whole = len(gpus) - len({gpu for gpu, _ in slices})
-        return whole or min(1, len(slices))
-    return _count_visible([entry.strip() for entry in visible.split(",")], gpus, [uuid for _, uuid in slices])
-
-
-def _count_visible(entries: Sequence[str], gpus: Sequence[str], slices: Sequence[str]) -> int:
-    """Count what CUDA finds for the entries of `CUDA_VISIBLE_DEVICES`: numbers, or the beginnings of UUIDs."""
-    if entries[0].startswith("MIG-GPU-"):  # how older drivers name a slice
-        return int(any(entries[0].removeprefix("MIG-").startswith(uuid) for uuid in gpus))
-    if entries[0].startswith("MIG-"):
-        return int(any(uuid.startswith(entries[0]) for uuid in slices))
-    found: list[int] = []
-    for entry in entries:
+        return 1 if "  MIG " in done.stdout else len(gpus)
+    if visible.startswith("MIG-"):
+        return 1
+    chosen: list[int] = []
+    for entry in (entry.strip() for entry in visible.split(",")):
         if entry.isascii() and entry.isdigit():
             named = [int(entry)] if int(entry) < len(gpus) else []
         else:
             named = [gpu for gpu, uuid in enumerate(gpus) if entry.startswith("GPU-") and uuid.startswith(entry)]
         if len(named) != 1:
             break
-        found += named
-    return len(found) if len(set(found)) == len(found) else 0  # CUDA shows none if one is named twice
-
-
-def find_nccl_plugin(environ: Mapping[str, str], command: tuple[str, ...] = ("ldconfig", "-p")) -> bool:
-    """Return whether nccl would find a plugin for other networks than TCP and InfiniBand, such as aws-ofi-nccl."""
-    if environ.get("NCCL_NET_PLUGIN", "none") != "none":
-        return True
-    folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    if any(any(folder.glob("libnccl-net*.so*")) for folder in folders):
-        return True
-    path = f"{environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # users other than root may not have these
-    try:
-        done = subprocess.run(
-            [shutil.which(command[0], path=path) or command[0], *command[1:]],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return "libnccl-net" in done.stdout
+        chosen += named
+    return len(chosen) if len(set(chosen)) == len(chosen) else 0  # CUDA shows none if one is named twice
 
 
 def find_efa(devices: Path = Path("/dev/infiniband")) -> bool:
@@ -306,6 +275,24 @@ def _unpassable(values: Mapping[str, Any]) -> list[Problem]:
         for name, value in values.items()
         if "\0" in name or (isinstance(value, str) and "\0" in value)
     ]
+
+
+def _unknown(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse what other versions of smpkit, and other images, do with hyperparameters of these names."""
+    problems = [
+        Problem(
+            ("hyperparameters", name),
+            "is not known to the smpkit in this image",
+            "submit the job with the same version of smpkit as the image has",
+        )
+        for name in values
+        if name.startswith(_OUR_PREFIX) and name not in _OURS
+    ]
+    if _LIVE_OUTPUT in values:
+        what = "asks for uploads of `output/intermediate` while the job runs, which smpkit does not do"
+        hint = "let the script write to `checkpoints`, which SageMaker uploads as the job runs"
+        problems.append(Problem(("hyperparameters", _LIVE_OUTPUT), what, hint))
+    return problems
 
 
 def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:

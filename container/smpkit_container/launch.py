@@ -24,13 +24,11 @@ from smpkit_container.command import (
     torchrun_command,
 )
 from smpkit_container.console import Console
-from smpkit_container.environment import Environment, find_nccl_plugin
+from smpkit_container.environment import Environment
 from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure, stop_words
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
-from smpkit_container.intermediate import live_upload
 from smpkit_container.log_files import LogFiles
-from smpkit_container.lost_summary import leave_summary
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
@@ -38,15 +36,10 @@ from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 
-__all__ = ["explain", "launch", "notices", "timeouts_from", "with_smdistributed"]
+__all__ = ["explain", "gpu_notice", "launch", "timeouts_from", "with_smdistributed"]
 
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
 """What Python needs when it starts on another host; all other variables come from that host's launcher."""
-
-
-_LAST_UPLOADS_SECONDS = 120.0
-_LAST_UPLOADS_OF_STOPPED_SECONDS = 5.0
-"""SageMaker kills a stopped container after 120 s, and the ranks may take 110 of them."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +82,9 @@ def launch(
     with _meeting_port(topology) as port:
         token = job_token(environment)
         plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
-        for notice in notices(environment, topology, plan.environ):
+        notice = gpu_notice(environment, topology, plan.environ)
+        if notice:
             console.say(f"warning: {notice}")
-        uploads = live_upload(environment, console.say)
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
         with gather(topology, timeouts.start, token) as gathered:
@@ -100,12 +93,8 @@ def launch(
                 plan = _planned(environment, gathered.topology, port, token, environ, extra, console.is_terminal)
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
-    if uploads is not None:
-        uploads.close(_LAST_UPLOADS_SECONDS if not outcome.stop_signal else _LAST_UPLOADS_OF_STOPPED_SECONDS)
     failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints, lost_code)
     if failure is not None:
-        if environ.get(RUN_DIR):
-            leave_summary(Path(environ[RUN_DIR]), environment.job_name, outcome, plan.topology, failure)
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code
@@ -145,25 +134,14 @@ def with_smdistributed(environment: Environment, environ: Mapping[str, str], con
     return with_drop_in(environ)
 
 
-def notices(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> list[str]:
-    """Return warnings: what will work, but probably not as intended.
-
-    Args:
-        environ: the ranks' variables.
-    """
-    found = []
+def gpu_notice(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> str:
+    """Warn of ranks that share GPUs: that works, but probably not as intended. `environ` are the ranks' variables."""
     gpus, ranks = environment.num_gpus, topology.processes_per_host
-    if 0 < gpus < ranks:
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
-        found.append(f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl")
-    asks_for_efa = environ.get("FI_PROVIDER") == "efa" and gpus > 0 and not topology.single_host
-    if asks_for_efa and topology.node_rank == 0 and not find_nccl_plugin(environ):
-        found.append(
-            "FI_PROVIDER is efa, but nccl has no plugin for EFA (libnccl-net*.so) and will use TCP, which is slower: "
-            "take one of AWS's deep learning containers as the base image, or install aws-ofi-nccl"
-        )
-    return found
+    if not 0 < gpus < ranks:
+        return ""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
+    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl"
 
 
 def explain(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
 
-__all__ = ["download", "fetch", "uploader"]
+__all__ = ["download", "fetch", "put"]
 
 
 def download(environment: Environment, uri: str, target: Path, what: str) -> None:
@@ -44,32 +43,19 @@ def put(path: Path, uri: str, region: str | None = None) -> None:
     Raises:
         LaunchError: it cannot be uploaded.
     """
-    _uploader(region)(path, uri)
-
-
-def uploader(environment: Environment) -> Callable[[Path, str], None]:
-    """Return what uploads a file to a URI, and raises LaunchError if it cannot."""
-    return _uploader(_region(environment))
-
-
-def _uploader(region: str | None) -> Callable[[Path, str], None]:
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
+    parts = urlsplit(uri)
     config = Config(connect_timeout=10, read_timeout=30, retries={"total_max_attempts": 3})
-    client = boto3.client("s3", region_name=region, config=config)
-
-    def upload(path: Path, uri: str) -> None:
-        parts = urlsplit(uri)
-        try:
-            client.upload_file(str(path), parts.netloc, parts.path.lstrip("/"))
-        except (Boto3Error, BotoCoreError, ClientError, OSError, ValueError) as error:
-            hint = "the job's role needs s3:PutObject for it"
-            raise LaunchError(f"{path} cannot be uploaded to {uri}: {error}", hint=hint) from error
-
-    return upload
+    try:
+        client = boto3.client("s3", region_name=region, config=config)
+        client.upload_file(str(path), parts.netloc, parts.path.lstrip("/"))
+    except (Boto3Error, BotoCoreError, ClientError, OSError, ValueError) as error:
+        hint = "the job's role needs s3:PutObject for it"
+        raise LaunchError(f"{path} cannot be uploaded to {uri}: {error}", hint=hint) from error
 
 
 def _region(environment: Environment) -> str | None:

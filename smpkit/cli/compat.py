@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,9 +43,9 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     `smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py`
     `smpkit compat --check train.py`
 
-    Put `--` before the command. A failure under torchrun is shown as by `smpkit run`. Where SMP v1 itself is installed,
-    that is what the command finds, and a note says so. Packages that are gone, such as Apex, are replaced by stand-ins
-    on torch where they are not installed. `--check` ends with 1 if something cannot work.
+    Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
+    Packages that are gone, such as Apex, are replaced by stand-ins on torch where they are not installed. `--check`
+    ends with 1 if something cannot work.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
     if only_check:
         return _check(command, as_json=as_json)
@@ -68,7 +67,7 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     if installed is None or cuda_on_cpu:
         environ = with_startup(environ, cuda_on_cpu=cuda_on_cpu)
     try:
-        os.execve(*_reported(program, command), _for_huggingface(environ))  # noqa: S606  what this command is for
+        os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:
         raise LaunchError(f"`{program}` cannot be run: {error.strerror}") from None
 
@@ -81,16 +80,6 @@ def _check(paths: Sequence[str], *, as_json: bool) -> int:
     found = check([Path(path) for path in paths])
     click.echo(_compat_check.as_json(found) if as_json else "\n".join(_compat_check.as_text(found, _layout.width())))
     return 1 if found.problems else 0
-
-
-def _reported(program: str, command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return program and command, with torchrun of this environment replaced by ours, which says who failed and why."""
-    rest = list(command[1:])
-    if program == sys.executable and rest[:2] == ["-m", "torch.distributed.run"]:
-        rest = rest[2:]
-    elif Path(program) != Path(sys.executable).with_name("torchrun"):
-        return program, list(command)
-    return sys.executable, [sys.executable, "-m", "smpkit_container.reported_torchrun", *rest]
 
 
 def _parameters(given: str) -> dict[str, str]:

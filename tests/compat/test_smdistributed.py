@@ -17,7 +17,7 @@ from smpkit.drop_in import DROP_IN_PATH, asks_for_it, installed_one, with_drop_i
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
 from smpkit_container.launch import launch
-from tests.compat.commands import run_compat, run_script
+from tests.compat.commands import run_script
 
 
 def test_every_import_path_of_the_original_is_there() -> None:
@@ -155,37 +155,3 @@ def test_what_cannot_be_meant_is_said_before_anything_runs(
     assert done.exit_code == code
     assert message in done.output
     assert executed == []
-
-
-def test_a_failure_under_torchrun_is_told_as_smpkit_run_tells_it(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    with pytest.raises(AssertionError) as caught:
-        run_compat(*torchrun, "--nproc-per-node", "2", str(script))
-    said = str(caught.value)
-    assert said.startswith("exit code 137")
-    assert "(rank 1, exit 137)\n\n    the process was killed by SIGKILL (the machine may be out of memory)\n" in said
-    assert "rank 0 stopped because of it\nhint: use more microbatches" in said
-    assert "error_file" not in said
-    assert "Traceback" not in said
-
-
-def test_torchrun_of_another_environment_stays(
-    executed: list[tuple[str, list[str], dict[str, str]]], tmp_path: Path
-) -> None:
-    other = tmp_path / "torchrun"
-    other.write_text("#!/bin/sh\n")
-    other.chmod(0o755)
-    for command, expected in (
-        ([str(other), "train.py"], [str(other), "train.py"]),
-        (
-            [str(Path(sys.executable).with_name("torchrun")), "train.py"],
-            [sys.executable, "-m", "smpkit_container.reported_torchrun", "train.py"],
-        ),
-    ):
-        assert CliRunner().invoke(cli, ["compat", "--", *command]).exit_code == 0
-        assert executed[-1][1] == expected

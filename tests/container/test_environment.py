@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,12 @@ from smpkit_container.environment import (
     base_folder,
     count_cpus,
     count_gpus,
-    find_nccl_plugin,
 )
+from smpkit_container.secret_entries import SECRETS
+from smpkit_container.token import TOKEN_FILE
+from smpkit_container.topology import TORCHRUN_PROCESSES_PER_HOST
+
+OURS = (SECRETS, TOKEN_FILE, TORCHRUN_PROCESSES_PER_HOST)
 
 
 def write(base: Path, name: str, value: Any) -> None:
@@ -152,32 +155,27 @@ def test_gpus_are_counted_as_a_rank_sees_them(visible: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("environ", "count"),
-    [
-        ({}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-bbbb-2"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-aaaa-1,MIG-bbbb-2"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-11aa-1/7/0"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-cccc-3"}, 0),
-    ],
+    [({}, 1), ({"CUDA_VISIBLE_DEVICES": "MIG-bbbb-2"}, 1), ({"CUDA_VISIBLE_DEVICES": "MIG-aaaa-1,MIG-bbbb-2"}, 1)],
     ids=str,
 )
 def test_a_process_sees_one_slice_of_a_divided_gpu(environ: dict[str, str], count: int) -> None:
-    assert count_gpus(environ, listed(DIVIDED)) == count
+    assert count_gpus(environ, listed(DIVIDED + "GPU 1: NVIDIA H200 (UUID: GPU-33dd-4)\n")) == count
 
 
-def test_a_divided_gpu_does_not_hide_a_whole_one() -> None:
-    assert count_gpus({}, listed(DIVIDED + "GPU 1: NVIDIA H200 (UUID: GPU-33dd-4)\n")) == 1
-
-
-def test_nccls_plugin_is_looked_for_where_nccl_does(tmp_path: Path) -> None:
-    installed, nothing = ("printf", "\tlibnccl-net.so (libc6,x86-64) => /opt/lib/libnccl-net.so\n"), ("true",)
-    path = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": f"{tmp_path}:"}
-    assert find_nccl_plugin(path, installed)
-    assert not find_nccl_plugin(path, nothing)
-    assert not find_nccl_plugin(path, ("no-such-tool-anywhere",))
-    assert find_nccl_plugin({**path, "NCCL_NET_PLUGIN": "ofi"}, nothing)
-    (tmp_path / "libnccl-net-ofi.so.0").touch()
-    assert find_nccl_plugin(path, nothing)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sagemaker_smpkit_parameters_file", "is not known to the smpkit in this image"),
+        ("sagemaker_smpkit_packed", "is not known to the smpkit in this image"),
+        ("sagemaker_s3_output", "which smpkit does not do"),
+    ],
+)
+def test_what_this_image_does_not_do_is_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
+    write(tmp_path, "hyperparameters", {name: '"x"', **dict.fromkeys(OURS, "2")})
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path)
+    assert [problem.path for problem in caught.value.problems] == [("hyperparameters", name)]
+    assert message in str(caught.value)
 
 
 def test_what_a_tuner_adds_does_not_reach_the_script(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from smpkit.errors import ConfigError, LaunchError, SmpkitError, UnsupportedErro
 from smpkit_container.__main__ import main
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.launch import launch, notices, timeouts_from
+from smpkit_container.launch import gpu_notice, launch, timeouts_from
 from smpkit_container.topology import Topology
 
 
@@ -93,41 +92,20 @@ def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: 
     assert failure.read_text() == "mine"
 
 
-TWO_HOSTS = Topology(("algo-1", "algo-2"), 0, 8, "torchrun")
-EFA = {"FI_PROVIDER": "efa", "PATH": "/nowhere"}
-
-
-def machine(num_gpus: int) -> Environment:
-    return Environment(folders=Folders(Path("/opt/ml")), num_gpus=num_gpus)
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "environ", "words"),
     [
-        (8, {}, []),
-        (0, {}, []),
-        (4, {}, ["8 ranks share 4 GPUs, over gloo"]),
-        (1, {"CUDA_VISIBLE_DEVICES": "3"}, ["8 ranks share 1 GPU (CUDA_VISIBLE_DEVICES is 3), over gloo"]),
-        (8, EFA, ["FI_PROVIDER is efa, but nccl has no plugin for EFA (libnccl-net*.so) and will use TCP"]),
-        (0, EFA, []),
+        (8, {}, ""),
+        (0, {}, ""),
+        (4, {}, "8 ranks share 4 GPUs, over gloo"),
+        (1, {"CUDA_VISIBLE_DEVICES": "3"}, "8 ranks share 1 GPU (CUDA_VISIBLE_DEVICES is 3), over gloo"),
     ],
 )
-def test_what_will_be_slow_is_told_before_it_starts(
-    num_gpus: int, environ: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("smpkit_container.launch.find_nccl_plugin", lambda environ: False)
-    told = notices(machine(num_gpus), TWO_HOSTS, environ)
-    assert len(told) == len(words)
-    assert all(text.startswith(start) for text, start in zip(told, words, strict=True))
-
-
-def test_a_plugin_that_is_missing_is_told_by_one_host_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smpkit_container.launch.find_nccl_plugin", lambda environ: False)
-    assert notices(machine(8), TWO_HOSTS, EFA)
-    assert notices(machine(8), replace(TWO_HOSTS, node_rank=1), EFA) == []
-    assert notices(machine(8), replace(TWO_HOSTS, hosts=("algo-1",)), EFA) == []
-    monkeypatch.setattr("smpkit_container.launch.find_nccl_plugin", lambda environ: True)
-    assert notices(machine(8), TWO_HOSTS, EFA) == []
+def test_ranks_that_share_gpus_are_told_before_they_start(num_gpus: int, environ: dict[str, str], words: str) -> None:
+    machine = Environment(folders=Folders(Path("/opt/ml")), num_gpus=num_gpus)
+    notice = gpu_notice(machine, Topology(("algo-1", "algo-2"), 0, 8, "torchrun"), environ)
+    assert notice.startswith(words)
+    assert bool(notice) == bool(words)
 
 
 def test_an_exit_code_that_python_makes_zero_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -583,31 +583,3 @@ def test_a_host_outside_the_named_groups_runs_the_script_alone(tmp_path: Path) -
         "data": [f"[rank 0] 0 1 data {hosts}"],
         "train": [f"[rank 0] 0 2 train {hosts}", f"[rank 1] 1 2 train {hosts}"],
     }
-
-
-def test_intermediate_results_are_uploaded_while_the_job_runs(tmp_path: Path) -> None:
-    """With a bucket that is a folder; where it lies below `sagemaker_s3_output` is what AWS's toolkit does."""
-    stub = tmp_path / "stub" / "boto3"
-    stub.mkdir(parents=True)
-    (stub / "exceptions.py").write_text("class Boto3Error(Exception): pass\n")
-    (stub / "__init__.py").write_text(
-        "import os, pathlib, shutil\n"
-        "def client(*_, **__):\n    return Client()\n"
-        "class Client:\n"
-        "    def upload_file(self, path, bucket, key):\n"
-        f"        target = pathlib.Path({str(tmp_path)!r}, bucket, key)\n"
-        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
-        "        shutil.copy(path, f'{target}.part'); os.replace(f'{target}.part', target)\n"
-    )
-    results = tmp_path / "bucket" / "out" / "job-1" / "output" / "intermediate"
-    source = (
-        "import os, pathlib, time\nfolder = pathlib.Path(os.environ['SM_OUTPUT_INTERMEDIATE_DIR'])\n"
-        f"(folder / 'first').write_text('1')\nwhile not os.path.exists('{results}/first'): time.sleep(0.05)\n"
-        "(folder / 'last').write_text('2')\n"
-    )
-    values = {"sagemaker_s3_output": "s3://bucket/out/", "sagemaker_job_name": "job-1"}
-    path = os.pathsep.join(filter(None, [str(stub.parent), os.environ.get("PYTHONPATH")]))
-    job = Job(tmp_path / "base", "mpirun", source, ranks=1, hyperparameters=values, environ={"PYTHONPATH": path})
-    done = job.run()
-    assert done.code == 0, done.err
-    assert {path.name: path.read_text() for path in results.iterdir()} == {"first": "1", "last": "2"}
