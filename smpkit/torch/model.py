@@ -12,10 +12,9 @@ together over ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +27,6 @@ from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
-from smpkit.torch.data_parallel.join import JoinContext
 from smpkit.torch.data_parallel.reducer import CommHook
 from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.offload_model.model import OffloadModel
@@ -355,13 +353,17 @@ class DistributedModel(nn.Module):
     _register_comm_hook = register_comm_hook
     """Its name in SMP v1.2."""
 
-    def join(self) -> contextlib.AbstractContextManager[object]:
-        """Let ranks run out of inputs at different steps: those that are done take part with zeros.
+    def join(self) -> NoReturn:
+        """Refuse to go on with replicas that have run out of inputs.
 
-        As `DistributedDataParallel.join()`: gradients are divided by the number of all replicas, and at the end every
-        rank has the parameters of the last to finish; with `fp16` and `bf16` also its master weights and loss scale.
+        Raises:
+            UnsupportedError: always.
         """
-        return contextlib.nullcontext() if self.data_parallel is None else JoinContext(self.data_parallel)
+        raise UnsupportedError(
+            "model.join() lets replicas take different numbers of steps, which smpkit does not do",
+            hint="give every rank as many batches: DistributedSampler(..., drop_last=True) and"
+            " DataLoader(..., drop_last=True)",
+        )
 
     # --- names: what the model has, and what of it this rank holds -----------------------------------------------
 

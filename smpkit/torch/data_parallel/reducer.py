@@ -214,15 +214,6 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.reset()
 
-    def join_reductions(self) -> None:
-        """Take part in one reduction with zeros, for the ranks of the group that still have inputs."""
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-            self._start_packed(bucket)
-            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
-                self._pending[-1].wait()
-        self._pending = []
-
     def _stash_earlier_result(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
         with self._lock:
             if slot in bucket.reduced:

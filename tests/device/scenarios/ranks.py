@@ -95,25 +95,6 @@ def trained_with_a_hook() -> list[Tensor]:
     return found
 
 
-def trained_on_uneven_inputs() -> list[Tensor]:
-    """Return the weights after a training in which one rank has more batches than the other."""
-    smp.init({"ddp": True, "microbatches": 1})
-    with torch.device("cpu"):
-        torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model: Any = smp.DistributedModel(module.to(DEVICE))
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with model.join():
-        for number in range(2 + 2 * smp.dp_rank()):
-            optimizer.zero_grad()
-            smp_step(model, rows(number))
-            optimizer.step()
-            torch.ones(WIDTH, device=DEVICE).add_(1)
-    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
-    smp.shutdown()
-    return found
-
-
 def trained_after_an_exception() -> list[Tensor]:
     """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True})
@@ -255,5 +236,3 @@ for _horizon in (2, "auto"):
     add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
 add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
 add("ranks, pipeline, over a model of NCCL", over_a_model_of_nccl)
-_run = partial(same_as_in_order, trained_on_uneven_inputs)
-add("ranks, data, uneven inputs", _run, ranks=2)

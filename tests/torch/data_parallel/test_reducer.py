@@ -259,35 +259,6 @@ def test_gradients_as_views_live_in_the_buckets_also_when_zeroed_in_place() -> N
     assert run_ranks(views_share_memory, 2) == [(True, True)] * 2
 
 
-def accumulate_and_join(batches: int) -> list[torch.Tensor]:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Branches())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with model.join():
-        for index in range(batches + 2 * smp.rank()):
-            optimizer.zero_grad()
-            branch_step(model, inputs(smp.rank() + 10 * index), (0, 1, 2, 3))
-            optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_join_lets_ranks_end_at_different_steps_and_leaves_them_equal() -> None:
-    first, second, third = run_ranks(accumulate_and_join, 3, 1)
-    for left, middle, right in zip(first, second, third, strict=True):
-        assert torch.equal(left, right)
-        assert torch.equal(middle, right)
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index in range(5):
-        optimizer.zero_grad()
-        for rank in (rank for rank in range(3) if index < 1 + 2 * rank):
-            (model(inputs(rank + 10 * index), (0, 1, 2, 3)) / 3).backward()
-        optimizer.step()
-    for ours, plain in zip(first, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, plain.detach(), rtol=1e-5, atol=1e-6)
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
