@@ -27,7 +27,6 @@ from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
-from smpkit.torch.data_parallel.reducer import CommHook
 from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offloading import Offloading, offloads
@@ -335,20 +334,16 @@ class DistributedModel(nn.Module):
         """Call `hook(model, optimizer)` once, at the end of the next step, when gradients are final."""
         return self._hooks.register(self._hooks.post_step, hook)
 
-    def register_comm_hook(self, state: object, callable: CommHook) -> None:  # noqa: A002 - SMP v1's and torch's name
-        """Replace the all-reduce of gradients by `callable(state, bucket)`, which returns a future.
-
-        As in SMP v1 the hook itself averages, over replicas and over microbatches: it gets plain sums.
+    def register_comm_hook(self, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002 - v1's name
+        """Refuse to replace the all-reduce of gradients.
 
         Raises:
-            UsageError: without data parallelism or overlapping all-reduce, or a second hook.
+            UnsupportedError: always.
         """
-        if self.data_parallel is None or not self.data_parallel.overlapping:
-            raise UsageError(
-                "a communication hook needs data parallelism with overlapping all-reduce",
-                hint="set ddp: True, run on several ranks, and keep overlapping_allreduce=True",
-            )
-        self.data_parallel.set_comm_hook(state, callable)
+        raise UnsupportedError(
+            "model.register_comm_hook would replace the all-reduce of gradients, which smpkit does itself",
+            hint="remove it; with `fp16` or `bf16` gradients travel in half precision",
+        )
 
     _register_comm_hook = register_comm_hook
     """Its name in SMP v1.2."""
@@ -562,9 +557,7 @@ class DistributedModel(nn.Module):
             self.participants.add(self.data_parallel)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
-        # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
-        has_hook = self.data_parallel is not None and self.data_parallel.has_comm_hook
-        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not has_hook else 1.0
+        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches else 1.0
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------

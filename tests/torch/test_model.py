@@ -207,8 +207,8 @@ def test_wrapping_what_is_no_module_or_before_init_is_refused() -> None:
         wrap(lambda x: x)  # type: ignore[arg-type]
 
 
-def test_a_communication_hook_needs_data_parallelism() -> None:
-    with pytest.raises(UsageError, match="needs data parallelism"):
+def test_a_communication_hook_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.register_comm_hook would replace the all-reduce of gradients"):
         wrap().register_comm_hook(None, lambda state, bucket: torch.futures.Future())
 
 

@@ -54,18 +54,13 @@ class Bucket:
     another message, whether any rank did. A parameter that none reached keeps its gradient (`None` included), as it
     would in one process; torch's reducer leaves such parameters unreduced or fills them with zeros.
 
-    The methods that torch's communication hooks use (`index`, `buffer`, `set_buffer`, `gradients`, `parameters`,
-    `is_last`) have the meaning they have on `torch.distributed.GradBucket`, and see the gradients without the flags.
     """
 
-    def __init__(
-        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], target: ReduceTarget = ALL_RANKS
-    ) -> None:
+    def __init__(self, position: int, parameters: Sequence[nn.Parameter], target: ReduceTarget = ALL_RANKS) -> None:
         self.position = position
         self.group = target.group
         self.owner = target.owner
         self.is_owner = target.owner is None or target.owner == dist.get_rank(target.group)
-        self._is_last = is_last
         self.params = list(parameters)
         self.numels = [param.numel() for param in parameters]
         self.used: set[int] = set()  # slots that earlier backwards reached since the last reduction
@@ -87,21 +82,6 @@ class Bucket:
 
     def index(self) -> int:
         return self.position
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        self._buffer.copy_(buffer)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self.views
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.params
-
-    def is_last(self) -> bool:
-        return self._is_last
 
     def is_ready(self) -> bool:
         """Tell whether the backward now running has finished every gradient of this bucket."""
@@ -264,5 +244,4 @@ def plan_buckets(
     contents = chunks_of([(param, reduce_target_of(param)) for param in parameters], cap_bytes, first_cap_bytes)
     ready_order = {id(param): index for index, param in enumerate(parameters)}
     contents.sort(key=lambda content: ready_order[id(content[1][-1])])
-    last = len(contents) - 1
-    return [Bucket(index, index == last, params, target) for index, (target, params) in enumerate(contents)]
+    return [Bucket(index, params, target) for index, (target, params) in enumerate(contents)]

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
-from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
+from smpkit.torch.data_parallel.reducer import GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
 from smpkit.torch.distributed.recorder import recorded_work
@@ -149,32 +149,6 @@ class DataParallel(StepParticipant):
         self._begin_pass(training, self._end_pass)
         if self.overlapping and self._reduces_now():
             self._overlapped_reducer.overlap_next_backward()
-
-    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:
-        """Replace the all-reduce of gradients.
-
-        Raises:
-            UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
-                know about.
-        """
-        if self.zero1 is not None:
-            raise UnsupportedError(
-                "a communication hook replaces the all-reduce of gradients, but shard_optimizer_state reduces each to "
-                "the rank that owns its parameter",
-                hint="remove register_comm_hook or shard_optimizer_state",
-            )
-        for each in self._placements:
-            if each.reduce_group not in (None, self.group):
-                raise UnsupportedError(
-                    f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
-                    f"ranks {list(each.reduce_ranks)}",
-                    hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
-                )
-        self._overlapped_reducer.set_comm_hook(hook_state, hook)
-
-    @property
-    def has_comm_hook(self) -> bool:
-        return self._overlapped_reducer.has_comm_hook
 
     def _broadcast_all_buffers(self) -> None:
         """Copy the buffers of the first replica to the others; pieces only to the ranks that hold the same piece."""

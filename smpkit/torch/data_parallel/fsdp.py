@@ -43,7 +43,6 @@ from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
-    from smpkit.torch.data_parallel.reducer import CommHook
 
 __all__ = ["ShardedDataParallel", "shard_model"]
 
@@ -223,12 +222,6 @@ class ShardedDataParallel(DataParallel):
                     hint="resume from a checkpoint in a new process",
                 )
         self._gathered_at_failure = None
-
-    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
-        raise UnsupportedError(
-            "a communication hook replaces the all-reduce of gradients, but sharded data parallelism reduces parts",
-            hint="remove register_comm_hook or sharded_data_parallel_degree",
-        )
 
 
 def _mesh() -> DeviceMesh:

@@ -29,7 +29,6 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,27 +41,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.data_parallel.buckets import NEVER, Bucket, ReduceTarget, kind_of, plan_buckets
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["CommHook", "GradientReducer"]
-
-CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
-
-
-@dataclass(frozen=True)
-class _PendingReduction:
-    """A reduction under way: the all-reduce of a buffer, or that of its flags and a hook's future of the gradients."""
-
-    work: dist.Work
-    hook_result: torch.futures.Future[Any] | None = None
-
-    def wait(self) -> torch.Tensor | None:
-        """Wait for both; return what the hook's future holds."""
-        self.work.wait()
-        if self.hook_result is None:
-            return None
-        value = self.hook_result.wait()
-        result = value[0] if isinstance(value, list | tuple) else value
-        assert isinstance(result, torch.Tensor)
-        return result
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer:
@@ -86,14 +65,13 @@ class GradientReducer:
         self._targets = {id(param): target for _, param, target in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self._as_view = as_view
-        self._comm_hook: tuple[Any, CommHook] | None = None
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         self._signature: list[Any] = []
         self._buckets: list[Bucket] = []
         self._frozen_results: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._overlaps = False
-        self._pending: list[_PendingReduction] = []
+        self._pending: list[dist.Work] = []
         self._on_backward_end: Callable[[], None] | None = None
         self._end_queued = False
         self.refresh()
@@ -105,16 +83,6 @@ class GradientReducer:
     @property
     def has_parameters(self) -> bool:
         return bool(self._parameters)
-
-    @property
-    def has_comm_hook(self) -> bool:
-        return self._comm_hook is not None
-
-    def set_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Replace the all-reduce by `hook(state, bucket)`, which must return a future of the reduced flat gradients."""
-        if self._comm_hook is not None:
-            raise UsageError("a communication hook is registered already", hint="register one hook, once")
-        self._comm_hook = (state, hook)
 
     def refresh(self) -> None:
         """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
@@ -195,9 +163,7 @@ class GradientReducer:
         needs_flags_read = []
         for bucket, reduction in zip(self._buckets, self._pending, strict=True):
             with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
-                hook_result = reduction.wait()
-            if hook_result is not None:
-                bucket.set_buffer(hook_result)
+                reduction.wait()
             if bucket.needs_flags:
                 needs_flags_read.append(bucket)
             else:
@@ -267,24 +233,13 @@ class GradientReducer:
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
-            divisor = 1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket))
             try:
-                bucket.pack(divisor)
+                bucket.pack(dist.get_world_size(_group_of(bucket)))
             except RuntimeError:
                 for param in bucket.params:
                     self._refuse_sparse(param)
                 raise
-            self._start_packed(bucket)
-
-    def _start_packed(self, bucket: Bucket) -> None:
-        if self._comm_hook is None:
-            self._pending.append(_PendingReduction(_reduce(bucket)))
-            return
-        state, hook = self._comm_hook
-        # The hook may compress or reshape the gradients, so the flags travel by themselves.
-        future = hook(state, bucket)
-        self._pending.append(_PendingReduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
+            self._pending.append(_reduce(bucket))
 
 
 def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:

@@ -16,7 +16,6 @@ def test_buckets_keep_the_order_and_stay_below_the_cap() -> None:
     buckets = plan_buckets(parameters(4, 4, 4, 100, 1), cap_bytes=32)
     assert [bucket.numels for bucket in buckets] == [[4, 4], [4], [100], [1]]
     assert [bucket.index() for bucket in buckets] == [0, 1, 2, 3]
-    assert [bucket.is_last() for bucket in buckets] == [False, False, False, True]
 
 
 def test_a_bucket_holds_one_dtype() -> None:

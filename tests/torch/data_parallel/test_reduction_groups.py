@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.shards import TpShard, mark
 from tests.ranks import RankFailed, run_ranks
@@ -159,14 +158,3 @@ def differ(what: str) -> None:
 def test_different_pieces_and_scales_are_named(what: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         run_ranks(differ, 4, what)
-
-
-def hook_on_pieces() -> str:
-    model = start()
-    with pytest.raises(UnsupportedError) as caught:
-        model.register_comm_hook(None, lambda _, bucket: bucket)
-    return caught.value.message
-
-
-def test_a_communication_hook_beside_pieces_is_refused() -> None:
-    assert "`piece` is reduced over ranks [0, 2]" in run_ranks(hook_on_pieces, 4)[0]
