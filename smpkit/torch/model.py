@@ -13,6 +13,7 @@ together over ranks.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedModel", "ModelHook"]
 
+_log = logging.getLogger("smpkit")
+
 ModelHook = Callable[["DistributedModel", "DistributedOptimizer | None"], object]
 
 
@@ -90,7 +93,7 @@ class DistributedModel(nn.Module):
         trace_memory_usage: partition by the memory that each part leaves allocated in such a run, instead of by the
             sizes of what autograd keeps.
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
-        gradient_as_bucket_view: keep gradients inside the reduction buffers, saving one copy of all gradients.
+        gradient_as_bucket_view: accepted for compatibility, without effect.
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
         replace_at_degree_1: whether modules that are marked for tensor parallelism are replaced at degree 1, too, so
             that the model has the modules and names of higher degrees (`transformer.seq_layers`). None: only in
@@ -131,8 +134,9 @@ class DistributedModel(nn.Module):
             passes_per_reduction=backward_passes_per_step,
             bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
             broadcast_buffers=broadcast_buffers,
-            gradient_as_bucket_view=gradient_as_bucket_view,
         )
+        if gradient_as_bucket_view and state.rank == 0:
+            _log.info("gradient_as_bucket_view has no effect: gradients do not lie in the reduction buffers")
 
         # The transforms, in an order that matters: each works on what the one before it has left.
         #

@@ -13,24 +13,24 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 """Several for a model, or overlap has nothing to get wrong."""
 
 
-def row(name: str, overlap: bool, view: bool, accumulation: int = 1, **more: Any) -> tuple[str, Way]:
-    options = {**SMALL_BUCKETS, "overlapping_allreduce": overlap, "gradient_as_bucket_view": view}
+def row(name: str, overlap: bool, accumulation: int = 1, **more: Any) -> tuple[str, Way]:
+    options = {**SMALL_BUCKETS, "overlapping_allreduce": overlap}
     given = {"replicas": 2, "microbatches": 4 if more.get("stepwise", True) else 1, "accumulation": accumulation}
     return name, Way(**{**given, "batches": (8,) * 2 * accumulation, "model": options, "prepare": differ, **more})
 
 
 BRANCH = "a branch on a value in the model"
 ROWS = [
-    row("frozen and unused parameters", True, False),
-    row("frozen and unused parameters", False, True, accumulation=2),
+    row("frozen and unused parameters", True),
+    row("frozen and unused parameters", False, accumulation=2),
     # Whole batches of some replicas leave the second half of the model out.
-    row(BRANCH, True, True, microbatches=1, replicas=3),
-    row(BRANCH, False, False, microbatches=1, replicas=3),
-    row("several backwards", True, False, microbatches=2),
-    row("BatchNorm", True, True, accumulation=2),
-    row("parameters of the root", True, True, replicas=4),
-    row("tied by a function", True, False, stepwise=False),
-    row("tied by a function", False, True, accumulation=2, stepwise=False),
+    row(BRANCH, True, microbatches=1, replicas=3),
+    row(BRANCH, False, microbatches=1, replicas=3),
+    row("several backwards", True, microbatches=2),
+    row("BatchNorm", True, accumulation=2),
+    row("parameters of the root", True, replicas=4),
+    row("tied by a function", True, stepwise=False),
+    row("tied by a function", False, accumulation=2, stepwise=False),
 ]
 
 

@@ -45,7 +45,7 @@ class ReductionOptions:
     Args:
         overlapping: reduce during the last backward of a pass, not after it.
         passes_per_reduction: passes whose gradients add up before they are reduced.
-        bucket_cap_bytes, gradient_as_bucket_view: see GradientReducer.
+        bucket_cap_bytes: see GradientReducer.
         broadcast_buffers: copy the first replica's buffers to the others at the start of every training pass.
     """
 
@@ -53,7 +53,6 @@ class ReductionOptions:
     passes_per_reduction: int
     bucket_cap_bytes: int
     broadcast_buffers: bool
-    gradient_as_bucket_view: bool
 
 
 def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> DataParallel | None:
@@ -100,7 +99,6 @@ class DataParallel(StepParticipant):
         return GradientReducer(
             [(each.name, each.parameter, reduce_target_of(each)) for each in placements],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
-            as_view=reduction.gradient_as_bucket_view,
         )
 
     def release(self) -> None:
