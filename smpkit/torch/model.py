@@ -549,7 +549,7 @@ class DistributedModel(nn.Module):
     def _replicate(self) -> None:
         """Make this rank's part equal to its replicas', and set up what averages its gradients."""
         if state.cfg.sharded_data_parallel_degree > 1:
-            from smpkit.torch.data_parallel.fsdp import shard_model  # torch's fully_shard takes a second to load
+            from smpkit.torch.data_parallel.sharded import shard_model  # torch's fully_shard takes a second to load
 
             self.data_parallel = shard_model(self.module, self.placement, self._reduction)
             self.placement = Placement(self.module)  # of the parts, which have taken the parameters' places
