@@ -136,7 +136,7 @@ SHARDED = {"shard_optimizer_state": True}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "dp2": (2, {}),
-    "dp2, reduced at the end": (2, {"ddp_options": {"overlapping_allreduce": False, "gradient_as_bucket_view": False}}),
+    "dp2, reduced at the end": (2, {"ddp_options": {"overlapping_allreduce": False}}),
     "dp2, sharded state": (2, SHARDED),
     "pp2": (2, PP2),
     "pp2 dp2, sharded state": (4, {**PP2, **SHARDED}),

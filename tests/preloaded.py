@@ -17,7 +17,7 @@ __all__ = ["MODELS", "MODULES"]
 _LATE = (
     "smpkit.torch.checkpoints.huggingface",
     "smpkit.torch.checkpoints.resume",
-    "smpkit.torch.data_parallel.fsdp",
+    "smpkit.torch.data_parallel.sharded",
 )
 MODULES = ("smpkit.torch", *_LATE, "torch._dynamo", "hypothesis", "pytest", "accelerate")
 MODELS = ("bert", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "roberta", "t5", "vit")

@@ -53,7 +53,7 @@ from smpkit.torch.api import (
     tp_size,
 )
 from smpkit.torch.checkpoints.save_load import load, save
-from smpkit.torch.data_parallel.registered import register_parameter
+from smpkit.torch.data_parallel.sharded_parameters import register_parameter
 from smpkit.torch.distributed.init import init, shutdown
 from smpkit.torch.distributed.objects import (
     CommGroup,

@@ -12,10 +12,10 @@ together over ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,8 +28,6 @@ from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
-from smpkit.torch.data_parallel.join import JoinContext
-from smpkit.torch.data_parallel.reducer import CommHook
 from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offloading import Offloading, offloads
@@ -67,6 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedModel", "ModelHook"]
 
+_log = logging.getLogger("smpkit")
+
 ModelHook = Callable[["DistributedModel", "DistributedOptimizer | None"], object]
 
 
@@ -93,7 +93,7 @@ class DistributedModel(nn.Module):
         trace_memory_usage: partition by the memory that each part leaves allocated in such a run, instead of by the
             sizes of what autograd keeps.
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
-        gradient_as_bucket_view: keep gradients inside the reduction buffers, saving one copy of all gradients.
+        gradient_as_bucket_view: accepted for compatibility, without effect.
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
         replace_at_degree_1: whether modules that are marked for tensor parallelism are replaced at degree 1, too, so
             that the model has the modules and names of higher degrees (`transformer.seq_layers`). None: only in
@@ -134,8 +134,9 @@ class DistributedModel(nn.Module):
             passes_per_reduction=backward_passes_per_step,
             bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
             broadcast_buffers=broadcast_buffers,
-            gradient_as_bucket_view=gradient_as_bucket_view,
         )
+        if gradient_as_bucket_view and state.rank == 0:
+            _log.info("gradient_as_bucket_view has no effect: gradients do not lie in the reduction buffers")
 
         # The transforms, in an order that matters: each works on what the one before it has left.
         #
@@ -337,31 +338,31 @@ class DistributedModel(nn.Module):
         """Call `hook(model, optimizer)` once, at the end of the next step, when gradients are final."""
         return self._hooks.register(self._hooks.post_step, hook)
 
-    def register_comm_hook(self, state: object, callable: CommHook) -> None:  # noqa: A002 - SMP v1's and torch's name
-        """Replace the all-reduce of gradients by `callable(state, bucket)`, which returns a future.
-
-        As in SMP v1 the hook itself averages, over replicas and over microbatches: it gets plain sums.
+    def register_comm_hook(self, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002 - v1's name
+        """Refuse to replace the all-reduce of gradients.
 
         Raises:
-            UsageError: without data parallelism or overlapping all-reduce, or a second hook.
+            UnsupportedError: always.
         """
-        if self.data_parallel is None or not self.data_parallel.overlapping:
-            raise UsageError(
-                "a communication hook needs data parallelism with overlapping all-reduce",
-                hint="set ddp: True, run on several ranks, and keep overlapping_allreduce=True",
-            )
-        self.data_parallel.set_comm_hook(state, callable)
+        raise UnsupportedError(
+            "model.register_comm_hook would replace the all-reduce of gradients, which smpkit does itself",
+            hint="remove it; with `fp16` or `bf16` gradients travel in half precision",
+        )
 
     _register_comm_hook = register_comm_hook
     """Its name in SMP v1.2."""
 
-    def join(self) -> contextlib.AbstractContextManager[object]:
-        """Let ranks run out of inputs at different steps: those that are done take part with zeros.
+    def join(self) -> NoReturn:
+        """Refuse to go on with replicas that have run out of inputs.
 
-        As `DistributedDataParallel.join()`: gradients are divided by the number of all replicas, and at the end every
-        rank has the parameters of the last to finish; with `fp16` and `bf16` also its master weights and loss scale.
+        Raises:
+            UnsupportedError: always.
         """
-        return contextlib.nullcontext() if self.data_parallel is None else JoinContext(self.data_parallel)
+        raise UnsupportedError(
+            "model.join() lets replicas take different numbers of steps, which smpkit does not do",
+            hint="give every rank as many batches: DistributedSampler(..., drop_last=True) and"
+            " DataLoader(..., drop_last=True)",
+        )
 
     # --- names: what the model has, and what of it this rank holds -----------------------------------------------
 
@@ -548,7 +549,7 @@ class DistributedModel(nn.Module):
     def _replicate(self) -> None:
         """Make this rank's part equal to its replicas', and set up what averages its gradients."""
         if state.cfg.sharded_data_parallel_degree > 1:
-            from smpkit.torch.data_parallel.fsdp import shard_model  # torch's fully_shard takes a second to load
+            from smpkit.torch.data_parallel.sharded import shard_model  # torch's fully_shard takes a second to load
 
             self.data_parallel = shard_model(self.module, self.placement, self._reduction)
             self.placement = Placement(self.module)  # of the parts, which have taken the parameters' places
@@ -560,9 +561,7 @@ class DistributedModel(nn.Module):
             self.participants.add(self.data_parallel)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
-        # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
-        has_hook = self.data_parallel is not None and self.data_parallel.has_comm_hook
-        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not has_hook else 1.0
+        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches else 1.0
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.data_parallel.shard_attributes import flat_shards
+from smpkit.torch.data_parallel.sharded_parameters import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.distributed.recorder import timed_optimizer
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_

@@ -37,8 +37,8 @@ def on(device: torch.device | str, number: int, dtype: torch.dtype = torch.float
 _MUST_WAIT = {
     # Whether a gradient has overflowed decides whether the optimizer steps.
     "fp16": ["master_weights.unscale_gradients"],
-    # Whether any replica has a gradient for what this one left out: one read for all buckets.
-    "data, one parameter unused": ["reducer._flags_of"],
+    # Whether any replica has a gradient for what this one left out.
+    "data, one parameter unused": ["reducer.unpack"],
 }
 """Where each rank has to wait once in a step; kinds that are not here never wait."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.model import DistributedModel
 from tests.ranks import run_ranks
 
@@ -207,14 +207,14 @@ def test_wrapping_what_is_no_module_or_before_init_is_refused() -> None:
         wrap(lambda x: x)  # type: ignore[arg-type]
 
 
-def test_a_communication_hook_needs_data_parallelism() -> None:
-    with pytest.raises(UsageError, match="needs data parallelism"):
+def test_a_communication_hook_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.register_comm_hook would replace the all-reduce of gradients"):
         wrap().register_comm_hook(None, lambda state, bucket: torch.futures.Future())
 
 
-def test_join_without_replicas_does_nothing() -> None:
-    with wrap().join():
-        pass
+def test_join_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.join\(\) lets replicas take different numbers of steps"):
+        wrap().join()
 
 
 def test_at_tensor_degree_1_nothing_is_distributed() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
@@ -60,10 +60,6 @@ def measure(way: Way) -> dict[str, Any]:
         norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
         smp.clip_grad_norm_(model.parameters(), 0.01)
         norms.append(smp.clip_grad_norm_(model, 1e9).item())
-        with pytest.raises(UnsupportedError, match="join"):
-            model.join()
-        with pytest.raises(UnsupportedError, match="communication hook"):
-            model.register_comm_hook(None, lambda _, bucket: bucket)
         return {
             "parameters": sum(each.numel() for each in local),
             "gradients": sum(each.numel() for each in gradients),
@@ -275,57 +271,28 @@ def test_a_model_without_memory_is_created_in_parts() -> None:
 # --- failing ----------------------------------------------------------------------------------------------------------
 
 
-class _Trouble(ValueError):
-    """What a test raises."""
+def raising(model: Any, ids: Tensor, labels: Tensor) -> None:
+    model(ids)
+    raise ZeroDivisionError
 
 
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise _Trouble
-
-
-class Failing(TiedFunctional):
-    """Raises where it says; what follows the middle layer lies gathered then, or its gradients on their way."""
-
-    fails_in = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].register_forward_hook(lambda _, __, x: self.trouble(x))
-
-    def trouble(self, x: Tensor) -> Tensor:
-        if self.fails_in == "forward":
-            raise _Trouble
-        return Raises.apply(x) if self.fails_in == "backward" else x
-
-
-FAILING = Case(Failing, tokens, token_step)
-
-
-def fail_and_go_on(case: Case, way: Way) -> Trace:
+def fail_and_try_again() -> list[str]:
+    way = way_of()
     with world(way):
-        script = Training(case, way)
-        module: Any = script.model.module
-        outputs = []
-        for number in range(len(way.batches)):
-            for module.fails_in in ("forward", "backward"):
-                with pytest.raises(_Trouble):
-                    script.run(number)
-                assert all(isinstance(each, DTensor) for each in module.parameters())
-            module.fails_in = ""
-            outputs.append(script.run(number))
-        return trace_of(outputs, script.model)
+        script = Training(CASE, way)
+        with pytest.raises(ZeroDivisionError):
+            smp.step(raising)(script.model, *batch(CASE, 0, 8))
+        messages = []
+        for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
+            with pytest.raises(UsageError) as caught:
+                again()
+            messages.append(caught.value.message)
+        return messages
 
 
-def test_after_a_failed_pass_training_goes_on_as_if_it_had_not_been() -> None:
-    same(FAILING, way_of(), by=fail_and_go_on)
+def test_after_a_failed_pass_training_cannot_go_on() -> None:
+    message = "a step failed, and sharded data parallelism cannot go on after that"
+    assert run_ranks(fail_and_try_again, 2) == [[message] * 2] * 2
 
 
 # --- what scripts see and say -----------------------------------------------------------------------------------------
@@ -391,21 +358,42 @@ def register(module: nn.Module) -> None:
     smp.register_parameter(module, module.get_parameter("layers.1.2.bias"))
 
 
+def register_after_wrapping(case: Case, way: Way) -> Trace:
+    with world(way):
+        script = Training(case, way)
+        register(script.model.module)
+        return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
+
+
 def test_a_registered_parameter_may_be_used_outside_of_its_module() -> None:
     same(OUTSIDE, way_of(prepare=register))
+    same(OUTSIDE, way_of(), by=register_after_wrapping)
 
 
-def register_wrongly() -> None:
-    with world(way_of()):
-        model = Training(OUTSIDE, way_of()).model
-        with pytest.raises(RuntimeError, match="DTensor"):
-            model(batch(OUTSIDE, 0, 8)[0])
-        with pytest.raises(UsageError, match="is divided already"):
-            register(model.module)
+def use_unregistered() -> None:
+    with world(way_of()), pytest.raises(RuntimeError, match="DTensor"):
+        Training(OUTSIDE, way_of()).model(batch(OUTSIDE, 0, 8)[0])
 
 
-def test_a_parameter_is_registered_before_it_is_divided() -> None:
-    run_ranks(register_wrongly, 2)
+def test_what_is_not_registered_cannot_be_used_outside() -> None:
+    run_ranks(use_unregistered, 2)
     wrong: Any = torch.zeros(1)
     with pytest.raises(UsageError, match="register_parameter got `Linear` and `Tensor`"):
         smp.register_parameter(nn.Linear(1, 1), wrong)
+
+
+class Tempered(TiedFunctional):
+    """Has a parameter without dimensions, as a CLIP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.logit_scale.exp()
+
+
+@pytest.mark.parametrize("stepwise", [True, False], ids=["steps", "no steps"])
+def test_a_scalar_parameter_stays_whole_and_counts_once(stepwise: bool) -> None:
+    way = way_of(replicas=4, clip=0.05, stepwise=stepwise, microbatches=2 if stepwise else 1)
+    same(Case(Tempered, tokens, token_step), way)

@@ -15,7 +15,6 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from tests.models import MODELS, Case
-from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from tests.train import Trace, Training, Way, batch, build, same, trace_of, world
 
@@ -24,9 +23,9 @@ WHOLE = Way(replicas=2, microbatches=2, optimizer="AdamW in groups", model={"buc
 SHARDED = replace(WHOLE, config={"shard_optimizer_state": True})
 
 
-@pytest.mark.parametrize(("accumulation", "overlap", "view"), pairwise([[1, 2], [True, False], [True, False]]))
-def test_two_ranks_equal_those_without_sharding_to_the_bit(accumulation: int, overlap: bool, view: bool) -> None:
-    options = {**WHOLE.model, "overlapping_allreduce": overlap, "gradient_as_bucket_view": view}
+@pytest.mark.parametrize(("accumulation", "overlap"), [(1, True), (2, True), (2, False)])
+def test_two_ranks_equal_those_without_sharding_to_the_bit(accumulation: int, overlap: bool) -> None:
+    options = {**WHOLE.model, "overlapping_allreduce": overlap}
     whole = replace(WHOLE, accumulation=accumulation, batches=(8,) * 2 * accumulation, model=options)
     same(CASE, replace(whole, config=SHARDED.config), like=whole, tolerance=0)
 
@@ -45,14 +44,15 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
 
 def measure(way: Way) -> dict[str, Any]:
     """Count what is moved in a step, and what remains of it."""
-    moved = {"reduce": 0, "broadcast": 0, "all_reduce": 0}
+    moved = {"reduce": 0, "_broadcast_coalesced": 0, "all_reduce": 0}
 
     def counted(name: str) -> Any:
         original = getattr(dist, name)
 
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            moved[name] += tensor.nbytes
-            return original(tensor, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = args[1] if name == "_broadcast_coalesced" else [args[0]]
+            moved[name] += sum(each.nbytes for each in tensors)
+            return original(*args, **kwargs)
 
         return mock.patch.object(dist, name, call)
 
@@ -60,7 +60,7 @@ def measure(way: Way) -> dict[str, Any]:
         script = Training(CASE, way)
         script.run(0)
         script.run(1)
-        with counted("reduce"), counted("broadcast"), counted("all_reduce"):
+        with counted("reduce"), counted("_broadcast_coalesced"), counted("all_reduce"):
             script.run(2)
         owned = dict(script.model.virtual_named_parameters())
         optimizer = script.optimizer
@@ -86,7 +86,7 @@ def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and
     for each in found:
         assert each["all_reduce"] == 0
         assert each["reduce"] == num_bytes + 8 * len(trained)  # a number says whether a rank has the gradient
-        assert each["broadcast"] == num_bytes
+        assert each["_broadcast_coalesced"] == num_bytes
         assert each["groups"] == groups
 
 
@@ -104,11 +104,8 @@ def add_without_clearing(case: Case, way: Way) -> Trace:
         return trace_of([], model)
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["views", "copies"])
-def test_a_second_reduction_adds_to_the_first(view: bool) -> None:
-    whole = replace(WHOLE, model={**WHOLE.model, "gradient_as_bucket_view": view})
-    way = replace(whole, config=SHARDED.config)
-    same(CASE, way, like=whole, by=add_without_clearing, tolerance=1e-13)
+def test_a_second_reduction_adds_to_the_first() -> None:
+    same(CASE, SHARDED, like=WHOLE, by=add_without_clearing, tolerance=1e-13)
 
 
 def freeze_in_between(case: Case, way: Way) -> Trace:
@@ -173,8 +170,6 @@ def refuse() -> list[str]:
         step(model, *arguments)
         said = []
         for call in (
-            lambda: model.register_comm_hook(None, lambda _, bucket: bucket),
-            model.join,
             lambda: step(model, *arguments),
             lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())).step(lambda: 0.0),
         ):
@@ -185,6 +180,6 @@ def refuse() -> list[str]:
 
 
 def test_what_does_not_go_with_sharded_states_is_refused_in_a_sentence() -> None:
-    expected = ["communication hook", "join lets a rank stop", "needs smp.DistributedOptimizer", "LBFGS"]
+    expected = ["needs smp.DistributedOptimizer", "LBFGS"]
     for message, part in zip(run_ranks(refuse, 2)[0], expected, strict=True):
         assert part in message

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
-from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
+from smpkit.torch.data_parallel.reducer import GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
 from smpkit.torch.distributed.recorder import recorded_work
@@ -31,7 +31,6 @@ from smpkit.torch.placement.shards import is_tp_shard
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
-    from smpkit.torch.data_parallel.join import JoinContext
 
 __all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
 
@@ -46,7 +45,7 @@ class ReductionOptions:
     Args:
         overlapping: reduce during the last backward of a pass, not after it.
         passes_per_reduction: passes whose gradients add up before they are reduced.
-        bucket_cap_bytes, gradient_as_bucket_view: see GradientReducer.
+        bucket_cap_bytes: see GradientReducer.
         broadcast_buffers: copy the first replica's buffers to the others at the start of every training pass.
     """
 
@@ -54,7 +53,6 @@ class ReductionOptions:
     passes_per_reduction: int
     bucket_cap_bytes: int
     broadcast_buffers: bool
-    gradient_as_bucket_view: bool
 
 
 def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> DataParallel | None:
@@ -79,14 +77,15 @@ class DataParallel(StepParticipant):
     ) -> None:
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
-        self.join_context: JoinContext | None = None
         # What is added to these modules later is seen; a module that is added later is no part of this rank's model.
         self._buffers_by_module = [each._buffers for each in module.modules()]
         self._placements = placements
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
         self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
-        self.broadcast_state()
+        broadcast_parameters(placements, dist.get_global_rank(self.group, 0))
+        if state.cfg.ddp and state.dp_size > 1:
+            self._broadcast_all_buffers()
         self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
@@ -100,7 +99,6 @@ class DataParallel(StepParticipant):
         return GradientReducer(
             [(each.name, each.parameter, reduce_target_of(each)) for each in placements],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
-            as_view=reduction.gradient_as_bucket_view,
         )
 
     def release(self) -> None:
@@ -150,66 +148,12 @@ class DataParallel(StepParticipant):
         if self.overlapping and self._reduces_now():
             self._overlapped_reducer.overlap_next_backward()
 
-    def join_pass(self) -> None:
-        """Take part, without inputs, in what the other replicas do in one training pass (see `join`)."""
-        if self._broadcast_buffers:
-            self._broadcast_all_buffers(0)
-        if self._reduces_now():
-            for reducer in self.reducers:
-                reducer.join_reductions()
-        self._passes += 1
-
-    def broadcast_state(self, source: int = 0) -> None:
-        """Copy the parameters and buffers of the replica with dp_rank `source` to the others."""
-        broadcast_parameters(self._placements, self._rank_of(source))
-        if state.cfg.ddp and state.dp_size > 1:
-            self._broadcast_all_buffers(source)
-
-    def broadcast_masters(self, masters: Mapping[int, nn.Parameter], source: int) -> None:
-        """Copy the master weights (by the id of their parameter) of the replica with dp_rank `source` to the others."""
-        placements = [
-            replace(each, parameter=masters[key]) for each in self._placements if (key := id(each.parameter)) in masters
-        ]
-        broadcast_parameters(placements, self._rank_of(source))
-
-    def _rank_of(self, dp_rank: int) -> int:
-        return dist.get_global_rank(self.group, dp_rank)
-
-    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:
-        """Replace the all-reduce of gradients.
-
-        Raises:
-            UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
-                know about.
-        """
-        if self.zero1 is not None:
-            raise UnsupportedError(
-                "a communication hook replaces the all-reduce of gradients, but shard_optimizer_state reduces each to "
-                "the rank that owns its parameter",
-                hint="remove register_comm_hook or shard_optimizer_state",
-            )
-        for each in self._placements:
-            if each.reduce_group not in (None, self.group):
-                raise UnsupportedError(
-                    f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
-                    f"ranks {list(each.reduce_ranks)}",
-                    hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
-                )
-        self._overlapped_reducer.set_comm_hook(hook_state, hook)
-
-    @property
-    def has_comm_hook(self) -> bool:
-        return self._overlapped_reducer.has_comm_hook
-
-    def _broadcast_all_buffers(self, source: int) -> None:
-        """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
+    def _broadcast_all_buffers(self) -> None:
+        """Copy the buffers of the first replica to the others; pieces only to the ranks that hold the same piece."""
         own = {id(each): each for buffers in filter(None, self._buffers_by_module) for each in buffers.values()}
         buffers = [each for each in own.values() if each is not None and each.device.type != "meta"]
-        if not buffers:
-            return
-        whole = self.group, source
-        piece = state.process_group(CommGroup.RDP_GROUP), state.mesh.coordinates(self._rank_of(source)).rdp
-        broadcast_tensors([(each, piece if is_tp_shard(each) else whole) for each in buffers], _REPLICATED)
+        whole, piece = self.group, state.process_group(CommGroup.RDP_GROUP)
+        broadcast_tensors([(each, (piece if is_tp_shard(each) else whole, 0)) for each in buffers], _REPLICATED)
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
@@ -217,10 +161,8 @@ class DataParallel(StepParticipant):
             reducer.begin_pass(on_backward_end)
         if not (training and torch.is_grad_enabled()):
             return
-        if self.join_context is not None:
-            self.join_context.notify()
         if self._broadcast_buffers:
-            self._broadcast_all_buffers(0)
+            self._broadcast_all_buffers()
 
     def _finish(self) -> None:
         for reducer in self.reducers:

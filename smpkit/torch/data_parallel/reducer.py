@@ -1,4 +1,4 @@
-"""Average gradients over ranks, during backward or after it.
+"""Average gradients over ranks, during backward or after it, in a few large messages.
 
 ::
 
@@ -18,19 +18,18 @@ steps and a second reduction all follow from this; no other bookkeeping is neede
 therefore multiplies each gradient as it arises, and not the result.
 
 [Note: results on one rank] With sharded optimizer state only the owner of a parameter gets the result, and the others
-drop their part: there a reduced gradient is not equal on all ranks. The owner therefore stashes it when a backward
+drop their part: there a reduced gradient is not equal on all ranks. The owner therefore sets it aside when a backward
 adds to it, before it does, and adds it to the next result.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -39,30 +38,131 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.data_parallel.buckets import NEVER, Bucket, ReduceTarget, kind_of, plan_buckets
+from smpkit.torch.core import devices
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["CommHook", "GradientReducer"]
+__all__ = ["Bucket", "GradientReducer", "ReduceTarget", "kind_of", "plan_buckets"]
 
-CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
+
+kind_of: Final = attrgetter("requires_grad", "dtype", "device")
+"""What decides which tensors a message holds: where it changes for one, messages are planned anew."""
 
 
 @dataclass(frozen=True)
-class _PendingReduction:
-    """A reduction under way: the all-reduce of a buffer, or that of its flags and a hook's future of the gradients."""
+class ReduceTarget:
+    """Where gradients are reduced: over `group`, to all of it or to the rank at `owner`."""
 
-    work: dist.Work
-    hook_result: torch.futures.Future[Any] | None = None
+    group: dist.ProcessGroup
+    owner: int | None = None
 
-    def wait(self) -> torch.Tensor | None:
-        """Wait for both; return what the hook's future holds."""
-        self.work.wait()
-        if self.hook_result is None:
-            return None
-        value = self.hook_result.wait()
-        result = value[0] if isinstance(value, list | tuple) else value
-        assert isinstance(result, torch.Tensor)
-        return result
+
+class Bucket:
+    """Gradients that are reduced together over one group, in one flat buffer of one dtype on one device.
+
+    ::
+
+        flat   [ grad 0 | grad 1 | ... | grad n-1 | used 0 ... used n-1 ]
+
+    All ranks of the group get the sum, or only its `owner`, where the optimizer state is sharded.
+
+    A used flag is 1 where this rank's backward reached the parameter, so after the sum every rank knows, without
+    another message, whether any rank did. A parameter that none reached keeps its gradient (`None` included), as it
+    would in one process; torch's reducer leaves such parameters unreduced or fills them with zeros.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], target: ReduceTarget) -> None:
+        self.params = list(params)
+        self.group, self.owner = target.group, target.owner
+        self.is_owner = target.owner is None or target.owner == dist.get_rank(target.group)
+        numels = [param.numel() for param in params]
+        self.flat = torch.zeros(sum(numels) + len(params), dtype=params[0].dtype, device=params[0].device)
+        *pieces, self.flags = torch.split(self.flat, [*numels, len(params)])
+        self.views = [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
+        self.ids = frozenset(map(id, params))
+        self.missing = set(self.ids)
+        """Parameters, by id, whose gradients the backward now running has not finished."""
+
+    def pack(self, used: AbstractSet[int]) -> None:
+        """Copy this rank's gradients, divided by the number of ranks, and its flags into the buffer.
+
+        Dividing before the sum, not after, keeps half-precision sums from overflowing.
+
+        Args:
+            used: the ids of parameters that backward has reached since the last reduction.
+        """
+        size = dist.get_world_size(self.group)
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                torch.div(param.grad, size, out=view)
+        if self.ids <= used:
+            self.flags.fill_(1)
+        else:
+            flags = [float(id(param) in used) for param in self.params]
+            self.flags.copy_(devices.to_device(torch.tensor(flags, device="cpu"), self.flags.device))
+
+    def reduce(self) -> dist.Work:
+        """Start to sum the packed buffers of the group, on all ranks or on the owner."""
+        work: dist.Work
+        if self.owner is None:
+            work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        else:
+            work = dist.reduce(self.flat, group=self.group, group_dst=self.owner, async_op=True)
+        return work
+
+    def unpack(self, used: AbstractSet[int], earlier: Mapping[int, torch.Tensor]) -> None:
+        """Give each parameter that any rank's backward reached its reduced gradient, if this rank is its owner.
+
+        Args:
+            used: as for `pack`.
+            earlier: results that this one is added to, by the id of the parameter.
+        """
+        if not self.is_owner:
+            for param in self.params:
+                param.grad = None
+            return
+        # The flags are read only where this rank left out a parameter, because the host waits for the device.
+        flags = [1.0] * len(self.params) if self.ids <= used else self.flags.tolist()
+        gradients, results = [], []
+        for param, view, flag in zip(self.params, self.views, flags, strict=True):
+            before = earlier.get(id(param))
+            if flag == 0:  # used by no rank
+                param.grad = param.grad if before is None else before
+                continue
+            if before is not None:
+                view.add_(before)
+            if param.grad is None:
+                param.grad = torch.empty_like(view)
+            gradients.append(param.grad)
+            results.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, results)
+
+
+def plan_buckets(
+    params: Sequence[nn.Parameter], cap_bytes: int, target_of: Callable[[nn.Parameter], ReduceTarget]
+) -> list[Bucket]:
+    """Group parameters, in the order in which their gradients become ready, into buckets of at most `cap_bytes`.
+
+    A bucket holds one dtype of one device for one target; a parameter larger than the cap has a bucket of its own.
+    Buckets are in the order in which their last gradients become ready.
+    """
+    contents: list[list[nn.Parameter]] = []
+    latest: dict[object, tuple[list[nn.Parameter], int]] = {}
+    for param in params:
+        kind = param.dtype, param.device, target_of(param)
+        content, filled = latest.get(kind, ([], 0))
+        cap = min(FIRST_BUCKET_BYTES, cap_bytes) if contents and content is contents[0] else cap_bytes
+        if not content or filled + param.nbytes > cap:
+            content, filled = [], 0
+            contents.append(content)
+        content.append(param)
+        latest[kind] = content, filled + param.nbytes
+    ready = {id(param): index for index, param in enumerate(params)}
+    contents.sort(key=lambda content: ready[id(content[-1])])
+    return [Bucket(content, target_of(content[0])) for content in contents]
 
 
 class GradientReducer:
@@ -71,88 +171,63 @@ class GradientReducer:
     Args:
         parameters: name, parameter and target; those that do not require gradients are left out until they do.
         bucket_cap_bytes: most bytes reduced at once.
-        as_view: let gradients be views of the buckets, which saves one copy of all gradients.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]],
-        *,
-        bucket_cap_bytes: int,
-        as_view: bool = False,
-    ) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]], *, bucket_cap_bytes: int) -> None:
         self._parameters = [param for _, param, _ in parameters]
         self._names = {id(param): name for name, param, _ in parameters}
         self._targets = {id(param): target for _, param, target in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._as_view = as_view
-        self._comm_hook: tuple[Any, CommHook] | None = None
-        self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
-        self._signature: list[Any] = []
-        self._buckets: list[Bucket] = []
-        self._frozen_results: set[int] = set()
+        self.buckets: Sequence[Bucket] = ()
+        self._kinds: list[Any] = []
         self._handles: list[RemovableHandle] = []
+        self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
+        # By ids of parameters, since buckets may be planned anew while an accumulation is under way.
+        self._used: set[int] = set()
+        """Those that earlier backwards reached since the last reduction."""
+        self._results: set[int] = set()
+        """Those whose gradient is a result that this rank alone has, not its part of one."""
+        self._earlier: dict[int, torch.Tensor] = {}
+        """Results that are set aside, which the next ones are added to."""
         self._overlaps = False
-        self._pending: list[_PendingReduction] = []
+        self._pending: list[dist.Work] = []
         self._on_backward_end: Callable[[], None] | None = None
-        self._end_queued = False
-        self.refresh()
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        return self._buckets
+        self._awaits_backward = False
+        """Whether the first gradient of a backward has to announce its end."""
+        self._plan()
 
     @property
     def has_parameters(self) -> bool:
         return bool(self._parameters)
 
     @property
-    def has_comm_hook(self) -> bool:
-        return self._comm_hook is not None
+    def active(self) -> bool:
+        """Whether reductions have started that are not finished."""
+        return bool(self._pending)
 
-    def set_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Replace the all-reduce by `hook(state, bucket)`, which must return a future of the reduced flat gradients."""
-        if self._comm_hook is not None:
-            raise UsageError("a communication hook is registered already", hint="register one hook, once")
-        self._comm_hook = (state, hook)
-
-    def refresh(self) -> None:
-        """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
-        signature = list(map(kind_of, self._parameters))
-        if signature == self._signature:
+    def _plan(self) -> None:
+        """Plan buckets, anew if parameters were frozen, unfrozen, cast or moved since the last time."""
+        kinds = list(map(kind_of, self._parameters))
+        if kinds == self._kinds:
             return
-        self._signature = signature
-        for handle in self._handles:
-            handle.remove()
-        used, reduced = self._used_and_reduced()  # of the old buckets: an accumulation may be under way
+        self.release()
+        self._kinds = kinds
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
         live = [param for param in reversed(self._parameters) if param.requires_grad]
-        self._buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
-        self._handles, planned = [], set()
-        for bucket in self._buckets:
-            for slot, param in enumerate(bucket.params):
-                planned.add(id(param))
-                if id(param) in used:
-                    bucket.used.add(slot)
-                if id(param) in reduced:
-                    bucket.reduced.add(slot)
-                self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, slot)))  # type: ignore[no-untyped-call]
+        self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
+        for bucket in self.buckets:
+            for param in bucket.params:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, id(param))))  # type: ignore[no-untyped-call]
                 if bucket.owner is not None and bucket.is_owner:
-                    stash = functools.partial(self._stash_earlier_result, bucket, slot)
-                    self._handles.append(param.register_hook(stash))  # type: ignore[no-untyped-call]
-        self._frozen_results = reduced - planned
-
-    def _used_and_reduced(self) -> tuple[set[int], set[int]]:
-        """Return the ids of parameters that this rank has contributed to, and of those whose gradient is a result."""
-        used = {id(bucket.params[slot]) for bucket in self._buckets for slot in (*bucket.used, *bucket.arrived)}
-        reduced = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.reduced}
-        return used, reduced | self._frozen_results
+                    self._handles.append(param.register_hook(lambda _, param=param: self._set_aside(param)))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Remove the hooks from the parameters: they would keep the process group alive as long as these live."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._signature = [], []
+        self._handles, self._kinds = [], []
+
+    # --- a step ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, on_backward_end: Callable[[], None] | None = None) -> None:
         """Prepare for backwards that do not overlap with reductions.
@@ -160,27 +235,22 @@ class GradientReducer:
         Args:
             on_backward_end: called when each of them is over.
         """
-        self.refresh()
+        self._expect_gradients()
+        self._plan()
         self._on_backward_end = on_backward_end
+        self._awaits_backward = on_backward_end is not None
         self._overlaps = False
-        self._begin_backward(NEVER)
 
     def overlap_next_backward(self) -> None:
         """Make the coming backward start reductions as its gradients become final."""
+        self._expect_gradients()
         self._overlaps = True
-        self._begin_backward(None)
 
-    def _begin_backward(self, listens_from: int | None) -> None:
-        """Listen from so many gradients of a bucket on, or from its last; from its first where each must be seen."""
-        if self._as_view or self._on_backward_end is not None:
-            listens_from = 0
-        for bucket in self._buckets:
-            bucket.begin_backward(len(bucket.params) if listens_from is None else listens_from)
-
-    @property
-    def active(self) -> bool:
-        """Whether reductions have started that are not finished."""
-        return bool(self._pending)
+    def _expect_gradients(self) -> None:
+        """Note what the backwards until now have reached, and expect all gradients of the next one."""
+        for bucket in self.buckets:
+            self._used |= bucket.ids - bucket.missing
+            bucket.missing |= bucket.ids
 
     def finish(self) -> None:
         """Start what has not started, wait for everything, and give every parameter its averaged gradient.
@@ -189,138 +259,99 @@ class GradientReducer:
             DeadlineError, RemoteError: a rank of the group did not come or failed.
         """
         self._overlaps = False
-        while len(self._pending) < len(self._buckets):
-            self._start(self._buckets[len(self._pending)])
-        # Buckets that need their flags read wait until all reductions are done: then one read serves them all.
-        needs_flags_read = []
-        for bucket, reduction in zip(self._buckets, self._pending, strict=True):
-            with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
-                hook_result = reduction.wait()
-            if hook_result is not None:
-                bucket.set_buffer(hook_result)
-            if bucket.needs_flags:
-                needs_flags_read.append(bucket)
-            else:
-                bucket.unpack(self._as_view)
-        for bucket, flags in zip(needs_flags_read, _flags_of(needs_flags_read), strict=True):
-            bucket.unpack(self._as_view, flags)
+        self._expect_gradients()
+        while len(self._pending) < len(self.buckets):
+            self._start_next()
+        for number, (bucket, work) in enumerate(zip(self.buckets, self._pending, strict=True)):
+            with waiting(f"the reduction of gradients (bucket {number})", bucket.group):
+                work.wait()
+            bucket.unpack(self._used, self._earlier)
+            if bucket.owner is not None and bucket.is_owner:
+                self._results |= {id(param) for param in bucket.params if param.grad is not None}
         self._pending = []
+        self._used.clear()
+        self._earlier.clear()
 
     def abandon(self) -> None:
         """Drop what an exception interrupted, so that the next step starts clean."""
         self._overlaps = False
-        self._end_queued = False
+        self._awaits_backward = self._on_backward_end is not None
         self._pending = []
-        for bucket in self._buckets:
-            bucket.reset()
+        self._expect_gradients()
+        self._used.clear()
+        self._results.clear()
+        self._earlier.clear()
 
-    def join_reductions(self) -> None:
-        """Take part in one reduction with zeros, for the ranks of the group that still have inputs."""
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-            self._start_packed(bucket)
-            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
-                self._pending[-1].wait()
-        self._pending = []
+    # --- within backward ---------------------------------------------------------------------------------------------
 
-    def _stash_earlier_result(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
-        with self._lock:
-            if slot in bucket.reduced:
-                bucket.stash_result(slot)
-
-    def _listener(self, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
-        """Return a parameter's hook, which runs inside backward after each accumulation into its gradient."""
-        arrived = bucket.arrived
+    def _listener(self, bucket: Bucket, number: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook of the parameter with the id `number`, which runs when a gradient has been added to its."""
+        missing = bucket.missing
 
         def on_gradient(_: torch.Tensor) -> None:  # hundreds of times in a step: the least that tells what arrived
-            arrived.append(slot)
-            if len(arrived) >= bucket.listens_from:
-                self._on_gradient(bucket, slot)
+            if self._awaits_backward:
+                self._announce_end()
+            if number in missing:
+                missing.remove(number)
+            elif bucket in self.buckets[: len(self._pending)]:
+                raise UsageError(
+                    f"parameter `{self._names[number]}` received another gradient in the same backward, after its"
+                    " reduction had started",
+                    hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
+                )
+            if not missing and self._overlaps:
+                self._start_ready()
 
         return on_gradient
 
-    def _on_gradient(self, bucket: Bucket, slot: int) -> None:
+    def _set_aside(self, param: nn.Parameter) -> None:
+        """Move a result out of `param.grad`, which this rank's next contribution needs.
+
+        See [Note: results on one rank].
+        """
+        if id(param) in self._results:
+            self._results.discard(id(param))
+            if param.grad is not None:  # `zero_grad` may have cleared it in the meantime
+                self._earlier[id(param)] = param.grad
+                param.grad = None
+
+    def _announce_end(self) -> None:
         with self._lock:
-            if bucket.index() < len(self._pending) and len(bucket.arrived) > bucket.num_packed:
-                raise UsageError(
-                    f"parameter `{self._names[id(bucket.params[slot])]}` received another gradient in the same"
-                    " backward, after its reduction had started",
-                    hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
-                )
-            if self._as_view:
-                self._refuse_sparse(bucket.params[slot])
-                bucket.make_grad_view(slot)
-            if self._on_backward_end is not None and not self._end_queued:
-                self._end_queued = True
+            if self._awaits_backward:
+                self._awaits_backward = False
                 # As torch's own DDP does: called when the whole backward is over. The name is private.
                 Variable._execution_engine.queue_callback(self._end_of_backward)
-            # Only the next bucket in the fixed order may start, even if a later one is ready: another rank's hooks may
-            # fire in another order, and collectives that start in different orders deadlock.
-            while self._overlaps and len(self._pending) < len(self._buckets):
-                candidate = self._buckets[len(self._pending)]
-                if not candidate.is_ready():
-                    return
-                self._start(candidate)
 
     def _end_of_backward(self) -> None:
-        self._end_queued = False
+        self._awaits_backward = self._on_backward_end is not None
         if self._on_backward_end is not None:
             self._on_backward_end()
 
-    def _refuse_sparse(self, param: nn.Parameter) -> None:
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not reduce",
-                hint="make its embedding with sparse=False",
-            )
+    def _start_ready(self) -> None:
+        # Only the next bucket in the fixed order may start, even if a later one is ready: another rank's hooks may
+        # fire in another order, and collectives that start in different orders deadlock.
+        with self._lock:
+            while len(self._pending) < len(self.buckets) and not self.buckets[len(self._pending)].missing:
+                self._start_next()
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start_next(self) -> None:
+        bucket = self.buckets[len(self._pending)]
+        self._used |= bucket.ids - bucket.missing
         with torch.no_grad():
-            # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
-            divisor = 1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket))
+            for param in bucket.params if self._results else ():
+                self._set_aside(param)
             try:
-                bucket.pack(divisor)
+                bucket.pack(self._used)
             except RuntimeError:
-                for param in bucket.params:
-                    self._refuse_sparse(param)
+                self._refuse_sparse(bucket)
                 raise
-            self._start_packed(bucket)
+            self._pending.append(bucket.reduce())
 
-    def _start_packed(self, bucket: Bucket) -> None:
-        if self._comm_hook is None:
-            self._pending.append(_PendingReduction(_reduce(bucket)))
-            return
-        state, hook = self._comm_hook
-        # The hook may compress or reshape the gradients, so the flags travel by themselves.
-        future = hook(state, bucket)
-        self._pending.append(_PendingReduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
-
-
-def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:
-    """Return the flags of each bucket: read in one copy per device and dtype, because the host waits for each copy."""
-    known: dict[Bucket, list[float]] = {}
-    by_device_and_dtype: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
-    for bucket in buckets:
-        by_device_and_dtype[bucket.flags.device, bucket.flags.dtype].append(bucket)
-    for of_one_kind in by_device_and_dtype.values():
-        values = iter(torch.cat([bucket.flags for bucket in of_one_kind]).tolist())
-        known.update((bucket, list(itertools.islice(values, len(bucket.params)))) for bucket in of_one_kind)
-    return [known[bucket] for bucket in buckets]
-
-
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
-    return work
-
-
-def _reduce(bucket: Bucket) -> dist.Work:
-    """Start to sum the packed buffers of the group, on all ranks or on the owner."""
-    if bucket.owner is None:
-        return _all_reduce(bucket.flat, _group_of(bucket))
-    work: dist.Work = dist.reduce(bucket.flat, group=_group_of(bucket), group_dst=bucket.owner, async_op=True)
-    return work
-
-
-def _group_of(bucket: Bucket) -> dist.ProcessGroup:
-    assert bucket.group is not None, "a reducer plans its buckets with groups"
-    return bucket.group
+    def _refuse_sparse(self, bucket: Bucket) -> None:
+        for param in bucket.params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not"
+                    " reduce",
+                    hint="make its embedding with sparse=False",
+                )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,20 +13,17 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.data_parallel.buckets import chunks_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.placement.placement import Placement
 
-__all__ = ["Messages", "broadcast_messages", "broadcast_tensors", "check_same_model", "messages_of"]
+__all__ = ["Source", "broadcast_tensors", "check_same_model"]
 
 Source = tuple[dist.ProcessGroup, int]
 """A group, and the index in it of the rank whose values all get."""
-Messages = Sequence[tuple[Source, list[torch.Tensor]]]
 
 _COMPARISON: Final = "the comparison of models"
 _MESSAGE_BYTES: Final = 25 * 1024 * 1024
-_MESSAGES_IN_FLIGHT: Final = 4  # bounds the memory that packing needs
 
 
 def check_same_model(module: nn.Module, placement: Placement) -> None:
@@ -61,63 +56,24 @@ def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
+@torch.no_grad()
 def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str) -> None:
     """Overwrite each tensor by that of the rank at an index of a group, in a few large messages.
 
-    The ranks of a group name its tensors in the same order, or they would wait for each other.
+    All ranks name the tensors in the same order: then they also come to the groups in one order, and none waits for
+    another in a circle.
 
     Args:
         what: they are, for errors.
     """
-    broadcast_messages(messages_of(tensors), what)
-
-
-def messages_of(tensors: Iterable[tuple[torch.Tensor, Source]]) -> Messages:
-    """Group tensors into the messages of a broadcast; those that are sent again and again need it once."""
-    return chunks_of(tensors, _MESSAGE_BYTES)
-
-
-@torch.no_grad()
-def broadcast_messages(messages: Messages, what: str) -> None:
-    """Do what `broadcast_tensors` does, with tensors that `messages_of` has grouped."""
-    pending: deque[_PendingBroadcast] = deque()
-    for (group, source), chunk in messages:
-        if len(pending) == _MESSAGES_IN_FLIGHT:  # before the next is packed
-            pending.popleft().finish(what)
-        pending.append(_PendingBroadcast.start(chunk, group, source))
-    for broadcast in pending:
-        broadcast.finish(what)
-
-
-@dataclass(frozen=True)
-class _PendingBroadcast:
-    """A broadcast of packed tensors, under way."""
-
-    chunk: list[torch.Tensor]
-    group: dist.ProcessGroup
-    is_source: bool
-    packed: torch.Tensor
-    work: dist.Work
-
-    @classmethod
-    def start(cls, chunk: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> _PendingBroadcast:
-        is_source = source == dist.get_rank(group)
-        if is_source:
-            packed = torch.cat([each.detach().reshape(-1) for each in chunk])
-        else:
-            packed = chunk[0].new_empty(sum(each.numel() for each in chunk))
-        work = dist.broadcast(packed, group=group, group_src=source, async_op=True)
-        assert work is not None
-        return cls(chunk, group, is_source, packed, work)
-
-    def finish(self, what: str) -> None:
-        with waiting(what, self.group):
-            self.work.wait()
-        if not self.is_source:
-            pieces = torch.split(self.packed, [each.numel() for each in self.chunk])
+    by_source: dict[Source, list[torch.Tensor]] = {}
+    for tensor, source in tensors:
+        by_source.setdefault(source, []).append(tensor.detach())
+    for (group, index), together in by_source.items():
+        with waiting(what, group):
             # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.
-            for each, piece in zip(self.chunk, pieces, strict=True):
-                each.copy_(piece.view(each.shape))
+            # As torch's own DDP does. The name is private.
+            dist._broadcast_coalesced(group, together, _MESSAGE_BYTES, index)  # type: ignore[attr-defined]
 
 
 def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[str]]:

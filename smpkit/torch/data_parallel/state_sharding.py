@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import nn
 
-from smpkit.torch.data_parallel.buckets import ReduceTarget, kind_of
-from smpkit.torch.data_parallel.replicas import Messages, Source, broadcast_messages, messages_of
+from smpkit.torch.data_parallel.reducer import ReduceTarget
+from smpkit.torch.data_parallel.replicas import Source, broadcast_tensors
 from smpkit.torch.placement.placement import ParameterPlacement
 
 __all__ = ["Zero1Partition", "reduce_target_of"]
@@ -28,6 +27,7 @@ __all__ = ["Zero1Partition", "reduce_target_of"]
 
 def reduce_target_of(placement: ParameterPlacement) -> ReduceTarget:
     """Return where a parameter's gradient goes."""
+    assert placement.reduce_group is not None, f"the gradient of {placement.name} is not reduced"
     owner = None if placement.owner is None else placement.reduce_ranks.index(placement.owner)
     return ReduceTarget(placement.reduce_group, owner)
 
@@ -40,18 +40,13 @@ class Zero1Partition:
     """
 
     def __init__(self, placements: Iterable[ParameterPlacement]) -> None:
-        self._unowned: list[nn.Parameter] = []
-        self._parameters: list[nn.Parameter] = []
-        self._sources: list[Source] = []
-        """Of each parameter, where its new values come from."""
-        for each in placements:
-            if each.owner is not None and each.reduce_group is not None:
-                self._parameters.append(each.parameter)
-                self._sources.append((each.reduce_group, each.reduce_ranks.index(each.owner)))
-                if not each.is_owned_here:
-                    self._unowned.append(each.parameter)
-        self._kinds: list[Any] = []
-        self._messages: Messages = ()
+        owned = [each for each in placements if each.owner is not None and each.reduce_group is not None]
+        self._unowned = [each.parameter for each in owned if not each.is_owned_here]
+        targets = [(each.parameter, reduce_target_of(each)) for each in owned]
+        self._sources: list[tuple[nn.Parameter, Source]] = [
+            (parameter, (target.group, target.owner)) for parameter, target in targets if target.owner is not None
+        ]
+        """Where the new values of each parameter come from."""
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:
@@ -67,12 +62,5 @@ class Zero1Partition:
 
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
-        kinds = list(map(kind_of, self._parameters))
-        if kinds != self._kinds:  # parameters were frozen, unfrozen, cast or moved
-            self._kinds = kinds
-            self._messages = messages_of(
-                (parameter, source)
-                for parameter, source in zip(self._parameters, self._sources, strict=True)
-                if parameter.requires_grad
-            )
-        broadcast_messages(self._messages, "the updated parameters of another rank")
+        updated = [(parameter, source) for parameter, source in self._sources if parameter.requires_grad]
+        broadcast_tensors(updated, "the updated parameters of another rank")

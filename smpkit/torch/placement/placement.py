@@ -136,7 +136,8 @@ class ParameterPlacement:
             is_one_of_many = self.shard is not None and self.shard.sees_scaled_batch
             return self.owner == state.rank and (is_first_of_tp or not is_one_of_many)
         degree = state.cfg.sharded_data_parallel_degree
-        if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole model: the first one counts
+        # Every sharding group has the whole model: the first one counts, and its first rank what is not divided.
+        if degree > 1 and state.rdp_rank >= (degree if is_dtensor(self.parameter) else 1):
             return False
         return is_first_of_tp and state.pp_rank == self.first_pp_rank
 

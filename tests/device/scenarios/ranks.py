@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
 from smpkit.testing import simulated_device
@@ -75,43 +74,6 @@ def trained_offloaded(horizon: int | str) -> list[Tensor]:
     case, way = with_config(KINDS["pipeline"], offload_activations=True, activation_loading_horizon=horizon)
     with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         return trained((case, replace(way, prepare=checkpoint_layers)))
-
-
-def trained_with_a_hook() -> list[Tensor]:
-    """Return the weights after a training whose gradients are averaged by a communication hook."""
-    smp.init({"ddp": True, "microbatches": 2})
-    with torch.device("cpu"):
-        torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model: Any = smp.DistributedModel(module.to(DEVICE))
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(3):
-        optimizer.zero_grad()
-        smp_step(model, rows(2 * number + smp.dp_rank()))
-        optimizer.step()
-    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
-    smp.shutdown()
-    return found
-
-
-def trained_on_uneven_inputs() -> list[Tensor]:
-    """Return the weights after a training in which one rank has more batches than the other."""
-    smp.init({"ddp": True, "microbatches": 1})
-    with torch.device("cpu"):
-        torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model: Any = smp.DistributedModel(module.to(DEVICE))
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with model.join():
-        for number in range(2 + 2 * smp.dp_rank()):
-            optimizer.zero_grad()
-            smp_step(model, rows(number))
-            optimizer.step()
-            torch.ones(WIDTH, device=DEVICE).add_(1)
-    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
-    smp.shutdown()
-    return found
 
 
 def trained_after_an_exception() -> list[Tensor]:
@@ -253,7 +215,4 @@ for _horizon in (2, "auto"):
     _trains = partial(trained_offloaded, _horizon)
     _run = partial(same_as_in_order, _trains)
     add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
-add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
 add("ranks, pipeline, over a model of NCCL", over_a_model_of_nccl)
-_run = partial(same_as_in_order, trained_on_uneven_inputs)
-add("ranks, data, uneven inputs", _run, ranks=2)

@@ -2,70 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from smpkit.torch.data_parallel.buckets import plan_buckets
+from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
+
+TARGET = ReduceTarget(mock.sentinel.group)
+FLOAT, DOUBLE = torch.float32, torch.float64
+MEGABYTE = 256 * 1024
+"""Elements of float32."""
 
 
-def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+def planned(*kinds: tuple[Any, torch.dtype], cap: int = 1000) -> list[Bucket]:
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds]
+    return plan_buckets(params, cap, lambda _: TARGET)
 
 
-def test_buckets_keep_the_order_and_stay_below_the_cap() -> None:
-    buckets = plan_buckets(parameters(4, 4, 4, 100, 1), cap_bytes=32)
-    assert [bucket.numels for bucket in buckets] == [[4, 4], [4], [100], [1]]
-    assert [bucket.index() for bucket in buckets] == [0, 1, 2, 3]
-    assert [bucket.is_last() for bucket in buckets] == [False, False, False, True]
+@pytest.mark.parametrize(
+    ("kinds", "cap", "numels"),
+    [
+        ([(size, FLOAT) for size in (4, 4, 4, 100, 1)], 32, [[4, 4], [4], [100], [1]]),
+        ([(1, FLOAT), (2, DOUBLE), (3, FLOAT), (4, DOUBLE)], 1000, [[1, 3], [2, 4]]),
+        # The first is small, so that its reduction starts early.
+        ([(MEGABYTE, FLOAT)] * 4, 25 * 1024 * 1024, [[MEGABYTE], [MEGABYTE] * 3]),
+        ([], 100, []),
+    ],
+    ids=["below the cap", "one dtype each", "a small first one", "none"],
+)
+def test_buckets_keep_the_order(kinds: list[Any], cap: int, numels: list[list[int]]) -> None:
+    assert [[param.numel() for param in bucket.params] for bucket in planned(*kinds, cap=cap)] == numels
 
 
-def test_a_bucket_holds_one_dtype() -> None:
-    mixed = [
-        parameter
-        for pair in zip(parameters(1, 1), parameters(1, 1, dtype=torch.float64), strict=True)
-        for parameter in pair
-    ]
-    buckets = plan_buckets(mixed, cap_bytes=1000)
-    assert [{param.dtype for param in bucket.params} for bucket in buckets] == [{torch.float32}, {torch.float64}]
-
-
-def test_the_first_bucket_is_small_so_that_reduction_starts_early() -> None:
-    megabyte = 256 * 1024  # float32 elements
-    buckets = plan_buckets(parameters(megabyte, megabyte, megabyte, megabyte), cap_bytes=25 * 1024 * 1024)
-    assert [len(bucket.params) for bucket in buckets] == [1, 3]
-
-
-def test_no_parameters_make_no_buckets() -> None:
-    assert plan_buckets([], 100) == []
-
-
-def test_packing_and_unpacking_is_exact_for_every_shape() -> None:
-    params = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (), (0,), (4,))]
-    (bucket,) = plan_buckets(params, 1000)
-    for slot, param in enumerate(params):
+def test_packing_and_unpacking_is_exact_for_every_shape_and_stride() -> None:
+    (bucket,) = planned(*((shape, FLOAT) for shape in ((2, 3), (), (0,), (4,))))
+    for param in bucket.params:
         param.grad = torch.randn(param.shape)
-        bucket.used.add(slot)
-    wanted = [param.grad.clone() / 2 for param in params if param.grad is not None]
-    bucket.pack(2)
-    bucket.unpack(as_view=False)
-    for param, expected in zip(params, wanted, strict=True):
-        assert param.grad is not None
-        assert torch.equal(param.grad, expected)
-
-
-def test_a_gradient_with_other_strides_is_packed_by_value() -> None:
-    param = nn.Parameter(torch.zeros(2, 3))
-    (bucket,) = plan_buckets([param], 1000)
-    param.grad = torch.arange(6.0).view(3, 2).t()
-    wanted = param.grad.clone()
-    bucket.used.add(0)
-    bucket.pack(1)
-    assert torch.equal(bucket.views[0], wanted)
-
-
-def test_a_gradient_that_arrives_twice_does_not_stand_for_another() -> None:
-    (bucket,) = plan_buckets(parameters(2, 2), 1000)
-    bucket.arrived += [0, 0]
-    assert not bucket.is_ready()
-    bucket.arrived.append(1)
-    assert bucket.is_ready()
+    bucket.params[0].grad = torch.randn(3, 2).t()
+    wanted = [param.grad / 2 for param in bucket.params if param.grad is not None]
+    with mock.patch.object(dist, "get_world_size", return_value=2):
+        bucket.pack(bucket.ids)
+    for earlier in (None, torch.ones(4)):
+        last = bucket.params[-1]
+        last.grad = None
+        bucket.unpack(bucket.ids, {} if earlier is None else {id(last): earlier})
+        assert last.grad is not None
+        assert torch.equal(last.grad, wanted[-1] if earlier is None else wanted[-1] + earlier)
+        assert all(torch.equal(p.grad, expected) for p, expected in zip(bucket.params[:-1], wanted, strict=False))  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.shards import TpShard, mark
 from tests.ranks import RankFailed, run_ranks
@@ -159,34 +158,3 @@ def differ(what: str) -> None:
 def test_different_pieces_and_scales_are_named(what: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         run_ranks(differ, 4, what)
-
-
-def hook_on_pieces() -> str:
-    model = start()
-    with pytest.raises(UnsupportedError) as caught:
-        model.register_comm_hook(None, lambda _, bucket: bucket)
-    return caught.value.message
-
-
-def test_a_communication_hook_beside_pieces_is_refused() -> None:
-    assert "`piece` is reduced over ranks [0, 2]" in run_ranks(hook_on_pieces, 4)[0]
-
-
-def join_unevenly() -> dict[str, float]:
-    model = start()
-    with model.join():
-        for _ in range(1 + smp.rdp_rank()):
-            model.zero_grad()
-            kinds_step(model, torch.ones(1, 2, dtype=torch.float64), 1)
-            with torch.no_grad():
-                for value in model.parameters():
-                    value.add_(smp.rank() + 1)  # as if trained: only the values of those who went on count
-    return held_by(model)
-
-
-def test_join_ends_with_the_last_replica_whole_values_and_pieces_alike() -> None:
-    for rank, values in enumerate(run_ranks(join_unevenly, 4)):
-        # The last to join is rank 2 or 3, the replica of both holds the pieces.
-        piece = rank % TP + 1.0 + 2 * (2 + rank % TP + 1)
-        assert values["piece"] == values["frozen"] == piece
-        assert values["ordinary"] in (1 + 2 * 3, 1 + 2 * 4)

@@ -89,19 +89,6 @@ def test_a_rank_without_gradients_goes_on() -> None:
     run_ranks(half_of_the_model_without_gradients, 2)
 
 
-def out_of_batches() -> None:
-    model, optimizer = make(config={"ddp": True})
-    with model.join():
-        for _ in range(1 + smp.rank()):
-            optimizer.zero_grad()
-            step_of(model)
-            optimizer.step()
-
-
-def test_ranks_that_run_out_of_batches_go_on() -> None:
-    run_ranks(out_of_batches, 2)
-
-
 @pytest.mark.usefixtures("world")
 def test_a_backward_that_is_left_out_later_is_only_warned_of_once() -> None:
     model, optimizer = make()

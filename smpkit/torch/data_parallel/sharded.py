@@ -29,21 +29,18 @@ from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
-from smpkit.torch.data_parallel.registered import is_registered
 from smpkit.torch.data_parallel.replicas import check_same_model
-from smpkit.torch.data_parallel.shard_attributes import set_shard_attributes
+from smpkit.torch.data_parallel.sharded_parameters import is_registered, set_shard_attributes
 from smpkit.torch.distributed.init import extra_group
-from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
-from smpkit.torch.placement.dtensor import distribute_like, is_dtensor
+from smpkit.torch.placement.dtensor import distribute_like
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import copy_mark_to
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
-    from smpkit.torch.data_parallel.reducer import CommHook
 
 __all__ = ["ShardedDataParallel", "shard_model"]
 
@@ -70,7 +67,10 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             )
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
-    by_id = {id(each.parameter): each for each in placement}
+    # `fully_shard` divides along the first dimension: what has none (the temperature of a CLIP) stays whole.
+    whole = [each for each in placement if each.parameter.ndim == 0]
+    _materialize(module, whole)
+    by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
     kept = _kept_in_float32(module)
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
@@ -83,42 +83,44 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             mesh=mesh,
             reshard_after_forward=_reshards_after_forward(block, module, parts),
             mp_policy=_FLOAT32 if block in kept else _precision(),
+            ignored_params={each.parameter for each in whole},
         )
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
     set_shard_attributes(module.parameters())
-    return ShardedDataParallel(module, placement, reduction, mesh.get_group("shard"))
+    return ShardedDataParallel(module, placement, whole, reduction, mesh.get_group("shard"))
 
 
 class ShardedDataParallel(DataParallel):
-    """One rank's part of a model that is divided over a sharding group."""
+    """One rank's part of a model that is divided over a sharding group.
+
+    Args:
+        before: of the parameters as they were before `fully_shard` made others of them.
+        whole: of those that it left whole, whose gradients are averaged as those of replicas are.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         before: Iterable[ParameterPlacement],
+        whole: Sequence[ParameterPlacement],
         reduction: ReductionOptions,
         shard_group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(module, [], reduction)
+        super().__init__(module, whole, reduction)
         self.shard_group = shard_group
         """The ranks that together hold the model once."""
         assert isinstance(module, FSDPModule)
         self._root = module
-        self._has_replicate_groups = state.rdp_size > state.cfg.sharded_data_parallel_degree
+        self._failed = False
         now = dict(module.named_parameters())
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """By the id of each parameter from before: it, so that the id stays its own, and what has taken its place."""
         for each in before:
             self._replaced[id(each.parameter)] = each.parameter, now[each.name]
             copy_mark_to(now[each.name], each.parameter)
-        self._was_called = False
-        """Whether the model has been called; before that `fully_shard` has no state to reset."""
-        module.register_forward_pre_hook(self._mark_called)
         module.register_forward_hook(self._end_forward)
-        self._gathered_at_failure: frozenset[str] | None = None
-        """The parameters that were gathered when a pass failed, until the next one begins."""
 
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
@@ -132,8 +134,15 @@ class ShardedDataParallel(DataParallel):
                     value.to(after.dtype) if same else value, after
                 )
 
+    def keep_gathered(self, parameter: nn.Parameter) -> None:
+        """Keep the block of a parameter, of before or now, gathered from its forward to its backward."""
+        divided = self._replaced.get(id(parameter), (parameter, parameter))[1]
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule) and any(each is divided for each in module.parameters()):
+                module.set_reshard_after_forward(False, recurse=False)
+
     def begin_step(self, step: StepProgress) -> None:
-        self._check_same_failure()
+        self._refuse_after_failure()
         super().begin_step(step)
 
     def before_backward(self, step: StepProgress) -> None:
@@ -165,70 +174,24 @@ class ShardedDataParallel(DataParallel):
 
     def begin_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
-        self._check_same_failure()
+        self._refuse_after_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
-            self._begin_pass(training)
+            self._begin_pass(training, self._finish)
 
     def abandon_forward_outside_step(self) -> None:
-        # `fully_shard` has gathered blocks when a forward fails, and must shard them again.
-        self._abandon()
+        self._failed = True
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
-        self._abandon()
+        self._failed = True
 
-    def _abandon(self) -> None:
-        """Reshard what a failed pass had gathered, and drop its gradients that were not reduced yet.
-
-        No message goes to the other ranks, which may not have failed: the next pass asks them.
-        """
-        gathered = {n: each for n, each in self._root.named_parameters() if not is_dtensor(each)}
-        self._gathered_at_failure = frozenset(gathered) | (self._gathered_at_failure or frozenset())
-        for each in gathered.values():
-            each.grad = None
-        if self._was_called and hasattr(self._root, "reset_iter_state"):  # since torch 2.13
-            self._root.reset_iter_state()
-        done = self._passes % self._passes_per_reduction
-        if done and self._has_replicate_groups:
-            # Gradients of earlier passes lie beside the parameters, reduced over a row and not yet over the columns.
-            self._passes -= done
-            warn_user(
-                f"a step failed, and the gradients of the {done} before it in this accumulation are lost with it:"
-                " accumulation begins anew",
-            )
-
-    def _mark_called(self, *_: object) -> None:
-        self._was_called = True
-
-    def _check_same_failure(self) -> None:
-        """After a failed pass, continue if all ranks failed at the same place: no collective is half done then.
-
-        Raises:
-            UsageError: they did not, or this torch cannot reset a failed pass.
-        """
-        if self._gathered_at_failure is None:
-            return
-        if not hasattr(self._root, "reset_iter_state"):
+    def _refuse_after_failure(self) -> None:
+        """Refuse a pass after one that failed: blocks lie gathered then, and gradients are on their way."""
+        if self._failed:
             raise UsageError(
-                f"a step failed, and torch {torch.__version__} cannot go on with sharded data parallelism after that",
-                hint="install torch 2.13 or later, or resume from a checkpoint in a new process",
+                "a step failed, and sharded data parallelism cannot go on after that",
+                hint="resume from a checkpoint in a new process",
             )
-        what = "the agreement of ranks on a step that failed, which must fail on all of them"
-        by_rank = gather_objects(sorted(self._gathered_at_failure), self.group, what)
-        for rank, theirs in zip(dist.get_process_group_ranks(self.group), by_rank, strict=True):
-            if theirs != by_rank[0]:
-                raise UsageError(
-                    f"a step failed at one place on rank {dist.get_global_rank(self.group, 0)} and at another on rank"
-                    f" {rank}, which sharded data parallelism cannot go on after",
-                    hint="resume from a checkpoint in a new process",
-                )
-        self._gathered_at_failure = None
-
-    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
-        raise UnsupportedError(
-            "a communication hook replaces the all-reduce of gradients, but sharded data parallelism reduces parts",
-            hint="remove register_comm_hook or sharded_data_parallel_degree",
-        )
 
 
 def _mesh() -> DeviceMesh:
