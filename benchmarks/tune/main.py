@@ -411,7 +411,7 @@ def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
         time.sleep(FORWARD_SECONDS)
         taken.append(time.perf_counter() - start)
     rate = _gpt_flops() / (statistics.median(taken) + awake)
-    return replace(machine, single_flops=rate, parallel_ranks=ranks, cores=found.machine.cores, on_host=False)
+    return replace(machine, single_flops=rate, parallel_ranks=ranks, on_host=False)
 
 
 def held(memories: Sequence[RankMemory], ranks: Sequence[Measured]) -> dict[str, Any]:

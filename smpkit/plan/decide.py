@@ -9,7 +9,7 @@ can only be predicted: memory and the course of the offloading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -30,9 +30,6 @@ from smpkit.plan.speed import Speed
 
 __all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
 
-_ROUNDS: Final = 8
-_SETTLED: Final = 1e-3
-"""Rounds end when the time on cores changes by less than this share."""
 _MIN_GAIN: Final = 0.01
 """Another schedule must be faster by this share with measured times. They differ by some percent from step to step and
 from a prediction: with less, noise would choose among schedules that are as fast, and hold what no plan has foreseen.
@@ -201,19 +198,17 @@ def decide(
         runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
     ran = schedule is not None and schedule.graph.counts == graph.counts
     schedule = schedule if schedule is not None and ran else _scheduled(policy, graph, config.microbatches)
-    timeline = _simulated(schedule, runs, speed)
+    costs = _costs(schedule, runs, speed)
+    timeline = simulate(schedule, costs)
     if replans and not ran and policy.can_replan(schedule):
-        again = policy.replanned(schedule, with_jitter(_costs(schedule, runs, speed, 1.0), graph))
+        again = policy.replanned(schedule, with_jitter(costs, graph))
         if again is not schedule:
-            schedule, timeline = again, _simulated(again, runs, speed)
+            schedule, timeline = again, simulate(again, _costs(again, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    if recorded is None:
-        held = peaks(schedule, runs)
-    else:  # a schedule that ran does not say which of its values lie in one memory
-        held = peaks(replace(schedule, graph=graph), runs, recorded.copies(model.costs))
-    memory = _memory(config, mesh, model, assignment, held, forecasts, optimizer)
+    live = peaks(schedule, runs, {} if recorded is None else recorded.copies(model.costs))
+    memory = _memory(config, mesh, model, assignment, live, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 
 
@@ -229,66 +224,29 @@ def _schedule_of(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> 
     return policy.schedule(graph, num_microbatches)
 
 
-def _simulated(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Timeline:
-    """Simulate a schedule; where ranks share cores, how often they want one at once follows from it, and it from that.
-
-    Only their own work takes longer then, not what a device does beside it. Work and idle time settle in a few rounds.
-    """
-    timeline = simulate(schedule, _costs(schedule, runs, speed, 1.0))
-    if speed.ranks <= speed.cores:
-        return timeline
-    slower = 1.0
-    for _ in range(_ROUNDS):
-        spans = timeline.makespan_seconds * schedule.graph.num_ranks
-        busy = slower * sum(_core_seconds(schedule, runs, speed)) / spans if spans else 0.0
-        before, slower = slower, (slower + speed.slowdown(min(1.0, busy))) / 2
-        if abs(slower - before) < _SETTLED * before:
-            break
-        timeline = simulate(schedule, _costs(schedule, runs, speed, slower))
-    return timeline
-
-
-def _core_seconds(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Iterator[float]:
-    """Yield for how long each segment keeps a core busy in a step, alone."""
-    for segment, run in runs.items():
-        is_split = _is_split(schedule, segment, run)
-        work = sum((3 + unit.recomputed_share) * speed.core_seconds(unit) for unit in run)
-        if is_split:
-            work += sum(unit.weight_products for unit in run) * speed.split_seconds
-        yield schedule.num_microbatches * (work + (2 + is_split) * speed.action_seconds)
-
-
 def _is_split(schedule: Schedule, segment: Segment, run: Sequence[UnitCost]) -> bool:
     """Return whether the backward of a segment runs in two halves: not if some of it is computed again."""
     splits = schedule.splits_backward and schedule.graph.splits(segment)
     return splits and not any(unit.recomputed_flops for unit in run)
 
 
-def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed, slower: float) -> Costs:
-    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike.
-
-    Args:
-        slower: how much longer work on cores takes because ranks share them.
-    """
-
-    def seconds(unit: UnitCost) -> float:
-        return speed.forward_seconds(unit) + (slower - 1) * speed.core_seconds(unit)
-
+def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
+    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike."""
+    seconds = speed.forward_seconds
     forward = {segment: sum(map(seconds, run)) for segment, run in runs.items()}
     if not any(forward.values()):
         forward = {segment: 1 / schedule.graph.counts[segment.rank] for segment in runs}
     again = {segment: sum(unit.recomputed_share * seconds(unit) for unit in run) for segment, run in runs.items()}
     backward = {each: 2 * forward[each] + again[each] for each in runs}
     weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
-    of_action = slower * speed.action_seconds
     for segment, run in runs.items():
-        waited = of_action + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
+        waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited
         backward[segment] += waited
         if _is_split(schedule, segment, run):  # its halves are two actions
-            more = slower * sum(map(speed.seconds_of_split, run))
-            backward[segment] += of_action + more
-            weight[segment] += of_action + more / 2
+            more = sum(map(speed.seconds_of_split, run))
+            backward[segment] += speed.action_seconds + more
+            weight[segment] += speed.action_seconds + more / 2
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
 
 
@@ -297,14 +255,14 @@ def _memory(
     mesh: Mesh,
     model: ModelFacts,
     assignment: Assignment,
-    held: Sequence[tuple[float, int]],
+    live: Sequence[float],
     forecasts: Sequence[Forecast],
     optimizer: str,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each stage: of those of its ranks that hold most.
 
     Args:
-        held: how many microbatches each stage holds at its peak, and what values on their way add to that.
+        live: how many microbatches each stage holds at its peak.
     """
 
     def of_share(stage: int) -> list[RankMemory]:
@@ -318,8 +276,7 @@ def _memory(
             memory_of_ranks(
                 model,
                 assignment,
-                live_microbatches=[live for live, _ in held],
-                message_bytes=[num_bytes for _, num_bytes in held],
+                live_microbatches=live,
                 states_per_parameter=OPTIMIZERS[optimizer],
                 replicated=config.ddp and mesh.dp_size > 1,
                 offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],

@@ -172,8 +172,8 @@ class RankMemory:
     optimizer_bytes: int
     """What the optimizer keeps, without the masters that it updates in half precision."""
     activations_bytes: int | None
-    """What the live microbatches keep for their backward, what the largest recomputation of a checkpointed layer holds
-    at its peak, and values on their way; None if the model was not traced."""
+    """What the live microbatches keep for their backward, and what the largest recomputation of a checkpointed layer
+    holds at its peak; None if the model was not traced."""
     boundaries_bytes: int = 0
     """The part of `activations_bytes` that is inputs of checkpointed layers."""
     host_bytes: int = 0
@@ -214,7 +214,6 @@ def memory_of_ranks(
     states_per_parameter: int,
     replicated: bool,
     offloaded: Sequence[tuple[int, int]] = (),
-    message_bytes: Sequence[int] = (),
     share: Share | None = None,
     persistent: int = 0,
     half: str | None = None,
@@ -228,7 +227,6 @@ def memory_of_ranks(
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
-        message_bytes: for each rank what values on their way add to its peak; empty: nothing is sent.
         share: which of the ranks that hold a partition; None: there is one, or they hold the same.
         persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
         half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
@@ -264,7 +262,6 @@ def memory_of_ranks(
         on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
         other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
         activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
-        activation += message_bytes[rank] if message_bytes else 0
         found.append(
             RankMemory(
                 num_parameters=sum(tensor.num_elements for tensor in tensors),

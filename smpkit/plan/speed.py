@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import comb, inf
-from typing import Final
+from math import inf
 
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import UnitCost
 
 __all__ = ["Speed"]
-
-_MAX_SHARING: Final = 256
-"""Of more ranks on a host, only the mean number that want a core is used."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +32,11 @@ class Speed:
     """What the device reads and writes where it computes no products."""
     is_asynchronous: bool = True
     """The host runs ahead of the device: the longer of both counts."""
-    on_cores: bool = False
-    """The device is the host's cores."""
-    cores: float = inf
-    """Of a host."""
-    ranks: int = 1
-    """Of a host, which share its cores."""
     split_seconds: float = 0.0
     """What a backward in two halves costs the host more, for each product with a weight."""
 
     def forward_seconds(self, unit: UnitCost) -> float:
-        """Return how long the forward of a unit takes, for a rank with a core of its own."""
+        """Return how long the forward of a unit takes."""
         device, host = self._device_seconds(unit), unit.operations * self.operation_seconds
         return max(device, host) if self.is_asynchronous else device + host
 
@@ -58,24 +48,5 @@ class Speed:
         device, host = 2 * self._device_seconds(unit), 2 * unit.operations * self.operation_seconds
         return max(device, host + more) - max(device, host)
 
-    def core_seconds(self, unit: UnitCost) -> float:
-        """Return for how much of its forward a core is busy."""
-        host = unit.operations * self.operation_seconds
-        return host + self._device_seconds(unit) if self.on_cores else host
-
     def _device_seconds(self, unit: UnitCost) -> float:
         return unit.flops / self.flops_per_second + unit.moved_bytes / self.moved_bytes_per_second
-
-    def slowdown(self, busy: float) -> float:
-        """Return how many times longer a rank's work on its core takes because other ranks want cores too.
-
-        Args:
-            busy: the share of the time in which a rank wants a core, 0 to 1, independently of the other ranks.
-        """
-        others = self.ranks - 1
-        if self.ranks <= self.cores or others > _MAX_SHARING:
-            return max(1.0, self.ranks * busy / self.cores)
-        return sum(
-            comb(others, count) * busy**count * (1 - busy) ** (others - count) * max(1.0, (count + 1) / self.cores)
-            for count in range(others + 1)
-        )

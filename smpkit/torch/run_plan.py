@@ -1,12 +1,10 @@
 """The plan of the model that runs: what `smpkit plan` would say of it, made by the ranks, which know the model.
 
-Over a pipeline the first rank has traced the model and told the others what it found. Elsewhere, in a run that has a
-folder, each rank knows the sizes of its tensors. In a step with gradients it notes what the model is called with, and
-behind the step it traces that call on tensors without data: no step function runs more often for it. That is the first
-step, unless the model is so large that the trace would take long beside what has run so far.
+Over a pipeline that cuts the model anew, the first rank has traced it and told the others what it found. Elsewhere each
+rank knows the sizes of its tensors alone, and the plan says nothing of activations and compute.
 
 So each rank can decide, as `smpkit plan` does. Rank 0 adds it to the plan in the run's folder before the first step,
-after that trace, and when the run ends, which may have made its optimizer late.
+and when the run ends, which may have made its optimizer late.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from smpkit.config.modelparallel import ModelParallelConfig
@@ -36,15 +32,11 @@ from smpkit.plan.speed import Speed
 from smpkit.plan.tune.peak import Peak, measured_peak, published_peak
 from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices
-from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.step_participants import StepParticipant
-from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.placement.facts import model_facts
-from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.placement.trace import measure_units, units_of
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import StepProgress
     from smpkit.torch.model import DistributedModel
 
 __all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
@@ -53,13 +45,6 @@ _log = logging.getLogger("smpkit")
 
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
-
-_MODULE_SECONDS: Final = 0.003
-"""What a trace takes for each module, about."""
-_AT_ONCE_SECONDS: Final = 1.0
-"""A trace this short runs behind the first step."""
-_SHARE: Final = 0.01
-"""A longer one when it is this share of the time since then."""
 
 _made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
@@ -74,56 +59,7 @@ def begin_plan(model: DistributedModel) -> None:
     if model.pipeline is None:
         root = model.module
         _own_facts[model] = model_facts(root, measure_units(root, units_of(root), None), {})
-        if _is_traceable(root):
-            model.participants.add(_FirstCall(model))
     write_plan()
-
-
-def _is_traceable(root: nn.Module) -> bool:
-    """Tell whether a call on tensors without data is only that: compilers and sharded weights do more."""
-    compiled = any("_orig_mod" in each._modules or ModuleCall.of(each).is_compiled for each in root.modules())
-    return not compiled and state.cfg.sharded_data_parallel_degree == 1
-
-
-class _FirstCall(StepParticipant):
-    """Notes the first call of a model with gradients in a step, and traces one like it when the step has ended."""
-
-    def __init__(self, model: DistributedModel) -> None:
-        self._model = model
-        self._began = time.monotonic()
-        self._seconds = _MODULE_SECONDS * sum(1 for _ in model.module.modules())
-        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._autocast: tuple[str, torch.dtype, bool] | None = None
-        self._hook = model.module.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def _note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._called is None and torch.is_grad_enabled():
-            kind = state.device.type
-            self._called = map_tensors(torch.Tensor.detach, (args, kwargs))
-            self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-
-    def end_step(self, step: StepProgress) -> None:  # noqa: ARG002 - of any step
-        if self._called is None or self._autocast is None:
-            return
-        if self._seconds > max(_AT_ONCE_SECONDS, _SHARE * (time.monotonic() - self._began)):
-            self._called = None  # a later step has a call like it
-            return
-        self._hook.remove()
-        self._model.participants.remove(self)
-        root, (args, kwargs), (kind, dtype, enabled) = self._model.module, self._called, self._autocast
-
-        def call() -> None:
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
-                run_fake(root, TrialStep(root, args, kwargs))
-
-        def untraced(reason: str) -> None:
-            _log.info("what the plan of this run says of activations is unknown: no trace of the model (%s)", reason)
-
-        _own_facts[self._model] = model_facts(root, measure_units(root, units_of(root), call, untraced), {})
-        write_plan()
-
-    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - whatever it was
-        self._called = None
 
 
 def planned() -> KindBytes | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, overload
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from smpkit.errors import UsageError
 from smpkit.observe.values import LOSS
@@ -106,7 +105,7 @@ class StepFunction:
         for end in parts.end_step:
             end(run)
         if run.total_backwards:
-            note_training(_size_of, calls)
+            note_training(self._splitter.size_of, args, kwargs)
         collated = collate(outputs)
         if state.rank == 0:
             self._label(collated, trained=bool(run.total_backwards))
@@ -137,18 +136,6 @@ class StepFunction:
         if not isinstance(output, torch.Tensor):
             _materialise(output)
         return output
-
-
-def _size_of(calls: Sequence[MicrobatchCall]) -> tuple[int, int]:
-    """Return how many samples and tokens a step has; 0 where its arguments do not tell."""
-    first = calls[0]
-    tensors = [leaf for leaf in tree_leaves((first.args, first.kwargs)) if isinstance(leaf, torch.Tensor)]
-    shaped = [tensor for tensor in tensors if tensor.dim()]
-    if not shaped:
-        return 0, 0
-    # Whole numbers on two axes are a text: the batch and its positions.
-    texts = [each for each in shaped if each.dim() == 2 and not each.is_floating_point() and each.dtype != torch.bool]
-    return len(calls) * shaped[0].shape[0], len(calls) * texts[0].numel() if texts else 0
 
 
 def _materialise(output: Any) -> None:
@@ -202,20 +189,11 @@ class StepOutputError(UsageError, AttributeError, TypeError):
     """A StepOutput was used like the one tensor that its microbatches have yet to be put together to."""
 
 
-def _not_a_tensor(name: str) -> Callable[..., Any]:
-    """Return a method that raises, for an operation of tensors and numbers."""
-
-    def refuse(self: StepOutput, *_: object) -> Any:
-        raise self._misuse(f"`{name}`")
-
-    return refuse
-
-
 class StepOutput:
     """One returned tensor over all microbatches (the class of the same name in SMP v1).
 
-    `outputs` is the list of tensors in microbatch order. It is no tensor: `.item()`, arithmetic, comparisons and their
-    like raise an error that says how to get one.
+    `outputs` is the list of tensors in microbatch order. It is no tensor: `.item()`, torch's functions and
+    `==` raise an error that says how to get one; other operators raise Python's own TypeError.
     """
 
     label: Label | None = None
@@ -251,20 +229,10 @@ class StepOutput:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (int, float, torch.Tensor)):
-            raise self._misuse("`==`")
+            raise self._misuse("`==`")  # Python would say that they differ
         return self is other
 
     __hash__ = object.__hash__
-    __float__, __int__, __index__ = _not_a_tensor("float()"), _not_a_tensor("int()"), _not_a_tensor("int()")
-    __lt__, __le__, __gt__, __ge__ = (_not_a_tensor(name) for name in ("<", "<=", ">", ">="))
-    __neg__, __abs__, __round__ = _not_a_tensor("-"), _not_a_tensor("abs()"), _not_a_tensor("round()")
-    __add__ = __radd__ = _not_a_tensor("+")
-    __sub__ = __rsub__ = _not_a_tensor("-")
-    __mul__ = __rmul__ = _not_a_tensor("*")
-    __truediv__ = __rtruediv__ = _not_a_tensor("/")
-    __pow__ = __rpow__ = _not_a_tensor("**")
-    __matmul__ = __rmatmul__ = _not_a_tensor("@")
-    __getitem__ = _not_a_tensor("[...]")
 
     @classmethod
     def __torch_function__(

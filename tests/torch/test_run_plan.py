@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.decide import decide
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.speed import Speed
-from smpkit.torch import run_plan
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
@@ -84,17 +82,13 @@ def train(folder: Path | None, config: dict[str, Any], *, evaluates: bool = Fals
         for _ in range(2):
             losses.append(train_step(model, batch).reduce_mean().item())
             optimizer.step()
-            if folder is not None and smp.rank() == 0:
-                assert plan_of(folder)["traced"]
         smp.shutdown()
     return losses, len(step_calls), len(inner.calls)
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_without_a_pipeline_the_plan_is_what_smpkit_plan_says_and_training_is_as_without(
-    evaluates: bool, tmp_path: Path
-) -> None:
+def test_without_a_pipeline_the_plan_knows_sizes_and_training_is_as_without(evaluates: bool, tmp_path: Path) -> None:
     assert train(tmp_path, {}, evaluates=evaluates) == train(None, {}, evaluates=evaluates)
     cfg = ModelParallelConfig(microbatches=MICROBATCHES)
     facts = describe(lambda: (Counted(), torch.ones(ROWS // MICROBATCHES, WIDTH)), cfg=cfg)
@@ -102,9 +96,9 @@ def test_without_a_pipeline_the_plan_is_what_smpkit_plan_says_and_training_is_as
     found = plan_of(tmp_path)
     [stage] = found["stages"]
     assert (found["model"], found["optimizer"]) == ("Counted", "adamw")
-    assert stage["activations_bytes"] == expected.activations_bytes
-    assert stage["activations_bytes"] > 0
-    assert stage["total_bytes"] == expected.total_bytes
+    assert not found["traced"]
+    assert stage["activations_bytes"] is None
+    assert stage["total_bytes"] == expected.total_bytes - (expected.activations_bytes or 0)
     assert stage["optimizer_bytes"] == 2 * WEIGHTS
 
 
@@ -125,34 +119,12 @@ def test_two_ranks_write_one_plan_also_where_the_first_step_evaluates(
     assert len(found["stages"]) == stages
     for stage in found["stages"]:
         assert stage["parameters_bytes"] == pytest.approx(weights, abs=4 * WIDTH)  # a bias may be whole on both
-        assert stage["activations_bytes"] > 0
+        assert (stage["activations_bytes"] or 0) > 0 or stages == 1
     assert [path.name for path in tmp_path.glob(".plan*")] == []
 
 
 def _evaluate_and_train(folder: Path, config: dict[str, Any]) -> None:
     train(folder, config, evaluates=True)
-
-
-@pytest.mark.usefixtures("world")
-def test_a_trace_that_takes_long_waits_until_the_run_has_taken_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(run_plan, "_MODULE_SECONDS", 2.0)
-    monkeypatch.setenv(RUN_DIR, str(tmp_path))
-    smp.init({"microbatches": MICROBATCHES})
-    model = smp.DistributedModel(inner := Counted())
-    traced, calls = [], []
-    for seconds in (0.0, 799.0, 801.0, 802.0):  # four modules: 8 s
-        now = seconds
-        inner.calls.clear()
-        train_step(model, torch.ones(ROWS, WIDTH))
-        traced.append(plan_of(tmp_path)["traced"])
-        calls.append(len(inner.calls))
-    smp.shutdown()
-    assert traced == [False, False, True, True]
-    assert calls == [MICROBATCHES] * 4
 
 
 def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) -> None:
@@ -162,8 +134,10 @@ def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) ->
     run_ranks(_resume_and_train, 2, first, checkpoints, False)
     run_ranks(_resume_and_train, 2, second, checkpoints, True)
     # By memory, the table alone would be a stage: the partition is that of the checkpoint.
-    assert [stage["units"] for stage in plan_of(first)["stages"]] == [["0", "1", "2"], ["3", "4"]]
-    assert plan_of(second) == plan_of(first)
+    for folder in (first, second):
+        assert [stage["units"] for stage in plan_of(folder)["stages"]] == [["0", "1", "2"], ["3", "4"]]
+    # Nothing is planned anew, so the model is not traced, which would make the first step slow.
+    assert [plan_of(folder)["traced"] for folder in (first, second)] == [True, False]
 
 
 def _resume_and_train(folder: Path, checkpoints: Path, resumes: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from smpkit.errors import ConfigError, Problem
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of, private_parameters_bytes
-from smpkit.plan.partition.cut import cut, even_out, partition_of_chunk
+from smpkit.plan.partition.cut import cut, partition_of_chunk
 
 __all__ = ["assign", "partition"]
 
@@ -45,8 +45,6 @@ def partition(
     _require(_shortage(len(units), num_partitions, num_chunks))
     costs = _RangeCosts(units, memory_weight)
     ends = cut(len(units), costs.of, [True] * num_partitions * num_chunks)
-    if num_chunks > 1:
-        ends = even_out(ends, costs.of, num_partitions)
     places = {
         index: partition_of_chunk(chunk, num_partitions)
         for chunk, (start, end) in enumerate(pairwise([0, *ends]))

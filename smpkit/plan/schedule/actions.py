@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 
-__all__ = ["Action", "Costs", "Message", "Schedule", "from_json", "message_order", "to_json"]
+__all__ = ["Action", "Costs", "Schedule", "from_json", "to_json"]
 
 _FORMAT: Final = 1
 _LABEL: Final = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
@@ -135,30 +135,6 @@ def _num_live(keys: Sequence[Hashable]) -> list[int]:
         left[key] -= 1
         live -= not left[key]
     return found
-
-
-@dataclass(frozen=True)
-class Message:
-    """One value on its way between two ranks: an activation (FORWARD) or, back along the transfer, its gradient."""
-
-    kind: Kind
-    microbatch: int
-    transfer: Transfer
-
-
-def message_order(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """Return for each ordered pair of ranks (sender, receiver) the messages in the order in which the sender has them.
-
-    Receivers post their receives in this order: nccl has no tags, so the n-th receive gets the n-th send.
-    """
-    found: dict[tuple[int, int], list[Message]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            for transfer in schedule.graph.sends(action.kind, Segment(rank, action.segment)):
-                receiver = transfer.target.rank if action.kind is Kind.FORWARD else transfer.source.rank
-                message = Message(action.kind, action.microbatch, transfer)
-                found.setdefault((rank, receiver), []).append(message)
-    return {pair: tuple(found[pair]) for pair in sorted(found)}
 
 
 def to_json(schedule: Schedule) -> str:

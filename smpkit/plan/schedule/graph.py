@@ -14,7 +14,7 @@ its segments in order, and back through them in reverse order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -66,8 +66,6 @@ class Transfer:
     num_bytes: int = 0
     differentiable: bool = True
     """False: no gradient travels back."""
-    value: int = field(default=0, compare=False)
-    """The same for transfers of one value, and of what lies in its memory; 0: it is alone."""
 
     @property
     def is_message(self) -> bool:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise, takewhile
-from operator import add
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.plan.schedule.receives import message_bytes
 
 __all__ = ["linear_graph", "peaks", "runs_of"]
 
@@ -36,8 +34,8 @@ def linear_graph(
 
 def peaks(
     schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int] | None = None
-) -> list[tuple[float, int]]:
-    """Return for each rank how many microbatches it holds at its peak, and how many bytes values on their way add.
+) -> list[float]:
+    """Return for each rank how many microbatches it holds at its peak.
 
     Microbatches are counted by what their live segments keep. A segment counts as the part of its rank's activations
     that it makes; with a segment per rank these are whole microbatches. From the first half of a split backward until
@@ -48,13 +46,9 @@ def peaks(
         copies: bytes that segments keep beside what their units keep.
     """
     found = []
-    for rank, (live, messages) in enumerate(
-        zip(_live_bytes(schedule, runs, copies or {}), message_bytes(schedule), strict=True)
-    ):
+    for rank, live in enumerate(_live_bytes(schedule, runs, copies or {})):
         of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
-        peak = max(live, default=0)
-        share = peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank])
-        found.append((share, max(map(add, live, messages), default=0) - peak))
+        found.append(max(live, default=0) / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
     return found
 
 

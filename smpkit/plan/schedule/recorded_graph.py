@@ -34,8 +34,6 @@ class SentValue:
     """The module or operation that needs it."""
     number: int = 0
     """The same for all sends of one value to several ranks."""
-    memory: int = 0
-    """The same for values in one memory, such as an argument that a unit hands on, and for their copies elsewhere."""
     fixed: float = 0.0
     """The share of its bytes that does not grow with the samples of a microbatch: 1 of a mask for all of them."""
 
@@ -84,9 +82,7 @@ class RecordedGraph:
         """Return the graph that a schedule is made for."""
         counts = Counter(segment.rank for segment, _ in self.segments)
         messages = [
-            Transfer(
-                value.source, value.target, value.num_bytes, value.differentiable and has_backward, value.memory + 1
-            )
+            Transfer(value.source, value.target, value.num_bytes, value.differentiable and has_backward)
             for value in self.values
         ]
         return SegmentGraph.of([counts[rank] for rank in range(num_ranks)], messages, has_backward)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule, message_order
+from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
 from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
 
-__all__ = ["ActionInterval", "Cause", "IdleInterval", "LinkUse", "Timeline", "simulate"]
+__all__ = ["ActionInterval", "Cause", "IdleInterval", "Timeline", "simulate"]
 
 
 class Cause(str, Enum):
@@ -56,14 +56,6 @@ class IdleInterval:
     """What the rank does afterwards; None at the end."""
     waits_for: int | None
     """The rank that it waits for; None where it waits for nobody in particular."""
-
-
-@dataclass(frozen=True)
-class LinkUse:
-    """What one rank sends to another in one step."""
-
-    num_messages: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -111,15 +103,6 @@ class Timeline:
 
         count = f"{self.schedule.num_microbatches} microbatches"
         return svg([Drawing(f"{self.schedule.name}, {count}, bubble {self.bubble:.1%}", self)])
-
-    @cached_property
-    def links(self) -> dict[tuple[int, int], LinkUse]:
-        """What travels in one step, for each ordered pair of ranks (sender, receiver)."""
-        order = message_order(self.schedule)
-        return {
-            pair: LinkUse(len(messages), sum(message.transfer.num_bytes for message in messages))
-            for pair, messages in order.items()
-        }
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

@@ -74,8 +74,6 @@ class Machine:
     """What a backward in two halves costs the host more, for each product with a weight."""
     moved_bytes_per_second: float = inf
     """What a rank reads and writes where it computes no products; infinite where that is contained in the rates."""
-    cores: float = inf
-    """Of a host, which its ranks share."""
     is_asynchronous: bool = True
     """Hosts run ahead of their devices."""
     on_host: bool = False
@@ -181,7 +179,6 @@ def from_calibration(calibration: Calibration) -> Machine:
         operation_seconds=calibration.operation_seconds,
         split_seconds=calibration.split_seconds,
         moved_bytes_per_second=calibration.elementwise_bytes_per_second or inf,
-        cores=max(1.0, speed * calibration.ranks) if on_host else machine.cores,
         is_asynchronous=not on_host,
         on_host=on_host,
         measured=dict(_collectives(calibration)),

@@ -240,9 +240,6 @@ class _Predicting:
             self._machine.operation_seconds,
             self._machine.moved_bytes_per_second,
             self._machine.is_asynchronous,
-            on_cores=self._machine.on_host,
-            cores=self._machine.cores,
-            ranks=min(job.ranks, self._machine.ranks_per_host),
             split_seconds=self._machine.split_seconds,
         )
 

@@ -11,7 +11,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,10 @@ from torch.utils.data import DataLoader
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = ["MicrobatchCall", "MicrobatchCalls", "RootGradients", "Splitter", "StepProgress"]
+__all__ = ["MicrobatchCall", "Splitter", "StepProgress", "root_gradient"]
 
 
 class MicrobatchCall(NamedTuple):
@@ -29,58 +29,6 @@ class MicrobatchCall(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-_GetPieces = Callable[[int, int], Sequence[Any]]
-"""Returns the parts of an argument for microbatches `start` to `stop`."""
-
-
-class MicrobatchCalls(Sequence[MicrobatchCall]):
-    """The arguments of all microbatches; the first can begin before those of the others are cut.
-
-    Args:
-        count: of microbatches.
-        positional, named: cut each argument.
-        made: the arguments of all microbatches, where nothing is left to cut.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        positional: Sequence[_GetPieces] = (),
-        named: Mapping[str, _GetPieces] = MappingProxyType({}),
-        made: Sequence[MicrobatchCall] = (),
-    ) -> None:
-        self._count = count
-        self._positional = positional
-        self._named = named
-        self._made = list(made)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        needed = 1 if index == 0 else self._count
-        if len(self._made) < needed:
-            self._split(needed)
-        return self._made[index]
-
-    def split_all(self) -> None:
-        """Cut all parts that have not been cut yet."""
-        if len(self._made) < self._count:
-            self._split(self._count)
-
-    def _split(self, stop: int) -> None:
-        start = len(self._made)
-        positional = _rows([pieces(start, stop) for pieces in self._positional], stop - start)
-        named = _rows([pieces(start, stop) for pieces in self._named.values()], stop - start)
-        for args, values in zip(positional, named, strict=True):
-            self._made.append(MicrobatchCall(args, dict(zip(self._named, values, strict=True))))
-
-
-def _rows(columns: Sequence[Sequence[Any]], count: int) -> Sequence[tuple[Any, ...]]:
-    """Return one part of each argument, for each of `count` microbatches."""
-    return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
 class _SplitSpec(NamedTuple):
@@ -145,56 +93,70 @@ class Splitter:
 
     @functools.cached_property
     def _layouts(self) -> dict[tuple[int, tuple[str, ...]], _Layout]:
-        """By form of call; cached, since `inspect` is slow."""
+        """By form of call."""
         return {}
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device
-    ) -> MicrobatchCalls:
+    ) -> list[MicrobatchCall]:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
             UsageError: `count` does not divide a batch, or an argument is a DataLoader.
         """
-        form = len(args), tuple(kwargs)
-        layout = self._layouts.get(form)
-        if layout is None:
-            layout = self._layouts[form] = self._layout_of(*form)
+        layout = self._layout_of(len(args), tuple(kwargs))
         given: Any = {**kwargs, **dict(enumerate(args))}
-        split = self._whole if count == 1 else self._split_argument
+        split = self._split_argument
         positional = [split(source, given[source.at], count, device) for source in layout.positional]
         named = {source.name: split(source, given[source.at], count, device) for source in layout.keywords}
-        if count == 1:
-            return MicrobatchCalls(1, made=[MicrobatchCall(tuple(positional), named)])
-        return MicrobatchCalls(count, positional, named)
+        return [
+            MicrobatchCall(
+                tuple([parts[index] for parts in positional]), {name: parts[index] for name, parts in named.items()}
+            )
+            for index in range(count)
+        ]
 
-    def _whole(self, source: _Source, value: Any, _: int, device: torch.device) -> Any:
-        """Return the argument of the only microbatch; plain batches and models on the device are what they are."""
-        if source.axis == 0 and type(value) is torch.Tensor and value.device == device:
-            return value
-        return value if isinstance(value, torch.nn.Module) else self._split_argument(source, value, 1, device)(0, 1)[0]
+    def size_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return how many samples and tokens a batch has, by the first tensor that is cut; 0 where it does not tell.
 
-    def _split_argument(self, source: _Source, value: Any, count: int, device: torch.device) -> _GetPieces:
+        Integers on two axes are a text: the batch and its positions.
+        """
+        layout = self._layout_of(len(args), tuple(kwargs))
+        given: Any = {**kwargs, **dict(enumerate(args))}
+        for source in (*layout.positional, *layout.keywords):
+            if source.axis is None:  # every microbatch gets it whole
+                continue
+            for tensor in tensors_in(given[source.at]):
+                if tensor.dim():
+                    is_text = tensor.dim() == 2 and tensor.dtype in (torch.int32, torch.int64)
+                    return tensor.shape[source.axis], tensor.numel() if is_text else 0
+        return 0, 0
+
+    def _split_argument(self, source: _Source, value: Any, count: int, device: torch.device) -> Sequence[Any]:
         if isinstance(value, DataLoader):
             raise UsageError(
                 f"argument `{source.name}` of `{self.function.__name__}` is a DataLoader; a step gets one batch of it",
                 hint="loop over the loader outside the step and pass each batch in",
             )
         if source.axis is None:
-            return lambda start, stop: [value] * (stop - start)
+            return [value] * count
         return _split(value, _SplitSpec(source.name, count, source.axis, device))
 
     def _layout_of(self, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
-        """Bind the positions of arguments instead of their values.
+        """Bind the positions of arguments instead of their values; remember it, since `inspect` is slow.
 
         Raises:
             TypeError: the function does not take such arguments.
         """
-        bound = self._signature.bind(*range(num_positional), **{name: name for name in keywords})
-        positional = zip(_positional_names(bound), bound.args, strict=True)
-        return _Layout(
-            [self._source(*each) for each in positional], [self._source(*each) for each in bound.kwargs.items()]
-        )
+        layout = self._layouts.get((num_positional, keywords))
+        if layout is None:
+            bound = self._signature.bind(*range(num_positional), **{name: name for name in keywords})
+            positional = zip(_positional_names(bound), bound.args, strict=True)
+            layout = _Layout(
+                [self._source(*each) for each in positional], [self._source(*each) for each in bound.kwargs.items()]
+            )
+            self._layouts[num_positional, keywords] = layout
+        return layout
 
     def _source(self, name: str, at: int | str) -> _Source:
         plain = name.split("[", maxsplit=1)[0]
@@ -215,37 +177,31 @@ def _positional_names(bound: inspect.BoundArguments) -> list[str]:
     return names
 
 
-def _split(value: Any, cut: _SplitSpec) -> _GetPieces:
+def _split(value: Any, cut: _SplitSpec) -> Sequence[Any]:
     if isinstance(value, torch.Tensor):
         return _split_tensor(value, cut)
     if isinstance(value, torch.nn.Module):  # most steps are given the model, whose `__getattr__` is slow
-        return lambda start, stop: [value] * (stop - start)
+        return [value] * cut.parts
     if callable(getattr(value, "smp_slice", None)):
-        slices = [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)]
-        return lambda start, stop: slices[start:stop]
+        return [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)]
     parts = children(value)
     if parts is None:
-        return lambda start, stop: [value] * (stop - start)
+        return [value] * cut.parts
     inside = {key: _split(part, cut) for key, part in parts.items()}
-
-    def containers(start: int, stop: int) -> list[Any]:
-        rows = _rows([pieces(start, stop) for pieces in inside.values()], stop - start)
-        return [rebuild(value, dict(zip(inside, row, strict=True))) for row in rows]
-
-    return containers
+    return [rebuild(value, {key: parts[index] for key, parts in inside.items()}) for index in range(cut.parts)]
 
 
-def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPieces:
+def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> list[torch.Tensor]:
     whole = devices.to_device(value, cut.device)
     if value.dim() == 0:
-        return lambda start, stop: [whole] * (stop - start)  # a scalar has no batch axis: every microbatch gets it
+        return [whole] * cut.parts  # a scalar has no batch axis: every microbatch gets it
     if not -value.dim() <= cut.axis < value.dim():
         raise UsageError(
             f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
             hint="name its batch axis in input_split_axes, or the argument in non_split_inputs",
         )
     if cut.parts == 1:
-        return lambda start, stop: [whole] * (stop - start)
+        return [whole]
     size = value.shape[cut.axis]
     if size % cut.parts:
         raise UsageError(
@@ -255,7 +211,7 @@ def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPieces:
         )
     part = size // cut.parts
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
-    return lambda start, stop: [whole.narrow(cut.axis, index * part, part) for index in range(start, stop)]
+    return [whole.narrow(cut.axis, index * part, part) for index in range(cut.parts)]
 
 
 def _listed(names: Mapping[str, Any]) -> str:
@@ -291,31 +247,11 @@ class StepProgress:
         self.backwards = 0
 
 
-class RootGradients:
-    """Root gradients, with the latest one cached: the next microbatch most often needs the same."""
+def root_gradient(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+    """Return the gradient that backward starts with at `root`: `grad`, or 1, times `scale`.
 
-    def __init__(self) -> None:
-        self._scale = 1.0
-        self._latest: torch.Tensor | None = None
-
-    def scaled(self, root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return the gradient that backward starts with at `root`: the given one, or 1, times `scale`.
-
-        None where torch has to raise: of other roots than real scalars the gradient must be given.
-        """
-        if grad is not None:
-            return grad if scale == 1.0 else grad * scale
-        latest = self._latest
-        if (
-            latest is not None
-            and scale == self._scale
-            and root.shape == latest.shape
-            and root.dtype is latest.dtype
-            and root.device == latest.device
-            and latest._version == 0  # the user's backward may have changed it in place
-        ):
-            return latest
-        if root.numel() != 1 or not root.is_floating_point():
-            return None
-        self._scale, self._latest = scale, torch.full_like(root, scale)
-        return self._latest
+    None where torch has to raise: of other roots than real scalars the gradient must be given.
+    """
+    if grad is not None:
+        return grad if scale == 1.0 else grad * scale
+    return torch.full_like(root, scale) if root.numel() == 1 and root.is_floating_point() else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
+    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 __all__ = ["StepEngine", "StepParticipant", "StepParticipants"]
 
@@ -100,7 +100,11 @@ class StepEngine(Protocol):
         """Prepare the model, at its first step; return the `Placement` of its parameters where that has changed."""
 
     def run(
-        self, function: Hashable, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress
+        self,
+        function: Hashable,
+        body: Callable[[MicrobatchCall], Any],
+        calls: Sequence[MicrobatchCall],
+        step: StepProgress,
     ) -> list[Any]:
         """Run `body` and its backward for each microbatch; return the outputs."""
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from smpkit.errors import UsageError
 from smpkit.torch.core.tree import children, rebuild
 
 __all__ = [
@@ -219,6 +220,11 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
         # An object of the user: its contents may matter, but only its type can be compared between ranks.
         key += (slice, value.start, value.stop, value.step) if kind is slice else (kind,)
         return value
+    if isinstance(value, set | frozenset) and len(value) > 1 and tensors_in(value):
+        raise UsageError(
+            f"a set of {len(value)} tensors is an argument, and each pipeline rank has its members in another order",
+            hint="use a list or a tuple",
+        )
     key += kind, len(inside), *inside
     made = {name: describe(part, key, visit) for name, part in inside.items()}
     if all(map(is_, made.values(), inside.values())):

@@ -83,7 +83,7 @@ def _recorded(stage: StageContext, assignment: Assignment, call: Callable[[], ob
     return RecordedGraph(
         assignment.units,
         tuple(_calls_by_segment(microbatch, assignment.partition_of)),
-        tuple(map(_sent_value, microbatch.transfers, microbatch.numbers, microbatch.memories())),
+        tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)),
     )
 
 
@@ -107,7 +107,7 @@ def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     return [above] if above else [unit for unit in placement if unit.startswith(f"{module}.")]
 
 
-def _sent_value(transfer: P2PTransfer, number: int, memory: int) -> SentValue:
+def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
     spec = transfer.spec
     return SentValue(
         Segment(transfer.source, transfer.source_segment),
@@ -118,7 +118,6 @@ def _sent_value(transfer: P2PTransfer, number: int, memory: int) -> SentValue:
         spec.requires_grad,
         transfer.consumer,
         number,
-        memory,
     )
 
 
@@ -138,7 +137,6 @@ class _FakeMicrobatch(Microbatch):
         self.module_calls: list[_ModuleCall] = []
         self.numbers: list[int] = []
         """By transfer, which value it sends; a value that was changed in place since is another one."""
-        self._of_transfers: list[StageTensor] = []
         self._sent_values: dict[int, tuple[StageTensor, int]] = {}
         """By id, the tensors that were sent, kept so that no other one gets their id, and the numbers of the values."""
 
@@ -149,13 +147,7 @@ class _FakeMicrobatch(Microbatch):
 
     def _send(self, tensor: StageTensor, target: int, spec: TensorSpec, number: int) -> StageTensor:
         self.numbers.append(number)
-        self._of_transfers.append(tensor)
         return super()._transfer(tensor, target, spec)
-
-    def memories(self) -> list[int]:
-        """Return for each transfer a number that those of values in one memory share."""
-        keys = [id(tensor if tensor.alias_set is None else tensor.alias_set) for tensor in self._of_transfers]
-        return [keys.index(key) for key in keys]
 
     def run_on_owner(
         self,

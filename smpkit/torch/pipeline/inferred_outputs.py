@@ -160,8 +160,8 @@ def with_strides_of(specs: Iterator[TensorSpec], output: Any) -> Any:
     """Return what an operation has returned, with the strides that were inferred for it."""
 
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-        spec = next(specs)
-        if tensor.shape != spec.shape or tensor.stride() == spec.stride:
+        spec = next(specs, None)  # None: it returns more than was inferred, which the caller tells
+        if spec is None or tensor.shape != spec.shape or tensor.stride() == spec.stride:
             return tensor
         return as_layout(permute_to_memory(tensor, spec.order).contiguous(), spec.shape, spec.order, spec.stride)
 

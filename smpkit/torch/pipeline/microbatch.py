@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
@@ -645,7 +646,7 @@ class Microbatch:
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     given = None if start is None else self._local_value(start)
-                    start = self.stage.root_gradients.scaled(value, given, scale)
+                    start = root_gradient(value, given, scale)
                     self.backward_work.add_root(value, start, self.segments[self._rank])
 
     def note_hooks(self, change: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core.microbatches import RootGradients
+from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
@@ -24,7 +24,7 @@ from smpkit.torch.placement.trace import units_of
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
+    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 __all__ = ["OneStage"]
 
@@ -42,7 +42,6 @@ class OneStage:
         self._root = root
         self._participants = participants
         self._in_backward = False
-        self._root_gradients = RootGradients()
         self.random: RandomStreams | None = None
         """The streams of random numbers, from the first step on: dropout draws the same masks at every degree."""
         if root is not None:
@@ -63,7 +62,7 @@ class OneStage:
         self,
         function: Hashable,  # noqa: ARG002 - of a pipeline, whose schedules depend on it
         body: Callable[[MicrobatchCall], Any],
-        calls: MicrobatchCalls,
+        calls: Sequence[MicrobatchCall],
         step: StepProgress,
     ) -> list[Any]:
         """Run the microbatches one after the other."""
@@ -73,7 +72,9 @@ class OneStage:
         with random.training_step(training=self._root.training):
             return random.call_between_units(self._run_all, body, calls, step)
 
-    def _run_all(self, body: Callable[[MicrobatchCall], Any], calls: MicrobatchCalls, step: StepProgress) -> list[Any]:
+    def _run_all(
+        self, body: Callable[[MicrobatchCall], Any], calls: Sequence[MicrobatchCall], step: StepProgress
+    ) -> list[Any]:
         outputs = []
         for index in range(step.num_microbatches):
             step.microbatch = index
@@ -98,7 +99,7 @@ class OneStage:
         """Run backward now; inside a step or outside any."""
         given: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
         with _NoTorchFunction():  # looking at a loss is no operation between units
-            scaled = list(map(self._root_gradients.scaled, roots, given, [scale] * len(roots)))
+            scaled = list(map(root_gradient, roots, given, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
             for prepare in participants.before_backward:

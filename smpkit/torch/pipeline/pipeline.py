@@ -47,7 +47,7 @@ from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, uni
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls, StepProgress
+    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 __all__ = ["Pipeline"]
 
@@ -224,9 +224,8 @@ class Pipeline:
         cfg = state.cfg
         resumed = self.resumed if cfg.auto_partition else None
         if resumed is not None and self._fits_model(resumed):
-            trial = None if cfg.skip_tracing else lambda: run_fake(self._root, step)
-            costs = measure_units(self._root, units_of(self._root), trial, _say_untraced)
-            self.facts = model_facts(self._root, costs, {})
+            # Nothing is planned anew, so no trace is worth a slow first step.
+            self.facts = model_facts(self._root, measure_units(self._root, units_of(self._root), None), {})
             return resumed
         places: Mapping[str, int] = {}
         if not cfg.auto_partition:
@@ -253,7 +252,7 @@ class Pipeline:
         self,
         function: Hashable,
         body: Callable[[MicrobatchCall], Any],
-        calls: MicrobatchCalls,
+        calls: Sequence[MicrobatchCall],
         step: StepProgress,  # noqa: ARG002 - the executor knows the progress of each microbatch
     ) -> list[Any]:
         """Run one step: `body` for each microbatch."""
@@ -270,10 +269,6 @@ class Pipeline:
             torch.is_autocast_enabled(state.device.type),
         )
         random = self._executor.stage.random
-        if state.pp_rank > 0:
-            # This rank waits for rank 0 now: split the batch meanwhile. Rank 0 splits after its first microbatch, since
-            # all others wait for that.
-            calls.split_all()
 
         def streamed(index: int) -> Any:
             call = calls[index]  # outside the mode: splitting is not an operation of the step
@@ -329,10 +324,6 @@ class Pipeline:
         if not is_of_others and self._failure is not None:
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
-
-
-def _say_untraced(reason: str) -> None:
-    _log.info("what the plan of this job says of activations is unknown: no trace of the model (%s)", reason)
 
 
 def _broadcast_from_first_pipeline(text: str) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.microbatches import RootGradients
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.step_hints import StepHints
@@ -56,7 +55,6 @@ class StageContext:
         self._pp_ranks = {key: ranks for key, ranks in pp_ranks.items() if len(ranks) < size}
         self.parameter_owners = {key: min(ranks) for key, ranks in self._pp_ranks.items()}
         """By id of a parameter that not every rank holds, the first rank that does."""
-        self.root_gradients = RootGradients()
         self.output_specs = OutputSpecs()
         """Of calls in steps of the same kind as the one that runs, or ran last."""
         self.inside_unit = False

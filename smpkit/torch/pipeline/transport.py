@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from smpkit.errors import SmpkitError, UsageError
+from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, permute_to_memory, version_of
@@ -73,8 +73,8 @@ _GRACE_SECONDS: Final = 5.0
 _UNWRITTEN: Final = -(1 << 62)
 """In the buffer of a header that has not arrived."""
 _END: Final = "the end of a step that was given up"
-_TAGS: Final = (1 << 30) - 1
-"""Bits of a message's tag; those of abandoned steps count too, see `Transport.abandon`."""
+_LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
+"""Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
 _TEXT_BYTES: Final = 256
 """Of the text of a spec that is announced."""
 _SMALLEST_BYTES: Final = 256 * 1024
@@ -284,7 +284,7 @@ class Transport:
         return explain_error(error, describe_message(what), [self.ranks[peer]], since)
 
     def _tag(self, message: Message) -> int:
-        return self._first_tag + message.tag & _TAGS
+        return self._first_tag + message.tag
 
     def _message(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> Message:
         message = self.messages.get((microbatch, transfer.number, backward))
@@ -582,6 +582,12 @@ class Transport:
             sending.clear()
         # Such a receive would also take a later message of its tag: never use the tags of these microbatches again.
         self._first_tag += 2 * TRANSFERS_PER_MICROBATCH * num_microbatches
+        if self._first_tag > _LAST_FIRST_TAG:
+            raise UnsupportedError(
+                f"microbatches took another way than the recorded one in so many steps that no tags are left for their"
+                f" messages: {self._first_tag // (2 * TRANSFERS_PER_MICROBATCH):,} microbatches in all",
+                hint="hand the same layers the same shapes in each step (padding), or start from a checkpoint",
+            )
         self._posted.clear()
         self._begun_receives.clear()
         self.messages = {}

@@ -4,15 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json, message_order, to_json
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json, to_json
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
-from smpkit.plan.schedule.search import interleaved, simple
+from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.templates import one_f_one_b
-from tests.plan.graphs import ENCODER_DECODER, NAMED, SETTINGS, TIED_HEAD, graphs
+from tests.plan.graphs import NAMED
 
 
 @pytest.mark.parametrize(
@@ -56,36 +54,6 @@ def test_a_microbatch_is_live_from_its_first_action_to_its_last() -> None:
     schedule = Schedule("test", SegmentGraph.path([Segment(0, 0), Segment(0, 1)]), 2, (actions,), (2,))
     assert schedule.peak_live_microbatches == (2,)
     check(schedule)
-
-
-def test_messages_are_in_the_order_of_the_sender() -> None:
-    found = message_order(one_f_one_b(2, 3))
-    assert [(each.kind, each.microbatch) for each in found[0, 1]] == [(Kind.FORWARD, m) for m in range(3)]
-    assert [(each.kind, each.microbatch) for each in found[1, 0]] == [(Kind.BACKWARD, m) for m in range(3)]
-
-
-def test_forwards_and_gradients_mix_where_ranks_send_both() -> None:
-    found = message_order(interleaved(TIED_HEAD, 2, 2))
-    assert {each.kind for each in found[0, 3]} == {Kind.BACKWARD}
-    assert {each.kind for each in found[3, 0]} == {Kind.FORWARD}
-    assert set(found) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (0, 3)}
-
-
-def test_values_without_gradient_send_nothing_back() -> None:
-    found = message_order(simple(ENCODER_DECODER, 2))
-    assert [each.transfer.num_bytes for each in found[0, 1]] == [8, 4, 8, 4]
-    assert [each.transfer.num_bytes for each in found[1, 0]] == [8, 8]
-
-
-@given(graph=graphs(), num_microbatches=st.integers(1, 4))
-@SETTINGS
-def test_each_message_is_sent_once_and_no_direction_is_forgotten(graph: SegmentGraph, num_microbatches: int) -> None:
-    found = message_order(simple(graph, num_microbatches))
-    forwards = sum(each.kind is Kind.FORWARD for messages in found.values() for each in messages)
-    gradients = sum(each.kind is Kind.BACKWARD for messages in found.values() for each in messages)
-    travelling = [transfer for transfer in graph.transfers if transfer.is_message]
-    assert forwards == num_microbatches * len(travelling)
-    assert gradients == num_microbatches * graph.has_backward * sum(t.differentiable for t in travelling)
 
 
 @pytest.mark.parametrize("graph", NAMED.values(), ids=NAMED)

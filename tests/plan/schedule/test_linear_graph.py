@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
-from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.templates import looped, one_f_one_b
 
-MIB = 2**20
 UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
 
 
@@ -28,19 +24,15 @@ def test_neighbours_on_one_partition_are_a_segment() -> None:
     assert not linear_graph(runs, 3, has_backward=False).has_backward
 
 
-def live(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> list[float]:
-    return [share for share, _ in peaks(schedule, runs)]
-
-
 def test_live_segments_are_weighed_by_what_they_keep() -> None:
     chain = one_f_one_b(2, 4)
-    assert live(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}) == [2.0, 1.0]
+    assert peaks(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}) == [2.0, 1.0]
     loop = looped(SegmentGraph.loop(2, 2), 4)
     runs = dict(zip(loop.graph.topological, ([unit] for unit in UNITS), strict=False))
     # At its peak rank 0 has three first chunks and two second ones: F2 runs before B0.1.
-    assert live(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
+    assert peaks(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
     unknown = {segment: [UnitCost(str(segment))] for segment in runs}
-    assert live(loop, unknown) == list(loop.peak_live_microbatches)
+    assert peaks(loop, unknown) == list(loop.peak_live_microbatches)
 
 
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -53,7 +45,7 @@ def live_on_last(actions: list[tuple[Kind, int]], *run: UnitCost) -> float:
     first = tuple(Action(kind, 0, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(2))
     last = tuple(Action(kind, 0, microbatch) for kind, microbatch in actions)
     schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, (first, last), (2, 2))
-    return live(schedule, {Segment(rank, 0): run for rank in range(2)})[1]
+    return peaks(schedule, {Segment(rank, 0): run for rank in range(2)})[1]
 
 
 def test_gradients_that_wait_for_the_second_half_of_a_backward_count_until_it_has_run() -> None:
@@ -70,18 +62,10 @@ def test_the_first_half_of_a_backward_frees_what_lies_behind_the_last_product_wi
     assert live_on_last(POSTPONED, norm, layer) == 3400 / 1200
 
 
-def test_what_values_on_their_way_add_counts_at_the_peak_of_both_together() -> None:
-    units = {Segment(rank, 0): [UnitCost("unit", activation_bytes=MIB)] for rank in range(2)}
-    schedule = simple(SegmentGraph.chain(2, num_bytes=1000), 4)
-    # F0 F1 F2 F3 B0 ...: the last forward of rank 0 ends with all it has sent, and all gradients' buffers. Rank 1 has
-    # taken all values by then, and sends its first gradient in its first backward.
-    assert peaks(schedule, units) == [(4.0, 8000), (4.0, 1000)]
-
-
 def test_what_is_computed_again_is_not_split_and_ends_with_its_backward() -> None:
     assert live_on_last(POSTPONED, UnitCost("unit", activation_bytes=1000, recomputed_flops=10.0)) == 1
 
 
 def test_copies_of_received_values_count_beside_what_units_keep() -> None:
     runs = {Segment(rank, 0): [UnitCost("unit", activation_bytes=1000)] for rank in range(2)}
-    assert peaks(one_f_one_b(2, 4), runs, {Segment(0, 0): 0, Segment(1, 0): 500}) == [(2.0, 0), (1.5, 0)]
+    assert peaks(one_f_one_b(2, 4), runs, {Segment(0, 0): 0, Segment(1, 0): 500}) == [2.0, 1.5]

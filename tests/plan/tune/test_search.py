@@ -172,29 +172,6 @@ def test_operators_and_what_they_move_cost_time_beside_products() -> None:
     assert after - ahead == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
 
 
-def test_only_what_occupies_cores_is_slower_where_ranks_share_them() -> None:
-    """Four replicas on two cores: awake as long as they wait for their devices."""
-    devices = replace(MACHINE, operation_seconds=1e-3, is_asynchronous=False)
-    where = Job({1: with_operators(100)}, devices, 4, 32)
-    alone = a_prediction(where, microbatches=8).compute_seconds
-    shared = a_prediction(replace(where, machine=replace(devices, cores=2)), microbatches=8).compute_seconds
-    on_cores = replace(devices, cores=2, on_host=True)
-    on_them = a_prediction(replace(where, machine=on_cores), microbatches=8).compute_seconds
-    assert alone < shared < 1.5 * alone
-    assert on_them == pytest.approx(2 * alone, rel=0.02)
-    assert a_prediction(replace(where, machine=replace(devices, cores=4)), microbatches=8).compute_seconds == alone
-
-
-def test_how_much_slower_follows_from_how_often_ranks_want_a_core() -> None:
-    speed = Speed(1.0, LinkSpeed(1.0, 1.0), cores=2, ranks=4)
-    assert speed.slowdown(0.0) == 1.0
-    assert speed.slowdown(1.0) == 2.0
-    # With three others that want one in half of the time: 1 of 8 that all do, 3 of 8 that two of them do.
-    assert speed.slowdown(0.5) == pytest.approx((4 + 3 * 1.5 + 2) / 8)
-    assert replace(speed, ranks=1000, cores=100).slowdown(0.5) == 5.0
-    assert replace(speed, cores=4).slowdown(1.0) == 1.0
-
-
 def test_precision_changes_what_is_held() -> None:
     plain = a_prediction(job(), microbatches=8).plan.memory[0]
     half = a_prediction(job(), microbatches=8, bf16=True).plan.memory[0]

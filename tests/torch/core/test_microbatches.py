@@ -95,23 +95,6 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     assert calls[1].kwargs["scale"] is rows
 
 
-def test_the_first_microbatch_does_not_wait_until_the_others_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, seen = torch.Tensor.narrow, []
-
-    def noted(tensor: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
-        seen.append(start)
-        return narrow(tensor, axis, start, length)
-
-    monkeypatch.setattr(torch.Tensor, "narrow", noted)
-    calls = Splitter(plain).split((torch.arange(6),), {}, 3, CPU)
-    assert calls[0].args[0].tolist() == [0, 1]
-    assert (len(calls), seen) == (3, [0])
-    assert calls[2].args[0].tolist() == [4, 5]
-    assert [call.args[0].tolist() for call in calls] == [[0, 1], [2, 3], [4, 5]]
-    calls.split_all()
-    assert seen == [0, 2, 4]
-
-
 def test_gradients_flow_back_into_the_whole_input() -> None:
     value = torch.ones(4, requires_grad=True)
     torch.cat([piece * 3 for piece in pieces(value)]).sum().backward()
@@ -149,3 +132,15 @@ def test_unknown_argument_names_are_refused_when_decorating(options: dict[str, A
 def test_a_wrong_call_raises_what_python_raises() -> None:
     with pytest.raises(TypeError, match="too many positional arguments"):
         Splitter(plain).split((1, 2, 3), {}, 2, CPU)
+
+
+def test_samples_and_tokens_are_those_of_the_first_tensor_that_is_cut() -> None:
+    def step(table: Any, batch: Any, labels: Any) -> None: ...
+
+    splitter = Splitter(step, ("table",), {"labels": 1})
+    table, labels = torch.zeros(99, 7, dtype=torch.int64), torch.zeros(3, 6, dtype=torch.int64)
+    texts, images = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 3, 8, 8)
+    assert splitter.size_of((table, {"ids": texts, "mask": texts.bool()}), {"labels": labels}) == (6, 120)
+    assert splitter.size_of((table, images, labels), {}) == (6, 0)
+    assert splitter.size_of((table, 1.0, labels), {}) == (6, 18)
+    assert splitter.size_of((table, torch.tensor(3), "x"), {}) == (0, 0)

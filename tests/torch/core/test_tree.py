@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from smpkit.errors import UsageError
+from smpkit.torch.core.tensor_spec import describe
 from smpkit.torch.core.tree import children, map_leaves, pickled, rebuild
 
 
@@ -105,3 +107,10 @@ def test_a_named_tuple_is_made_again_of_whatever_stands_in_for_its_items() -> No
     again = pickle.loads(pickled([made]))[0]
     assert type(again) is Picky
     assert again == ("one", "two")
+
+
+def test_a_set_of_tensors_has_no_order_that_ranks_could_share() -> None:
+    with pytest.raises(UsageError, match="a set of 2 tensors is an argument"):
+        describe({torch.ones(1), torch.ones(2)}, [], lambda tensor: tensor)
+    assert describe({torch.ones(1)}, [], lambda tensor: tensor)
+    assert describe({1, 2}, [], lambda tensor: tensor) == {1, 2}

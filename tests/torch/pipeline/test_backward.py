@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.core.microbatches import RootGradients
+from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.message_order import P2PTransfer
@@ -120,26 +120,10 @@ def test_a_cut_makes_no_gradient_where_there_is_none() -> None:
     assert weight.grad is None
 
 
-class DoublesGradient(torch.autograd.Function):
-    """Changes the gradient that it is given, which torch forbids and does not notice."""
-
-    @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.mul_(2)
-
-
-def test_microbatches_start_with_one_gradient_unless_it_has_been_changed() -> None:
-    starts, leaf = RootGradients(), torch.ones((), requires_grad=True)
-    first = starts.scaled(leaf * 2, None, 0.25)
-    assert starts.scaled(leaf * 3, None, 0.25) is first
-    assert starts.scaled(leaf * 3, None, 0.5) == 0.5
-    assert starts.scaled((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
-    assert starts.scaled(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
-    for _ in range(3):
-        root = DoublesGradient.apply(leaf)
-        started(root, starts.scaled(root, None, 0.25))
-    assert leaf.grad == 3 * 0.5
+def test_backward_starts_with_one_times_the_scale() -> None:
+    leaf = torch.ones((), requires_grad=True)
+    assert root_gradient(leaf * 2, None, 0.25) == 0.25
+    assert root_gradient(leaf * 2, torch.tensor(3.0), 0.5) == 1.5
+    assert root_gradient((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
+    assert root_gradient(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
+    assert root_gradient(torch.ones(2), None, 1.0) is None

@@ -106,6 +106,7 @@ def test_a_result_gets_the_strides_that_were_inferred_and_keeps_its_graph() -> N
     (gradient,) = torch.autograd.grad(result.sum(), X)
     assert torch.equal(gradient, torch.ones_like(X))
     assert with_strides_of(iter([spec_of(X)]), X) is X
+    assert with_strides_of(iter([spec_of(X)]), (X, X)) == (X, X)  # more than was inferred: the caller says so
 
 
 def test_inferred_outputs_are_bounded() -> None:

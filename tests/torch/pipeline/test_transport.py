@@ -15,7 +15,7 @@ from smpkit.torch.distributed.objects import CommGroup
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.messages import Message, Tag, pack, packed_bytes, unpack, unpack_copies
 from smpkit.torch.pipeline.transport import Transport
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -278,6 +278,18 @@ def objects_and_bytes() -> tuple[Any, list[int]]:
     transport.flush()
     smp.shutdown()
     return found
+
+
+def use_up_all_tags() -> None:
+    transport = open_transport()
+    for _ in range(3):
+        transport.abandon(4096)
+    transport.abandon(4096)
+
+
+def test_tags_of_steps_that_were_given_up_never_come_back() -> None:
+    with pytest.raises(RankFailed, match="no tags are left for their messages: 16,384 microbatches in all"):
+        run_ranks(use_up_all_tags, 2)
 
 
 @pytest.mark.also_on("sim:copies:0")
