@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Final
 
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
-from smpkit.torch.offload.link import Copies, Event, HostLink
+from smpkit.torch.offload.link import Copies, Event, Link
 
 __all__ = ["EmulatedLink"]
 
@@ -47,7 +47,7 @@ class _Direction:
         self.free_at = 0.0
 
 
-class EmulatedLink(HostLink):
+class EmulatedLink(Link):
     """Copies between two places in the memory of this process, as slowly as a real link would.
 
     Args:

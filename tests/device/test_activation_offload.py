@@ -165,8 +165,9 @@ def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next
     expected = gradients(model)
     registration = devices.host_registration(gpu())
     assert registration is not None
+    register, unregister = registration
     mapping = torch.frombuffer(mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    pin = partial(registration.register, mapping.data_ptr(), mapping.nbytes)
+    pin = partial(register, mapping.data_ptr(), mapping.nbytes)
     pin()
     with pytest.raises(OSError, match=r"cudaHostRegister|is registered already"):  # nothing is pinned twice
         pin()
@@ -181,7 +182,7 @@ def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next
         (step,) = offload.report().steps
         assert (step.bytes_out, step.kept_bytes) == (0, _LAYERS * _BOUNDARY)
     device.synchronize()
-    registration.unregister(mapping.data_ptr())
+    unregister(mapping.data_ptr())
 
 
 def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import inf, sqrt
+from math import sqrt
 from typing import Final
 
 from smpkit.errors import UsageError
@@ -66,16 +66,12 @@ class Machine:
     in_bytes_per_second: float = 50e9
     """Host to device."""
     out_bytes_per_second: float = 50e9
-    both_bytes_per_second: float | None = None
-    """Both directions together while both copy; None: neither slows the other."""
     updated_parameters_per_second: float = 4.3e9
     """By the optimizer on the host, all its cores together."""
-    host_bytes_per_second: float | None = None
-    """Of the host's memory, which copies and the optimizer share; None: more than they need."""
 
     def __post_init__(self) -> None:
         for name, rate in vars(self).items():
-            if rate is not None and rate <= 0:
+            if rate <= 0:
                 raise UsageError(f"`{name}` is {rate:g}", hint="give what was measured, more than 0")
 
 
@@ -152,7 +148,7 @@ class StepTime:
     update_seconds: float
     total_seconds: float
     bound: str
-    """What it spends most of its time on: `compute`, `link`, `optimizer` or `host memory`."""
+    """What it spends most of its time on: `compute`, `link` or `optimizer`."""
     useful_flops_per_second: float
     """Without the recomputation, as published figures count: 6 per parameter and token."""
 
@@ -161,18 +157,17 @@ def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.O
     """Return the time of a step, each phase of it bounded by its slowest part."""
     forward, backward, slices = _forward(model, machine), _backward(model, machine), model.num_slices
     updating = model.num_parameters / machine.updated_parameters_per_second
-    host = _host_bytes(model) / (machine.host_bytes_per_second or inf)
     first_load = model.weights_bytes / slices / machine.in_bytes_per_second
     last_gradient = model.weights_bytes / slices / machine.out_bytes_per_second
     tail = updating / slices + first_load + last_gradient  # nothing hides them, nor the update of the last slice
     if update is Update.OVERLAPPED:
-        total = max(forward.seconds + backward.seconds, updating, host) + tail
+        total = max(forward.seconds + backward.seconds, updating) + tail
     elif update is Update.JUST_IN_TIME:
         total = backward.seconds + max(forward.seconds, updating) + tail
     else:
         total = forward.seconds + backward.seconds + updating * (1 - 1 / slices) + tail
-    causes = {"compute": forward.compute + backward.compute, "link": forward.link + backward.link}
-    causes |= {"optimizer": updating, "host memory": host}
+    link = max(forward.into, forward.out) + max(backward.into, backward.out)
+    causes = {"compute": forward.compute + backward.compute, "link": link, "optimizer": updating}
     return StepTime(
         forward_seconds=forward.compute,
         backward_seconds=backward.compute,
@@ -192,8 +187,6 @@ class _Phase:
     compute: float
     into: float
     out: float
-    link: float
-    """Of the slowest of both directions and both together."""
     seconds: float
 
 
@@ -205,9 +198,7 @@ def _phase(machine: Machine, compute: float, alone: float, lead: float, in_bytes
         lead: compute before the first copy out.
     """
     into, out = in_bytes / machine.in_bytes_per_second, out_bytes / machine.out_bytes_per_second
-    both = (in_bytes + out_bytes) / (machine.both_bytes_per_second or inf)
-    seconds = max(compute, alone + into, lead + out, alone + both)
-    return _Phase(compute, into, out, max(into, out, both), seconds)
+    return _Phase(compute, into, out, seconds=max(compute, alone + into, lead + out))
 
 
 def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
@@ -230,15 +221,6 @@ def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
         into += model.border_bytes * max(0, slices - 2)
         out += model.border_bytes * (slices - 1)
     return _phase(machine, compute, compute * there / slices, compute / slices, into, out)
-
-
-def _host_bytes(model: OffloadedModel) -> float:
-    """Return what a step moves through the host's memory: the update, weights and gradients, and borders."""
-    copies = 2 if model.number_bytes < _MASTER_BYTES else 1
-    update = 2 * model.states_bytes + copies * model.weights_bytes  # gradients in, states in and out, weights out
-    weights_and_gradients = model.weights_bytes * (3 - min(2, model.num_slices) / model.num_slices)
-    borders = (2 if model.keeps_borders else 5) * (model.num_slices - 1) * model.border_bytes
-    return update + weights_and_gradients + borders
 
 
 def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> float:

@@ -9,8 +9,9 @@
 
 `live` is how many microbatches a stage holds at its peak. Beside the sums, the device holds once the largest
 recomputation of a layer that is not kept, and the inputs within the window of loading if one is offloaded; or, at
-another time, what the model computes outside these layers, if that is more. A microbatch takes as long as the slowest
-of compute and the two directions of the link: a load that hides costs nothing. Without a pipeline, forwards and
+another time, what the model computes outside these layers, if that is more. A last layer that is kept has gone by the
+time of a recomputation, and takes its place, as far as that was not needed before. A microbatch takes as long as the
+slowest of compute and the two directions of the link: a load that hides costs nothing. Without a pipeline, forwards and
 backwards take turns, and each direction of the link hides behind one of them only.
 
 [Note: an exact choice] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the
@@ -87,6 +88,17 @@ class ChainLimits:
     outside_bytes: float = 0.0
     """What the device holds beside what layers keep, at the time when that is most: logits, for example, or what the
     smallest choice was measured to hold. A recomputation and the window are at another time, or part of it."""
+    forward_bytes: float | None = None
+    """The same until the first layer is recomputed; None: layers run several times, or microbatches overlap, so that
+    the last layer has not gone when another is recomputed."""
+
+    def once_bytes(self, largest: float, window: float) -> float:
+        """Return what the device holds once, with a recomputation and an offloaded input as large as these."""
+        return max(self.outside_bytes, largest + self.window_layers * window)
+
+    def spared_bytes(self, once: float) -> float:
+        """Return how much of that the last layer may take if it is kept."""
+        return 0.0 if self.forward_bytes is None else max(0.0, once - self.forward_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,30 +126,35 @@ class ChainChoice:
 
 def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: ChainLimits) -> ChainCost:
     """Return what choices cost."""
-    compute = device = host = 0.0
-    for layer, choice in zip(layers, choices, strict=True):
-        more, on_device, on_host = _parts(layer, choice, limits.live)
-        compute += layer.forward_seconds + layer.backward_seconds + more
-        device += on_device
-        host += on_host
     pairs = list(zip(layers, choices, strict=True))
     largest = max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
     window = max((each.input_bytes for each, choice in pairs if choice is Choice.OFFLOAD), default=0)
-    device += max(limits.outside_bytes, largest + limits.window_layers * window)
-    return ChainCost(_seconds(compute, _forward_seconds(layers), host, limits), device, host)
+    once = limits.once_bytes(largest, window)
+    compute = device = host = 0.0
+    for index, (layer, choice) in enumerate(pairs):
+        more, on_device, on_host = _parts(layer, choice, limits, once if index + 1 == len(layers) else None)
+        compute += layer.forward_seconds + layer.backward_seconds + more
+        device += on_device
+        host += on_host
+    return ChainCost(_seconds(compute, _forward_seconds(layers), host, limits), device + once, host)
 
 
 def _forward_seconds(layers: Sequence[ChainLayer]) -> float:
     return sum(each.forward_seconds for each in layers)
 
 
-def _parts(layer: ChainLayer, choice: Choice, live: float) -> tuple[float, float, float]:
-    """Return the additional compute, and the bytes on device and host that add up."""
+def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float | None) -> tuple[float, float, float]:
+    """Return the additional compute, and the bytes on device and host that add up.
+
+    Args:
+        once: for the last layer, what the device holds once.
+    """
     if choice is Choice.KEEP:
-        return 0.0, layer.saved_bytes * live, 0.0
+        saved = layer.saved_bytes * limits.live
+        return 0.0, saved if once is None else max(0.0, saved - limits.spared_bytes(once)), 0.0
     if choice is Choice.RECOMPUTE:
-        return layer.again_seconds, layer.input_bytes * live, 0.0
-    return layer.again_seconds, 0.0, layer.input_bytes * live
+        return layer.again_seconds, layer.input_bytes * limits.live, 0.0
+    return layer.again_seconds, 0.0, layer.input_bytes * limits.live
 
 
 def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -> float:
@@ -174,7 +191,7 @@ def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | N
         return None
     choices = _ordered(layers, best.choices)
     gap = 0.0 if exact else 1 - _bound(layers, limits) / best.cost.seconds
-    return ChainChoice(choices, best.cost, max(0.0, gap))
+    return ChainChoice(choices, cost_of(layers, choices, limits), max(0.0, gap))
 
 
 def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
@@ -228,23 +245,29 @@ def _choose(
 
 
 def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int) -> tuple[list[_State], bool]:
-    room = limits.device_bytes - max(limits.outside_bytes, largest + limits.window_layers * window)
+    once = limits.once_bytes(largest, window)
+    room = limits.device_bytes - once
     if room < 0:
         return [], True
     # What the layers to come hold at least: a sum that leaves less room than that leads nowhere.
     ahead = [0.0]
-    for layer in reversed(layers):
-        options = _options(layer, limits.allowed, largest, window)
-        if not options:
+    options = [
+        {
+            choice: _parts(layer, choice, limits, once if index + 1 == len(layers) else None)
+            for choice in _options(layer, limits.allowed, largest, window)
+        }
+        for index, layer in enumerate(layers)
+    ]
+    for parts in reversed(options):
+        if not parts:
             return [], True
-        ahead.append(ahead[-1] + min(_parts(layer, choice, limits.live)[1] for choice in options))
+        ahead.append(ahead[-1] + min(on_device for _, on_device, _ in parts.values()))
     ahead.reverse()
     states: list[_State] = [(0.0, 0.0, 0.0, None)]
     complete = True
-    for index, layer in enumerate(layers):
+    for index, parts in enumerate(options):
         grown: list[_State] = []
-        for choice in _options(layer, limits.allowed, largest, window):
-            more, on_device, on_host = _parts(layer, choice, limits.live)
+        for choice, (more, on_device, on_host) in parts.items():
             for compute, device, host, chosen in states:
                 if device + on_device + ahead[index + 1] > room or host + on_host > limits.host_bytes:
                     continue

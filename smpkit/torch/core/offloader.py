@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
@@ -23,8 +23,12 @@ from smpkit.torch.core.tensor_spec import version_of
 __all__ = ["KEEPING", "OffloadUse", "Offloader", "Parked", "changed_in_place", "current", "install"]
 
 
-class Parked(Protocol):
-    """Tensors of one call, from its forward until its graph is gone."""
+class Parked:
+    """Tensors of one call, from its forward until its graph is gone. These stay on the device."""
+
+    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
+        self._name = name
+        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors]
 
     def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
         """Park one more: an output of an operator, which `take` returns after the inputs.
@@ -36,6 +40,12 @@ class Parked(Protocol):
         Raises:
             UsageError: it must leave, and cannot.
         """
+        if must_leave:
+            raise UsageError(
+                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in `{self._name}`, and nothing offloads here",
+                hint="call smpkit.offload_activations(model), or set `offload_activations: true`",
+            )
+        self._tensors.append((tensor, version_of(tensor)))
 
     def take(self) -> list[Tensor]:
         """Return them on the device; the current stream may use them at once.
@@ -43,6 +53,9 @@ class Parked(Protocol):
         Raises:
             UsageError: one has been changed in place.
         """
+        if any(version_of(tensor) != version for tensor, version in self._tensors):
+            raise changed_in_place(f"`{self._name}`")
+        return [tensor for tensor, _ in self._tensors]
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Offloader:
         Args:
             name: path of the checkpointed module as in `state_dict`, for reports and errors.
         """
-        return _Kept(name, tensors)
+        return Parked(name, tensors)
 
     def around(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002 - for those that watch calls
         """Return a context that every checkpointed call enters before it parks, until the end of its forward."""
@@ -93,28 +106,6 @@ class Offloader:
     def use(self) -> OffloadUse:
         """Count what is held and was moved."""
         return OffloadUse()
-
-
-class _Kept:
-    """Parked tensors that stay on the device."""
-
-    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
-        self._name = name
-        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors]
-
-    def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
-        if must_leave:
-            raise UsageError(
-                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in `{self._name}`, and nothing offloads here",
-                hint="call smpkit.offload_activations(model), or set `offload_activations: true`",
-            )
-        self._tensors.append((tensor, version_of(tensor)))
-
-    def take(self) -> list[Tensor]:
-        for tensor, version in self._tensors:
-            if version_of(tensor) != version:
-                raise changed_in_place(f"`{self._name}`")
-        return [tensor for tensor, _ in self._tensors]
 
 
 def changed_in_place(name: str) -> UsageError:

@@ -132,8 +132,8 @@ def pinned_bytes(device: torch.device, num_bytes: int) -> Tensor:
         # another place, and the GPU would go on using the old one.
         tensor, pages = _map(num_bytes, in_children=False)
         touch(tensor)
-        address, owner, unregister = tensor.data_ptr(), os.getpid(), registration.unregister
-        registration.register(address, -(-num_bytes // PAGE) * PAGE)
+        (register, unregister), address, owner = registration, tensor.data_ptr(), os.getpid()
+        register(address, -(-num_bytes // PAGE) * PAGE)
         pages.unpin = lambda: unregister(address) if os.getpid() == owner else None
     _progress.add(num_bytes, time.perf_counter() - start)
     return tensor

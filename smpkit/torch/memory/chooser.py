@@ -117,8 +117,8 @@ class Chooser:
         self._num_steps = 0
         self._probe: Probe | None = None
         self._probes: list[Probe] = []
-        self._static_bytes = self._peak_bytes = 0
-        """The most in any step that was measured: at its beginning, and until its end."""
+        self._static_bytes = self._forward_bytes = self._peak_bytes = 0
+        """The most in any step that was measured: at its beginning, until its first recomputation, and to its end."""
         self._first: ChosenCheckpoint | None = None
         self._largest_bytes = 0
         """The most that the first layer was given."""
@@ -181,7 +181,9 @@ class Chooser:
             probe.end()
             if had_backward:
                 self._probes.append(probe)
-                self._peak_bytes = max(self._peak_bytes, devices.peak_bytes(self._link.device) or 0)
+                peak = devices.peak_bytes(self._link.device) or 0
+                self._peak_bytes = max(self._peak_bytes, peak)
+                self._forward_bytes = max(self._forward_bytes, probe.forward_bytes or peak)
 
     def run_layer(self, layer: ChosenCheckpoint, original: OriginalCall, args: Any, kwargs: Any) -> Any:
         """Run a layer's call as it was chosen; the first layer's input tells how large the batch is."""
@@ -225,12 +227,15 @@ class Chooser:
         if self._least is Choice.RECOMPUTE:
             kept = self._live * sum(min(saved, inputs) for *_, saved, inputs in numbers.values())
         peak = max(self._peak_bytes, self.updates.peak_bytes)
+        counts = [len(calls.first) for calls in probes[-1].calls.values()]
+        calls_each_once = counts == [self._microbatches] * len(self.layers)
         budget = None if self._engine is None else self._engine.arena.budget_bytes
         # A rank may have called other layers than its replicas, so all send the numbers of all, in the same order.
         shared = self._agree(
             [
                 self._static_bytes,
                 max(0.0, peak - self._static_bytes - kept),
+                max(0.0, self._forward_bytes - self._static_bytes - kept) if calls_each_once else math.inf,
                 median(probe.busy_seconds for probe in probes),
                 median(probe.stall_seconds for probe in probes),
                 largest,
@@ -242,8 +247,8 @@ class Chooser:
                 *chain.from_iterable(numbers.get(name, _NOT_CALLED) for name in self.layers),
             ]
         )
-        static, dynamic, busy, stalled, first_bytes, limit, host, window, out, back = shared[:10]
-        starts = range(10, len(shared), 4)
+        static, dynamic, forward_most, busy, stalled, first_bytes, limit, host, window, out, back = shared[:11]
+        starts = range(11, len(shared), 4)
         rows = {name: tuple(shared[start : start + 4]) for name, start in zip(self.layers, starts, strict=True)}
         # In the order of the calls here, which the choice depends on.
         called = {name: rows[name] for name in (*numbers, *rows) if rows[name] != _NOT_CALLED}
@@ -259,6 +264,7 @@ class Chooser:
             first_bytes=max(1, int(first_bytes)),
             static_bytes=static,
             dynamic_bytes=dynamic,
+            forward_bytes=forward_most,
             busy_seconds=busy,
             stall_seconds=stalled,
             microbatches=self._microbatches,

@@ -23,6 +23,8 @@ class StepFacts:
     """Of weights, gradients and states, whatever the batch."""
     dynamic_bytes: float
     """What the device held beside these and what the layers kept, at most: logits, say, or a recomputation."""
+    forward_bytes: float
+    """The same until the first recomputation; infinite if not every layer is called exactly once in a forward."""
     busy_seconds: float
     """A step with every layer holding as little as it can, without what it waited for copies."""
     stall_seconds: float
@@ -36,7 +38,8 @@ class StepFacts:
     def room(self) -> ChainLimits:
         """What there is for what depends on the batch."""
         room = max(0.0, self.limits.device_bytes - self.static_bytes)
-        return replace(self.limits, device_bytes=room, outside_bytes=self.dynamic_bytes)
+        forward = None if self.limits.overlaps or math.isinf(self.forward_bytes) else self.forward_bytes
+        return replace(self.limits, device_bytes=room, outside_bytes=self.dynamic_bytes, forward_bytes=forward)
 
     @property
     def other_bytes(self) -> float:
@@ -76,6 +79,7 @@ class StepFacts:
             layers=layers,
             first_bytes=first_bytes,
             dynamic_bytes=self.dynamic_bytes * factor,
+            forward_bytes=self.forward_bytes * factor,
             busy_seconds=self.busy_seconds * factor,
             stall_seconds=self.stall_seconds * factor,
         )

@@ -89,6 +89,8 @@ class Probe:
         self.calls: dict[str, Calls] = {}
         self.first_bytes = 0
         """Given to the first layer, at most."""
+        self.forward_bytes = 0
+        """The most that the device held before the first recomputation; 0: not known, or the CPU."""
         self.busy_seconds = self.stall_seconds = 0.0
         devices.wait_for_stream(link.device)  # for the stalls of the step before
         self._stalled, self._began = self._stalls(), link.stamp()
@@ -129,6 +131,7 @@ class Probe:
         return output
 
     def _run_again(self, name: str, original: OriginalCall, args: Any, kwargs: Any) -> Any:
+        self.forward_bytes = self.forward_bytes or devices.peak_bytes(self._link.device) or 0
         begin = self._link.stamp()
         try:
             return original(*args, **kwargs)

@@ -26,7 +26,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core import devices
-from smpkit.torch.core.offloader import Offloader, OffloadUse, changed_in_place
+from smpkit.torch.core.offloader import Offloader, OffloadUse, Parked, changed_in_place
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.offload.arena import Arena, Block, aligned, arena_for
 from smpkit.torch.offload.link import DONE, Event, Link, link_for
@@ -42,21 +42,6 @@ _MIN_HELD: Final = 2
 
 class _Saved:
     """The memory of a tensor: its bytes are on the device, on the host, or on both."""
-
-    __slots__ = (
-        "__weakref__",
-        "back",
-        "block",
-        "data",
-        "engine",
-        "host",
-        "num_bytes",
-        "num_waiting",
-        "out",
-        "storage",
-        "stream",
-        "version",
-    )
 
     def __init__(self, engine: ActivationEngine, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.engine = engine
@@ -98,8 +83,6 @@ class _Saved:
 class _Tensor:
     """One tensor of a call: all of a `_Saved`, a view of one, or, if it stays, the tensor itself."""
 
-    __slots__ = ("alias", "dtype", "offset", "requires_grad", "saved", "shape", "stride", "version")
-
     def __init__(self, tensor: Tensor, saved: _Saved | None, alias: Tensor | None = None) -> None:
         self.saved, self.version = saved, version_of(tensor)
         self.alias = tensor
@@ -123,7 +106,7 @@ class _Tensor:
         return tensor.requires_grad_(self.requires_grad)
 
 
-class _Parked:
+class _Parked(Parked):
     """What one call keeps, from its forward until its graph is gone."""
 
     def __init__(self, engine: ActivationEngine, index: int, name: str, microbatch: int | None) -> None:
@@ -136,7 +119,7 @@ class _Parked:
         return f"`{self.name}`" if self.microbatch is None else f"`{self.name}` (microbatch {self.microbatch})"
 
     def saved(self) -> Iterator[_Saved]:
-        """Yield what may leave."""
+        """Yield the memory of those that may leave."""
         return (tensor.saved for tensor in self.tensors if tensor.saved is not None)
 
     def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
@@ -181,7 +164,6 @@ class ActivationEngine(Offloader):
         self.on_stall: Callable[[str, Any, Any], object] | None = None
         """Called with a call's label, and the link's stamps before and after each wait for one of its copies."""
         self._min_bytes = max(1, link.min_bytes if min_bytes is None else min_bytes)
-        self._is_capturing = devices.capture_query(link.device)
         self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         """By storage, to recognise one that several calls keep."""
         self._parked: weakref.WeakValueDictionary[int, _Parked] = weakref.WeakValueDictionary()
@@ -251,12 +233,16 @@ class ActivationEngine(Offloader):
 
     # --- forward: from the device to the host ------------------------------------------------------------------------
 
-    def park(self, name: str, tensors: Iterable[Tensor]) -> _Parked:
+    def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
+        if devices.is_capturing(self.link.device):
+            # What a graph captures stays: its replays would read others' memory. Nor may it wait for what is not in it,
+            # or anybody ask for its events.
+            return super().park(name, tensors)
         self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
         self._free_copied()  # of the calls before: this one is the latest now
-        self._begin_layer(0)
+        self.tuner.begin_layer(0)
         self._load_ahead()
         new: list[_Saved] = []
         parked.tensors = [_Tensor(tensor, self._saved_of(tensor, new, self._min_bytes)) for tensor in tensors]
@@ -313,7 +299,6 @@ class ActivationEngine(Offloader):
             and (tensor._base is None or type(tensor._base) is Tensor)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
             and not torch._C._are_functorch_transforms_active()  # they would take our copies for the user's
-            and not self._is_capturing()  # what a graph captures stays: its replays would read others' memory
         )
 
     def _why_not(self, tensor: Tensor) -> str:
@@ -358,8 +343,6 @@ class ActivationEngine(Offloader):
 
     def _free_copied(self) -> None:
         """Free device memory whose copy is complete, the oldest first."""
-        if self._is_capturing():  # a graph may not wait for what is not in it
-            return
         # Without a plan backward may begin any time, and with the latest calls: hold those.
         held = 0 if self.order.is_planned else self.tuner.lead
         held = max(held, _MIN_HELD) if self.link.runs_ahead else held
@@ -389,7 +372,7 @@ class ActivationEngine(Offloader):
             self._loaded.discard(parked.index)
             self._stay(parked)
             self._free_copied()
-            self._begin_layer(sum(saved.num_bytes for saved in parked.saved()))
+            self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved()))
         self._load(parked)
         self._load_ahead()
         for event in {saved.back for saved in parked.saved() if saved.back is not None and not saved.back.done()}:
@@ -437,11 +420,6 @@ class ActivationEngine(Offloader):
             self.stats.hold(saved.num_bytes)
             self.stats.bytes_back += saved.num_bytes
         return True
-
-    def _begin_layer(self, load_bytes: int) -> None:
-        """Note when a layer begins; not while a graph is captured, whose events nobody may ask for, then or later."""
-        if not self._is_capturing():
-            self.tuner.begin_layer(load_bytes)
 
     @contextlib.contextmanager
     def _stall(self, parked: _Parked | None) -> Iterator[None]:

@@ -22,7 +22,7 @@ from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 
-__all__ = ["DONE", "AcceleratorLink", "Copies", "Event", "HostLink", "Link", "link_for"]
+__all__ = ["DONE", "AcceleratorLink", "Copies", "Event", "Link", "link_for"]
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of source and target, of the same type and size."""
@@ -44,29 +44,49 @@ class Event(Protocol):
         """Return whether that work is complete; does not block."""
 
 
-class Link(Protocol):
-    """A device's link to host memory. `send` and `fetch` return at once, and each makes its copies in order."""
+class _Done:
+    """The event of work that is complete."""
 
-    device: torch.device
-    runs_ahead: bool
+    number = -1
+
+    def done(self) -> bool:
+        return True
+
+
+DONE: Final[Event] = _Done()
+
+
+class Link:
+    """A device's link to host memory; this one is the CPU's, whose "device" and "host" are the same memory.
+
+    `send` and `fetch` return at once, and each makes its copies in order.
+    """
+
+    device = torch.device("cpu")
+    runs_ahead = False
     """Whether this thread enqueues work long before the device has done it."""
-    min_bytes: int
+    min_bytes = 0
     """Smaller tensors are not worth a copy."""
-    latency_seconds: float
-    out_bytes_per_second: float
-    back_bytes_per_second: float
+    latency_seconds = 0.0
+    out_bytes_per_second = back_bytes_per_second = float("inf")
 
     def stream(self) -> Hashable:
         """Return the stream that computes now; it may change between two calls."""
+        return "compute"
 
     def now(self) -> Event:
         """Return an event of all that is enqueued so far on the current stream."""
+        return DONE
 
-    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:  # noqa: ARG002 - everything is complete here
         """Copy to the host when `after` is complete."""
+        for source, target in copies:
+            target.copy_(source)
+        return DONE
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
         """Copy to the device when `after` is complete."""
+        return Link.send(self, copies, after)
 
     def wait(self, event: Event, what: str) -> None:
         """Make what is enqueued on the current stream from now on run after `event`.
@@ -83,70 +103,14 @@ class Link(Protocol):
 
     def stamp(self) -> Any:
         """Return a time stamp of the current stream."""
+        return time.perf_counter_ns()
 
     def seconds_between(self, first: Any, last: Any) -> float | None:
         """Return the time between two stamps; None as long as the device has not reached them."""
+        return 1e-9 * float(last - first)
 
     def close(self) -> None:
         """Block this thread until all copies have ended."""
-
-
-class _Done:
-    """The event of work that is complete."""
-
-    number = -1
-
-    def done(self) -> bool:
-        return True
-
-
-DONE: Final[Event] = _Done()
-
-
-class HostLink:
-    """The CPU's: "device" and "host" are the same memory, and copies are made at once."""
-
-    device = torch.device("cpu")
-    runs_ahead = False
-    min_bytes = 0
-    latency_seconds = 0.0
-    out_bytes_per_second = back_bytes_per_second = float("inf")
-
-    def stream(self) -> Hashable:
-        """Return the only stream: the calling thread."""
-        return "compute"
-
-    def now(self) -> Event:
-        """Return a complete event: a call on the CPU has done its work when it returns."""
-        return DONE
-
-    def send(self, copies: Copies, after: Iterable[Event]) -> Event:  # noqa: ARG002 - that of every link
-        """Copy at once."""
-        for source, target in copies:
-            target.copy_(source)
-        return DONE
-
-    fetch = send
-
-    def wait(self, event: Event, what: str) -> None:
-        """Do nothing: every event is complete."""
-
-    def before_reuse(self, data: Tensor, event: Event, stream: Hashable) -> None:
-        """Do nothing."""
-
-    def synchronize(self, event: Event, what: str) -> None:
-        """Do nothing."""
-
-    def stamp(self) -> int:
-        """Return the time of this thread, in nanoseconds."""
-        return time.perf_counter_ns()
-
-    def seconds_between(self, first: int, last: int) -> float:
-        """Return the difference."""
-        return 1e-9 * (last - first)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _StreamEvent:
@@ -162,11 +126,11 @@ class _StreamEvent:
 
     def done(self) -> bool:
         """Return whether the stream has reached this event."""
-        self._is_done = self._is_done or _is_complete(self.event)
+        self._is_done = self._is_done or self.event.query()
         return self._is_done
 
 
-class AcceleratorLink:
+class AcceleratorLink(Link):
     """Two copy streams of a GPU or another accelerator, beside the one that computes.
 
     Args:
@@ -187,7 +151,7 @@ class AcceleratorLink:
         self.out_bytes_per_second, self.back_bytes_per_second = _speeds[self.device]
 
     def stream(self) -> torch.Stream:
-        """Return the stream that computes now."""
+        """Return the current stream."""
         return torch.accelerator.current_stream(self.device)
 
     def now(self) -> Event:
@@ -216,11 +180,11 @@ class AcceleratorLink:
 
     def synchronize(self, event: Event, what: str) -> None:
         """Block this thread until `event`."""
+        if devices.is_capturing(self.device):  # no event completes until it ends
+            raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
         # Polled with a deadline: a device that hangs must not hang this thread.
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
-            if devices.is_capturing(self.device):  # no event completes until it ends
-                raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
@@ -236,7 +200,7 @@ class AcceleratorLink:
 
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
         """Return the time between two stamps."""
-        return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
+        return 1e-3 * float(first.elapsed_time(last)) if last.query() else None
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -277,15 +241,10 @@ def _order_after(stream: torch.Stream, event: Event) -> None:
         stream.wait_event(event.event)
 
 
-def _is_complete(event: torch.Event) -> bool:
-    # During the capture of a CUDA graph a query is forbidden, and would make the capture fail.
-    return not devices.is_capturing(event.device) and event.query()
-
-
 def link_for(device: torch.device, deadline_seconds: float) -> Link:
     """Return the link of a device.
 
     Args:
         deadline_seconds: no wait of this thread for a copy lasts longer.
     """
-    return AcceleratorLink(device, deadline_seconds) if devices.has_streams(device) else HostLink()
+    return AcceleratorLink(device, deadline_seconds) if devices.has_streams(device) else Link()

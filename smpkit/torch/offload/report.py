@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from smpkit.torch.offload.arena import Arena
@@ -14,6 +14,8 @@ __all__ = ["MIN_SECONDS", "OffloadReport", "OffloadStats", "Stall", "StepReport"
 _STEPS_KEPT: Final = 100
 MIN_SECONDS: Final = 20e-6
 """Shorter waits are the cost of measuring."""
+_Wait = tuple[str, int | None, Any, Any]
+"""The layer and the microbatch for which compute may have waited, and time stamps before and after."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +80,23 @@ def _text(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-@dataclass
 class OffloadStats:
-    """The engine's counters while steps run."""
+    """The engine's counters while steps run.
 
-    link: Link
-    rank: int = 0
-    bytes_out: int = 0
-    bytes_back: int = 0
-    kept_bytes: int = 0
-    device_bytes: int = 0
-    peak_device_bytes: int = 0
-    num_steps: int = 0
-    _total_out: int = 0
-    _total_back: int = 0
-    _total_stall: float = 0.0
-    _max_device: int = 0
-    _max_host: int = 0
-    _waits: list[tuple[str, int | None, Any, Any]] = field(default_factory=list)
-    _steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    _freed: deque[int] = field(default_factory=deque)
-    """Bytes released. Graphs die at any time in any thread: appending to a deque needs no lock."""
+    Args:
+        link: whose clock is used.
+        rank: for reports.
+    """
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self._link = link
+        self.bytes_out = self.bytes_back = self.kept_bytes = 0
+        self.device_bytes = self.peak_device_bytes = 0
+        self._total = OffloadReport(rank, 0, 0, 0, 0, 0, 0.0, ())
+        self._waits: list[_Wait] = []
+        self._steps: deque[StepReport] = deque(maxlen=_STEPS_KEPT)
+        self._freed: deque[int] = deque()
+        """Bytes released. Graphs die at any time in any thread: appending to a deque needs no lock."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that offloading keeps on the device."""
@@ -118,7 +116,7 @@ class OffloadStats:
     @property
     def stall_seconds(self) -> float:
         """All stalls so far that the device has come to, those of the present step too."""
-        return self._total_stall + sum(stall.seconds for stall in self._stalls()[0])
+        return self._total.stall_seconds + sum(stall.seconds for stall in self._stalls()[0])
 
     def end_step(self, lead: int, arena: Arena) -> StepReport:
         """Close a step, and start the next one's counts."""
@@ -127,7 +125,7 @@ class OffloadStats:
         # Waits that the device has not reached yet are reported with the next step.
         stalls, self._waits = self._stalls()
         report = StepReport(
-            self.num_steps,
+            self._total.num_steps,
             self.bytes_out,
             self.bytes_back,
             self.kept_bytes,
@@ -137,22 +135,26 @@ class OffloadStats:
             stalls,
         )
         self._steps.append(report)
-        self._total_out += report.bytes_out
-        self._total_back += report.bytes_back
-        self._total_stall += report.stall_seconds
-        self._max_device = max(self._max_device, report.peak_device_bytes)
-        self._max_host = max(self._max_host, report.peak_host_bytes)
-        self.num_steps += 1
+        total = self._total
+        self._total = replace(
+            total,
+            num_steps=total.num_steps + 1,
+            bytes_out=total.bytes_out + report.bytes_out,
+            bytes_back=total.bytes_back + report.bytes_back,
+            peak_device_bytes=max(total.peak_device_bytes, report.peak_device_bytes),
+            peak_host_bytes=max(total.peak_host_bytes, report.peak_host_bytes),
+            stall_seconds=total.stall_seconds + report.stall_seconds,
+        )
         self.bytes_out = self.bytes_back = self.kept_bytes = 0
         self.peak_device_bytes, arena.peak_bytes = self.device_bytes, arena.used_bytes
         return report
 
-    def _stalls(self) -> tuple[tuple[Stall, ...], list[tuple[str, int | None, Any, Any]]]:
+    def _stalls(self) -> tuple[tuple[Stall, ...], list[_Wait]]:
         """Return the stalls that are known, and the waits that the device has not reached."""
-        stalls, unknown = list[Stall](), list[tuple[str, int | None, Any, Any]]()
+        stalls, unknown = list[Stall](), list[_Wait]()
         for wait in self._waits:
             layer, microbatch, first, last = wait
-            if (seconds := self.link.seconds_between(first, last)) is None:
+            if (seconds := self._link.seconds_between(first, last)) is None:
                 unknown.append(wait)
             elif seconds >= MIN_SECONDS:
                 stalls.append(Stall(layer, microbatch, seconds))
@@ -160,13 +162,4 @@ class OffloadStats:
 
     def report(self) -> OffloadReport:
         """Return totals over all steps, and the latest steps."""
-        return OffloadReport(
-            self.rank,
-            self.num_steps,
-            self._total_out,
-            self._total_back,
-            self._max_device,
-            self._max_host,
-            self._total_stall,
-            tuple(self._steps),
-        )
+        return replace(self._total, steps=tuple(self._steps))

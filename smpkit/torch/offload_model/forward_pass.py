@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.buffers import Buffers
+from smpkit.torch.core.buffers import Buffers, all_modules
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
@@ -233,7 +233,7 @@ class Run:
         else:
             running = engine.slices[index]
             piece.modes, piece.random = running.modes, RandomState([engine.device])
-            piece.buffers = Buffers([running.shard.model_shard])
+            piece.buffers = Buffers(all_modules([running.shard.model_shard]))
             with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
             piece.buffers.end_forward()

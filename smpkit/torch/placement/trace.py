@@ -309,11 +309,10 @@ class CheckpointedCall:
     """The inputs that it keeps, as far as nothing before it keeps them."""
     recomputed_bytes: int
     """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
-    that is saved. Where they save nothing (in torch's reentrant checkpoint) all that they make, which is more."""
+    that is saved."""
     flops: int
-    spared_bytes: int = 0
-    """What its operations save for a backward that never needs it, each storage once; 0 where they save nothing (in
-    torch's reentrant checkpoint)."""
+    spared_bytes: int
+    """What its operations save for a backward that never needs it, each storage once."""
 
 
 class CheckpointedCalls(Offloader):
@@ -363,17 +362,15 @@ class CheckpointedCalls(Offloader):
         num_started_before = len(self._started_units)
         is_inside_unit = self._num_open_units > 0
         spared: dict[int, torch.Tensor] = {}
-        part, has_saved = self._live.begin(), False
+        part = self._live.begin()
         self._inside.append(0)
 
         def note(tensor: torch.Tensor) -> None:
-            nonlocal has_saved
-            has_saved = True
             self._live.note_saved()
             if not self._saved.is_of_parameters(tensor):
                 spared[storage_of(tensor)] = tensor
 
-        with _noting_saved(note, outside=self._saved.pack):
+        with _noting_saved(note):
             yield
         self._live.end(part)
         started_inside = self._started_units[num_started_before:]
@@ -383,7 +380,7 @@ class CheckpointedCalls(Offloader):
         # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
         kept = sum(each.untyped_storage().nbytes() for each in spared.values() if self._live.is_of(part, each))
         inside = self._inside.pop()
-        recomputed = max(part.needed, kept + inside if inside else 0) if has_saved else part.made
+        recomputed = max(part.needed, kept + inside if inside else 0)
         if self._inside:
             self._inside[-1] = max(self._inside[-1], recomputed)
         spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
@@ -394,13 +391,10 @@ _push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 @contextlib.contextmanager
-def _noting_saved(note: Callable[[torch.Tensor], None], outside: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+def _noting_saved(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Call `note` with each tensor that is given to a checkpoint's hooks in this block; they save nothing.
 
     What a checkpoint inside it is given is noted for that one alone.
-
-    Args:
-        outside: what packs outside of checkpointed calls, and their inputs.
     """
     hooks: Any = torch._C._autograd
     before = hooks._push_saved_tensors_default_hooks
@@ -412,26 +406,15 @@ def _noting_saved(note: Callable[[torch.Tensor], None], outside: Callable[[torch
 
         _push_hooks(both, unpack)
 
-    around = hooks._top_saved_tensors_default_hooks(True)  # torch's checkpoint has entered its own by now
     hooks._push_saved_tensors_default_hooks = noted
     try:
-        if around is None or around[0] == outside:
-            yield
-            return
-        _push_hooks(*around)
-        try:
-            yield
-        finally:
-            hooks._pop_saved_tensors_default_hooks()
+        yield
     finally:
         hooks._push_saved_tensors_default_hooks = before
 
 
 class _Inputs:
-    """The differentiable inputs of a unit, each storage once.
-
-    Within torch's reentrant checkpoint, which runs without gradients, the checkpoint saves them after the unit has run.
-    """
+    """The differentiable inputs of a unit, each storage once; none without gradients, where nothing is saved."""
 
     def __init__(self, arguments: Any, saved: _SavedBytes) -> None:
         tensors = [each for each in tensors_in(arguments) if each.requires_grad and not saved.is_of_parameters(each)]
@@ -491,12 +474,11 @@ class _Part:
     """A part of the trace, and the bytes that its operators have made."""
 
     def __init__(self) -> None:
-        self.made = self.alive = self.needed = 0
-        """All of them; those alive; the most of those until the latest tensor was saved."""
+        self.alive = self.needed = 0
+        """Those alive, and the most of these until the latest tensor was saved."""
         self._most = 0
 
     def add(self, num_bytes: int) -> None:
-        self.made += num_bytes
         self.alive += num_bytes
         self._most = max(self._most, self.alive)
 

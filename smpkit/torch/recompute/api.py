@@ -125,29 +125,22 @@ def set_activation_checkpointing(
     automatic = strategy == "auto"
     size = 1 if automatic else _group_size(strategy, "`auto`, ")
     if not isinstance(module, nn.Sequential):
-        given = []
-        if pack_args_as_tuple:
-            given.append("pack_args_as_tuple")
-        if strategy not in ("each", "auto"):
-            given.append("strategy")
-        if given:
+        settings = ["pack_args_as_tuple"] * pack_args_as_tuple + ["strategy"] * (strategy not in ("each", "auto"))
+        if settings:
             raise UsageError(
-                f"{' and '.join(given)} can be set for a torch.nn.Sequential only, not for {_kind(module)}",
-                hint=f"leave out {' and '.join(given)}",
+                f"{' and '.join(settings)} can be set for a torch.nn.Sequential only, not for {_kind(module)}",
+                hint=f"leave out {' and '.join(settings)}",
             )
-        layers = module.children() if isinstance(module, _CONTAINERS) else [module]
-        for each in layers:
-            _mark(each, preserve_rng_state, automatic=automatic)
-        return
-    if size == 1:
-        ModuleCall.on(module).checkpointing = None
+    elif size != 1:
+        _check_chain(module)
         for layer in module:
-            _mark(layer, preserve_rng_state, automatic=automatic)
+            ModuleCall.of(layer).checkpointing = None
+        ModuleCall.on(module).checkpointing = SequentialCheckpoint(module, preserve_rng_state, size)
         return
-    _check_chain(module)
-    for layer in module:
-        ModuleCall.of(layer).checkpointing = None
-    ModuleCall.on(module).checkpointing = SequentialCheckpoint(module, preserve_rng_state, size)
+    else:
+        ModuleCall.on(module).checkpointing = None
+    for layer in module.children() if isinstance(module, (nn.Sequential, *_CONTAINERS)) else [module]:
+        _mark(layer, preserve_rng_state, automatic=automatic)
 
 
 def _mark(module: nn.Module, preserve_rng_state: bool, *, automatic: bool) -> None:
@@ -267,32 +260,28 @@ class SequentialCheckpoint:
 
     def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
         spans_ranks = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
-        layers = list(self._module)
+        layers, value = list(self._module), input
         for group in cut_groups([_ranks_of(layer) if spans_ranks else frozenset() for layer in layers], self._size):
             members = [layers[index] for index in group]
             if len(members) == 1:
-                input = self._run_one(members[0], input)  # noqa: A001
+                call = ModuleCall.of(members[0])
+                refused = _cannot_checkpoint(members[0], call.pp_ranks)
+                wrapper = None if refused else ModuleCheckpoint(members[0], self._preserve_rng_state)
+                value = call.run(wrapper, (value,), {})
             elif spans_ranks:
-                input = run_together(self._as_group(members), members, tuple(map(name_of, members)), input)  # noqa: A001
+                run = functools.partial(self._run_group, members)
+                value = run_together(run, members, tuple(map(name_of, members)), value)
             else:
-                input = self._as_group(members)(input)  # noqa: A001
-        return input
+                value = self._run_group(members, value)
+        return value
 
-    def _run_one(self, layer: nn.Module, value: Any) -> Any:
-        call = ModuleCall.of(layer)
-        refused = _cannot_checkpoint(layer, call.pp_ranks)
-        return call.run(None if refused else ModuleCheckpoint(layer, self._preserve_rng_state), (value,), {})
-
-    def _as_group(self, layers: Sequence[nn.Module]) -> OriginalCall:
+    def _run_group(self, layers: Sequence[nn.Module], value: Any) -> Any:
         def run_layers(value: Any) -> Any:
             for layer in layers:
                 value = layer(value)
             return value
 
-        def checkpointed(value: Any) -> Any:
-            return run_checkpointed(run_layers, layers, (value,), {}, preserve_rng_state=self._preserve_rng_state)
-
-        return checkpointed
+        return run_checkpointed(run_layers, layers, (value,), {}, preserve_rng_state=self._preserve_rng_state)
 
 
 def _is_plain(module: nn.Sequential) -> bool:

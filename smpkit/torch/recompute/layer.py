@@ -13,6 +13,7 @@ All three give the same gradients to the bit, so the choice may change between a
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -52,7 +53,9 @@ class ModuleCheckpoint:
         return functools.partial(self._run, original)
 
     def for_module(self, module: nn.Module) -> ModuleCheckpoint:
-        return ModuleCheckpoint(module, self.preserve_rng_state, self._keeper)
+        other = copy.copy(self)
+        other.module = module
+        return other
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         return self._checkpointed(original, args, kwargs, self._keeper)
@@ -97,9 +100,6 @@ class ChosenCheckpoint(ModuleCheckpoint):
     ) -> None:
         super().__init__(module, preserve_rng_state, keeper)
         self.may_keep = may_keep
-
-    def for_module(self, module: nn.Module) -> ChosenCheckpoint:
-        return ChosenCheckpoint(module, self.preserve_rng_state, may_keep=self.may_keep, keeper=self._keeper)
 
     def run_chosen(self, call: OriginalCall, args: Any, kwargs: Any) -> Any:
         """Run a call as it was chosen."""

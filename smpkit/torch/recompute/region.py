@@ -41,7 +41,7 @@ from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 
-__all__ = ["CheckpointRegion", "name_of", "needs_gradient", "recording", "run_checkpointed"]
+__all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
 
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
@@ -68,28 +68,44 @@ def run_checkpointed(
     """
     if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    note_checkpoint()
-    if not torch.is_grad_enabled() or not needs_gradient(modules, args, kwargs):
+    name = name_of(modules[0])
+    with checkpointing(function, modules, args, kwargs, name, keeper, preserve_rng_state=preserve_rng_state):
         return function(*args, **kwargs)
-    name, keeper = name_of(modules[0]), keeper or offloader.current()
+
+
+@contextlib.contextmanager
+def checkpointing(
+    function: Callable[..., Any],
+    roots: Iterable[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    keeper: Offloader | None = None,
+    **settings: Any,
+) -> Iterator[None]:
+    """Be around a call of `function` that is recomputed in backward, if it has a backward.
+
+    Args:
+        roots: the modules that it calls, as far as they are known.
+        settings: of `_Region`.
+    """
+    note_checkpoint()
+    modules = all_modules(roots)
+    weights = _weights_of(modules)
+    # A frozen stem has no backward, so there is nothing to recompute.
+    is_trained = not modules or any(tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *weights))
+    if not torch.is_grad_enabled() or not is_trained:
+        yield
+        return
+    keeper = keeper or offloader.current()
     with keeper.around(name):
-        region = CheckpointRegion(
-            function, modules, args, kwargs, name=name, keeper=keeper, preserve_rng_state=preserve_rng_state
-        )
+        region = _Region(function, modules, weights, args, kwargs, name, keeper, **settings)
         with region.recording():
-            return function(*args, **kwargs)
-
-
-def needs_gradient(modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call has a backward; a frozen stem has none, so there is nothing to recompute."""
-    # Arguments first: of most layers one requires a gradient, and the walk over the weights is what takes time.
-    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-        return True
-    return any(weight.requires_grad for weight in _weights_of(modules))
+            yield
 
 
 def _weights_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    weights: list[Any] = [weight for module in all_modules(modules) for weight in module._parameters.values()]
+    weights: list[Any] = [weight for module in modules for weight in module._parameters.values()]
     return [weight for weight in weights if weight is not None and not is_lazy(weight)]
 
 
@@ -118,12 +134,13 @@ class _AllSaved(BaseException):
     """Ends a recomputation; no `except Exception` of the user's may catch it."""
 
 
-class CheckpointRegion:
+class _Region:
     """A checkpointed call: what it needs to run again, and what backward awaits of that.
 
     Args:
         function: called by the caller in `recording`, and by the region in backward.
-        modules: that the function calls.
+        modules: that the function runs, the outermost first.
+        weights: theirs.
         name: of the first of them, or of the function, for reports and errors.
         keeper: has the inputs until backward.
         contexts: of the user, around the forward and around its recomputation.
@@ -135,11 +152,12 @@ class CheckpointRegion:
         self,
         function: Callable[..., Any],
         modules: Sequence[nn.Module],
+        weights: Sequence[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         name: str,
         keeper: Offloader,
+        *,
         preserve_rng_state: bool = True,
         contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = (_NOTHING, _NOTHING),
         stops_early: bool = True,
@@ -165,8 +183,7 @@ class CheckpointRegion:
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
         self._buffers = Buffers(modules)
-        self._modules, self._weights = modules, _weights_of(modules)
-        self._versions = list(map(version_of, self._weights))
+        self._modules, self._weights, self._versions = modules, weights, list(map(version_of, weights))
         self._forward_context, self._recompute_context = contexts
         # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other saved
         # tensors do.
@@ -235,8 +252,6 @@ class CheckpointRegion:
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
-            if count == len(promises) and self._stops_early:  # code of the user's that cleans up after `_AllSaved`
-                raise _AllSaved
             if count < len(promises):
                 reference, expected = promises[count]
                 if (actual := self._check(tensor)) != expected:
@@ -322,7 +337,7 @@ class _Hooked:
 class _Recording(threading.local):
     """The checkpointed call whose forward runs in a thread; suspended microbatches have threads of their own."""
 
-    region: CheckpointRegion | None = None
+    region: _Region | None = None
 
 
 recording: Final = _Recording()
@@ -359,21 +374,17 @@ def _text(expected: tuple[Any, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{content}"
 
 
-class _ModuleNames:
-    """Names of the modules of one model, the last that was wrapped."""
-
-    def __init__(self) -> None:
-        self.root: weakref.ref[nn.Module] | None = None
-        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-_module_names = _ModuleNames()
+_names: Final[weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, str]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By wrapped model, the paths of its modules."""
 
 
 def name_of(module: nn.Module) -> str:
     """Return the path of a module in the wrapped model, or the name of its class if it is in none."""
     root = None if state.model is None else state.model.module
-    if root is not None and (_module_names.root is None or _module_names.root() is not root):
-        _module_names.root = weakref.ref(root)
-        _module_names.names = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules() if name})
-    return _module_names.names.get(module) or type(module).__name__
+    if root is None:
+        return type(module).__name__
+    if root not in _names:
+        _names[root] = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules() if name})
+    return _names[root].get(module) or type(module).__name__

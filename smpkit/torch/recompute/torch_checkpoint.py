@@ -32,13 +32,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from smpkit.errors import UsageError
-from smpkit.torch.core import offloader
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.status import note_checkpoint
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.recompute.region import CheckpointRegion, name_of, needs_gradient, recording
+from smpkit.torch.recompute.region import checkpointing, name_of, recording
 
 __all__ = ["patch_torch_checkpoint"]
 
@@ -67,28 +65,19 @@ def _entered(
         finally:
             microbatch.unit_wrapper = outer
         return
-    note_checkpoint()
-    modules = _modules_of(function)
-    if not torch.is_grad_enabled() or (modules and not needs_gradient(modules, args, kwargs)):
-        yield
-        return
     early_stop = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
-    name, keeper = _name_of(function), offloader.current()
-    with keeper.around(name):
-        region = CheckpointRegion(
-            function,
-            modules,
-            args,
-            kwargs,
-            name=name,
-            keeper=keeper,
-            preserve_rng_state=settings["preserve_rng_state"],
-            contexts=_contexts(settings),
-            stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
-            compares=_compares(settings),
-        )
-        with region.recording():
-            yield
+    with checkpointing(
+        function,
+        _modules_of(function),
+        args,
+        kwargs,
+        _name_of(function),
+        preserve_rng_state=settings["preserve_rng_state"],
+        contexts=_contexts(settings),
+        stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
+        compares=_compares(settings),
+    ):
+        yield
 
 
 def _contexts(settings: _Settings) -> Any:

@@ -30,6 +30,7 @@ def some_layers(random: random.Random, count: int) -> list[ChainLayer]:
 def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
     live = random.choice([1, 2, 3.5])
     whole = live * sum(each.saved_bytes for each in layers)
+    outside = random.choice([0, 0.3 * random.random() * whole])
     return ChainLimits(
         live,
         random.uniform(0.1, 1.1) * whole,
@@ -37,7 +38,8 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
         LinkSpeed(random.uniform(2, 60), random.uniform(2, 60)),
         window_layers=random.choice([0, 2, 4]),
         overlaps=random.choice([True, False]),
-        outside_bytes=random.choice([0, 0.3 * random.random() * whole]),
+        outside_bytes=outside,
+        forward_bytes=random.choice([None, 0, random.random() * outside]),
     )
 
 
@@ -75,6 +77,14 @@ def test_what_is_outside_the_layers_has_the_place_of_a_recomputation(choice: Cho
     for outside in (0, 110, 200):
         limits = ChainLimits(1, 1000, 1000, LinkSpeed(1, 1), window_layers=2, outside_bytes=outside)
         assert cost_of([ALIKE] * 4, [choice] * 4, limits).device_bytes == held + max(once, outside)
+
+
+@pytest.mark.parametrize(("forward", "last"), [(None, 100), (110, 100), (80, 70), (0, 0)])
+def test_a_last_layer_that_is_kept_has_the_place_of_what_is_recomputed_later(forward: int | None, last: int) -> None:
+    limits = ChainLimits(1, 1000, 1000, LinkSpeed(1, 1), outside_bytes=110, forward_bytes=forward)
+    for first, held in ((Choice.KEEP, 300), (Choice.RECOMPUTE, 30)):
+        assert cost_of([ALIKE] * 4, [first] * 3 + [Choice.KEEP], limits).device_bytes == held + last + 110
+    assert cost_of([ALIKE] * 4, [Choice.RECOMPUTE] * 4, limits).device_bytes == 40 + 110
 
 
 def test_with_room_everything_is_kept() -> None:

@@ -28,6 +28,6 @@ def test_a_rank_that_calls_and_updates_nothing_asks_in_the_same_steps() -> None:
     for step in range(1, 9):
         chooser.begin_step()
         chooser.end_step(had_backward=step != 2)  # it does not count
-    assert asked == [(5, 1), (8, 10 + 4)]
+    assert asked == [(5, 1), (8, 11 + 4)]
     assert chooser.is_done
     assert chooser.choices == {"0": Choice.KEEP}  # two microbatches save 128 bytes

@@ -118,9 +118,9 @@ def test_one_slow_step_changes_no_prediction(slow: int | None) -> None:
     clock = Clock()
     model, x = TimedModel(clock), torch.ones(BATCH, WIDTH)
     weights_and_gradients = 2 * 4 * 4
-    kept = 2 * 4 * ROW  # of two layers the input and three results
-    recomputed = (2 + 4) * ROW  # the inputs of the others, and one of them at a time
-    fitted = smpkit.fit(model, device_gib=(weights_and_gradients + kept + recomputed) / 2**30, link=clock, lead=1)
+    # Of two layers the input and three results, which have gone when another is computed again; of those the input.
+    kept = 2 * (4 + 1) * ROW
+    fitted = smpkit.fit(model, device_gib=(weights_and_gradients + kept) / 2**30, link=clock, lead=1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     taken = []
     for step in range(10):

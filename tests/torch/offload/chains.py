@@ -13,9 +13,9 @@ from smpkit.testing import EmulatedLink
 from smpkit.torch.core.offloader import KEEPING
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import HostLink, Link
+from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.order import BackwardOrder
-from smpkit.torch.recompute.region import CheckpointRegion
+from smpkit.torch.recompute.region import checkpointing
 
 WIDTH = 16
 BATCH = 8
@@ -37,8 +37,7 @@ def inputs(seed: int = 0) -> Tensor:
 def call(function: Callable[..., Any], *args: Any, engine: ActivationEngine | None, name: str = "layer") -> Any:
     """Call a checkpointed function; an engine offloads its inputs."""
     modules = [function] if isinstance(function, nn.Module) else []
-    region = CheckpointRegion(function, modules, args, {}, name=name, keeper=engine or KEEPING)
-    with region.recording():
+    with checkpointing(function, modules, args, {}, name, engine or KEEPING):
         return function(*args)
 
 
@@ -74,7 +73,7 @@ def engine_on(
     link: Link | None = None, budget_bytes: int | None = 1 << 20, horizon: int | None = None, **options: Any
 ) -> ActivationEngine:
     arena = Arena(budget_bytes, allocate)
-    return ActivationEngine(link or HostLink(), arena, BackwardOrder(horizon), **{"lead": 2, **options})
+    return ActivationEngine(link or Link(), arena, BackwardOrder(horizon), **{"lead": 2, **options})
 
 
 def evict(engine: ActivationEngine) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import Copies, Event, HostLink
+from smpkit.torch.offload.link import Copies, Event, Link
 from tests.torch.offload.chains import call
 
 ELEMENTS = 64
@@ -34,7 +34,7 @@ class _Ticket:
         return self.link.seconds >= self.end_seconds
 
 
-class ClockLink(HostLink):
+class ClockLink(Link):
     """A link with virtual time: compute and waits advance it, and copies of one direction run one after the other."""
 
     def __init__(self, bytes_per_second: float = math.inf, latency_seconds: float = 0.0) -> None:

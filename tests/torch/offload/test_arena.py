@@ -12,7 +12,7 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block, aligned
-from smpkit.torch.offload.link import DONE, HostLink
+from smpkit.torch.offload.link import DONE, Link
 from tests.torch.offload.chains import allocate
 
 
@@ -146,4 +146,4 @@ def test_the_budget_is_a_part_of_three_quarters_of_what_is_free(
     with pytest.raises(UsageError, match="a host memory budget of 0 bytes holds nothing"):
         Arena(0, allocate)
     monkeypatch.setattr(arenas, "available_bytes", lambda: available)
-    assert arenas.arena_for(HostLink(), wanted, num_sharers=2).budget_bytes == expected
+    assert arenas.arena_for(Link(), wanted, num_sharers=2).budget_bytes == expected

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smpkit.errors import DeadlineError
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import EmulatedLink
-from smpkit.torch.offload.link import Copies, Event, HostLink, Link
+from smpkit.torch.offload.link import Copies, Event, Link
 from tests.torch.offload.chains import (
     BATCH,
     BOUNDARY_BYTES,
@@ -34,7 +34,7 @@ from tests.torch.offload.clock import ELEMENTS, ClockLink, run_actions
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5, 99, "auto"])
-@pytest.mark.parametrize("link", [HostLink, slow])
+@pytest.mark.parametrize("link", [Link, slow])
 def test_gradients_are_the_same_bits_for_every_lead(lead: int, link: Callable[[], Link]) -> None:
     layers, x, engine = chain(6, dropout=0.2), inputs(), engine_on(link(), lead=lead)
     plain = gradients(layers, x, lambda: forward(layers, x))
@@ -47,7 +47,7 @@ def test_gradients_are_the_same_bits_for_every_lead(lead: int, link: Callable[[]
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("lead", [1, 2, 4])
 def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int, runs_ahead: bool) -> None:
-    link = HostLink()
+    link = Link()
     link.runs_ahead = runs_ahead
     layers, engine = chain(10), engine_on(link, lead=lead)
     y = forward(layers, inputs(), engine)
@@ -193,7 +193,7 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
     engine.close()
 
 
-class Broken(HostLink):
+class Broken(Link):
     """Copies nothing to the host."""
 
     def send(self, copies: Copies, after: Iterable[Event]) -> Event:

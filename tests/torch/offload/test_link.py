@@ -9,7 +9,7 @@ import torch
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
 from smpkit.testing import EmulatedLink
 from smpkit.torch.offload import link as links
-from smpkit.torch.offload.link import DONE, AcceleratorLink, Copies, HostLink, link_for
+from smpkit.torch.offload.link import DONE, AcceleratorLink, Copies, Link, link_for
 
 
 def pair(value: int = 1, size: int = 64) -> Copies:
@@ -18,7 +18,7 @@ def pair(value: int = 1, size: int = 64) -> Copies:
 
 def test_the_cpu_copies_at_once() -> None:
     link, copies = link_for(torch.device("cpu"), 60.0), pair()
-    assert type(link) is HostLink
+    assert type(link) is Link
     assert link.send(copies, [DONE]).done()
     assert torch.equal(*copies[0])
 
@@ -69,25 +69,12 @@ def test_a_link_that_cannot_be_is_refused(options: tuple[float, ...]) -> None:
 # --- an accelerator's, without one: see also tests/device -------------------------------------------------------------
 
 
-class Forbidden:
-    """An event while a graph is captured."""
-
-    device = torch.device("cuda", 0)
-
-    def query(self) -> bool:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_while_a_graph_is_captured_no_event_is_asked_for_and_a_wait_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_while_a_graph_is_captured_a_wait_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    event, link = object.__new__(links._StreamEvent), object.__new__(AcceleratorLink)
-    event.event, event._is_done = Forbidden(), False  # type: ignore[assignment]
-    link.device, link._deadline_seconds = Forbidden.device, 600.0
-    assert not event.done()
+    link = object.__new__(AcceleratorLink)
+    link.device = torch.device("cuda", 0)
     with pytest.raises(UsageError, match="`layer` would have to wait for a copy, while a CUDA graph is captured"):
-        link.synchronize(event, "`layer`")
+        link.synchronize(DONE, "`layer`")
 
 
 def test_the_speed_of_a_link_is_measured_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.link import HostLink, Link
+from smpkit.torch.offload.link import Link
 from tests.torch.offload.chains import (
     BATCH,
     BOUNDARY_BYTES,
@@ -143,10 +144,10 @@ def test_what_stays(tensor: Callable[[], Tensor]) -> None:
     assert parked.take()[0] is x
 
 
-def test_what_a_transform_sees_stays_and_what_a_graph_captures() -> None:
+def test_what_a_transform_sees_stays_and_what_a_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(lead=1)
     torch.vmap(lambda x: engine.park("layer", [x]).take()[0])(torch.randn(BATCH, WIDTH))
-    engine._is_capturing = lambda: True
+    monkeypatch.setattr(devices, "is_capturing", lambda _: True)
     engine.park("layer", [inputs()])
     assert engine.stats.bytes_out == 0
 
@@ -164,7 +165,7 @@ def test_hooks_of_others_keep_their_tensors() -> None:
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["offloaded", "kept"])
-@pytest.mark.parametrize("link", [HostLink, slow])
+@pytest.mark.parametrize("link", [Link, slow])
 def test_an_input_that_is_changed_in_place_is_named(min_bytes: int, link: Callable[[], Link]) -> None:
     engine, x = engine_on(link(), min_bytes=min_bytes), inputs() * 1
     y = call(torch.square, x, engine=engine, name="layers.2")

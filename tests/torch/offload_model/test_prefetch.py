@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.link import Copies, Event, HostLink
+from smpkit.torch.offload.link import Copies, Event, Link
 from smpkit.torch.offload_model import kernels, weights
 
 CPU = torch.device("cpu")
 
 
-class NotedLink(HostLink):
+class NotedLink(Link):
     """A link that notes what comes from the host."""
 
     def __init__(self, order: list[str]) -> None:
@@ -44,7 +44,7 @@ def noted(order: list[str], number: int) -> nn.Linear:
 def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
     order: list[str] = []
     layers = nn.Sequential(*[noted(order, number) for number in range(4)])
-    model = OffloadModel(layers, CPU, CPU, 4, True, 1, links=(NotedLink(order), HostLink()))
+    model = OffloadModel(layers, CPU, CPU, 4, True, 1, links=(NotedLink(order), Link()))
     output = model(torch.randn(2, 4))
     assert order == ["fetch 0", "fetch 1", "run 0", "fetch 2", "run 1", "fetch 3", "run 2", "run 3"]
     order.clear()
@@ -55,7 +55,7 @@ def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
 def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
     order: list[str] = []
     layers = nn.Sequential(nn.Linear(4, 4), noted(order, 1))
-    model = OffloadModel(layers, CPU, CPU, 2, True, 4, links=(HostLink(), NotedLink(order)))
+    model = OffloadModel(layers, CPU, CPU, 2, True, 4, links=(Link(), NotedLink(order)))
     output = model(torch.randn(8, 4))
     # While the last microbatch computes, what backward needs first comes.
     assert [each.split()[0] for each in order] == ["fetch", *["fetch", "run"] * 4]
@@ -75,7 +75,7 @@ def test_threads_that_ask_for_events_have_the_models_device(monkeypatch: pytest.
     monkeypatch.setattr(weights, "make_current", note)
     monkeypatch.setattr(kernels, "make_current", note)
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    model = OffloadModel(layers, CPU, num_slices=4, links=(HostLink(), HostLink()))
+    model = OffloadModel(layers, CPU, num_slices=4, links=(Link(), Link()))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()

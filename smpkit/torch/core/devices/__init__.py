@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,6 @@ import torch
 __all__ = [
     "Generator",
     "cannot_use_cuda",
-    "capture_query",
     "choose_device",
     "current_device",
     "current_stream",
@@ -242,24 +242,12 @@ def wait_for_event(event: torch.Event | None) -> None:
         event.synchronize()
 
 
-def capture_query(device: torch.device) -> Callable[[], bool]:
-    """Return a function that tells whether a graph is being captured from the current stream.
-
-    A module without that function captures no graphs.
-    """
-    if not is_asynchronous(device):
-        return _never
-    query: Callable[[], bool] = getattr(torch.get_device_module(device), "is_current_stream_capturing", _never)
-    return query
-
-
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a graph is being captured from the current stream."""
-    return capture_query(device)()
-
-
-def _never() -> bool:
-    return False
+    """Return whether a graph is being captured from the current stream; a module that cannot tell captures none."""
+    if not is_asynchronous(device):
+        return False
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return query is not None and bool(query())
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -281,30 +269,26 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class HostRegistration:
-    """How a driver pins memory of the host that is mapped already."""
-
-    register: Callable[[int, int], object]
-    """Takes an address and a number of bytes; raises OSError if the driver does not take them."""
-    unregister: Callable[[int], object]
-    """Takes the address."""
-
-
-def host_registration(device: torch.device) -> HostRegistration | None:
-    """Return how the memory of the host is pinned for a device.
+def host_registration(
+    device: torch.device,
+) -> tuple[Callable[[int, int], object], Callable[[int], object]] | None:
+    """Return how a driver pins memory of the host that is mapped already, and how it unpins that.
 
     A plug-in's module may offer `host_register(address, num_bytes)` and `host_unregister(address)`. None where it does
     not: then torch has to allocate what shall be pinned.
+
+    Returns:
+        What takes an address and a number of bytes, and raises OSError if the driver does not take them; and what takes
+        the address.
     """
     module: Any = torch.get_device_module(device)
     if device.type == "cuda":
         runtime = module.cudart()
-        return HostRegistration(lambda *memory: _register_with_cuda(runtime, *memory), runtime.cudaHostUnregister)
+        return partial(_register_with_cuda, runtime), runtime.cudaHostUnregister
     register, unregister = getattr(module, "host_register", None), getattr(module, "host_unregister", None)
     if register is None or unregister is None:
         return None
-    return HostRegistration(lambda *memory: _register(register, *memory), unregister)
+    return partial(_register, register), unregister
 
 
 def _register(register: Callable[[int, int], int | None], address: int, num_bytes: int) -> None:
@@ -377,9 +361,5 @@ Generator = torch.Generator | _ModuleGenerator
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
     """Restore the generators of the CPU and of a device after the block."""
-    if is_asynchronous(device):
-        with torch.random.fork_rng([device], device_type=device.type):
-            yield
-    else:
-        with torch.random.fork_rng([]):
-            yield
+    with torch.random.fork_rng([device] if is_asynchronous(device) else [], device_type=device.type):
+        yield
