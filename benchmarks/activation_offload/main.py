@@ -1,7 +1,7 @@
 """Take activations to the host in several ways on the same model, and write the tables of README.md.
 
-Parts: `link` compares steps over an emulated link with the plan; `simulated` and `policies` are steps on the simulated
-accelerator, in virtual time; `bytes` counts what moves per block. `gpu` and `training` measure on a GPU.
+Parts: `bytes` counts what moves per block; `simulated` and `policies` are steps on the simulated accelerator, in
+virtual time; `training` measures steps on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.activation_offload import contestants, gpu, simulated, stage
+from benchmarks.activation_offload import contestants, simulated, training
 
 _README: Final = Path(__file__).parent / "README.md"
 _VIRTUAL: Final = {"simulated", "policies"}
@@ -32,17 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8 << 10, 16 << 10, 32 << 10], help="of `training`")
     options = parser.parse_args(arguments)
     parts: dict[str, Any] = {
-        "link": stage.rows,
+        "bytes": contestants.rows,
         "simulated": simulated.stage_rows,
         "policies": simulated.policy_rows,
-        "bytes": contestants.rows,
-        "gpu": gpu.gpu_rows,
-        "training": partial(gpu.training_rows, options.tokens),
+        "training": partial(training.rows, options.tokens),
     }
     if unknown := sorted(set(options.parts) - parts.keys()):
         parser.error(f"no part `{unknown[0]}`; there are {', '.join(parts)}")
     # A process has one accelerator: a simulated one would take the place of a real one.
-    left_out = _VIRTUAL if torch.cuda.is_available() else {"gpu", "training"}
+    left_out = _VIRTUAL if torch.cuda.is_available() else {"training"}
     for name in options.parts or [part for part in parts if part not in left_out]:
         rows = []
         for row in parts[name]():

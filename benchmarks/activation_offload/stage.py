@@ -1,13 +1,8 @@
-"""A rank's part of a pipeline, run alone on layers that take time, and what the plan says of it.
-
-The table compares both over an emulated link in real time: layers sleep, and copies take as long as a real link's.
-"""
+"""A rank's part of a pipeline, run alone on layers that take time, and what the plan says of it."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,13 +15,11 @@ from smpkit.plan.offload.simulate import OffloadTimeline, Rules, simulate_offloa
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.testing.emulated_link import EmulatedLink
-from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.report import StepReport
 from smpkit.torch.recompute.region import run_checkpointed
 
-__all__ = ["BOUNDARY", "WORKING", "Layer", "Stage", "rows", "run_stage"]
+__all__ = ["BOUNDARY", "WORKING", "Layer", "Stage", "run_stage"]
 
 BOUNDARY: Final = 64 << 10
 """Bytes of a layer's input."""
@@ -141,47 +134,3 @@ class _Work(torch.autograd.Function):
         gradient = 2 * gradients[0]
         del room
         return gradient, None
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-_SECONDS, _LAYERS, _STEPS = 0.02, 4, 3
-
-
-def rows() -> Iterator[dict[str, str]]:
-    """Yield a row per order and lead."""
-    pipeline, alone = one_f_one_b(4, 6).actions[0], one_f_one_b(1, 1).actions[0]
-    orders = {"1F1B, first of 4, 6 microbatches": (pipeline, 4), "no pipeline, 1 microbatch": (alone, None)}
-    for order, (actions, horizon) in orders.items():
-        plain, _ = _run(actions, None, is_planned=False)
-        for lead in (1, 2):
-            stage = Stage("", actions, _LAYERS, _SECONDS, 2 * _SECONDS, horizon is not None, ring=None)
-            link = EmulatedLink(stage.bytes_per_second)
-            engine = make_engine(torch.device("cpu"), lead=lead, horizon=horizon, link=link)
-            seconds, step = _run(actions, engine, is_planned=stage.is_pipelined)
-            engine.close()
-            assert step is not None
-            _, plan = stage.plan(lead, horizon)
-            yield {
-                "order": order,
-                "copy / forward": "2",
-                "lead": str(lead),
-                # Sleeping takes longer than asked for, and what the step takes without offloading has that, too.
-                "measured / planned": f"{seconds / (plain + plan.stall_seconds):.3f}",
-                "stall, planned": f"{1e3 * step.stall_seconds:.0f} ms, {1e3 * plan.stall_seconds:.0f} ms",
-                "peak, planned": f"{step.peak_device_bytes / BOUNDARY:.0f}, {plan.peak_bytes / BOUNDARY:.0f}",
-            }
-
-
-def _run(
-    actions: Sequence[Action], engine: ActivationEngine | None, *, is_planned: bool
-) -> tuple[float, StepReport | None]:
-    """Return the median of a step's time; the first step teaches the engine the order and is not counted."""
-    layers, times = [Layer(_SECONDS, time.sleep)] * _LAYERS, []
-    for _ in range(1 + _STEPS):
-        start = time.perf_counter()
-        step = run_stage(
-            actions, layers, lambda: torch.zeros(BOUNDARY // 4, requires_grad=True), engine, is_planned=is_planned
-        )
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]), step

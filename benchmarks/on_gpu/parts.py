@@ -118,11 +118,11 @@ _TRANSPARENCY: Final = _tests(
 _BENCHMARKS: Final = (
     _benchmark(
         "activation-offload",
-        "training steps of 8192 tokens, all contestants; a stage of a pipeline",
+        "training steps of 8192 tokens, all contestants",
         170,
         "activation_offload",
-        ("gpu", "training", "--dry", "--tokens", "8192"),
-        ("gpu", "training", "--dry", "--tokens", "32"),
+        ("training", "--dry", "--tokens", "8192"),
+        ("training", "--dry", "--tokens", "32"),
     ),
     _benchmark(
         "offload-model",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.activation_offload.idle import length, union
 from smpkit.testing import simulated_device
 from tests.device.device import IS_SIMULATED, synchronize
 
@@ -104,6 +103,22 @@ def _kind_of(name: str) -> str | None:
     if name.startswith("Memcpy"):
         return "out" if "DtoH" in name else "back" if "HtoD" in name else "kernels"
     return None if name.startswith("Memset") else "kernels"
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals, in order, that cover the same."""
+    disjoint: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if disjoint and begin <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
+        else:
+            disjoint.append((begin, end))
+    return disjoint
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return how long intervals are together."""
+    return sum(end - begin for begin, end in intervals)
 
 
 def _common(left: Sequence[Interval], right: Sequence[Interval]) -> float:

@@ -9,10 +9,8 @@ import pytest
 from benchmarks.activation_offload.simulated import BOUNDARY, WORKING, Stage, measure
 from benchmarks.offload_model.simulated import Cell
 from benchmarks.offload_model.simulated import measure as measure_model
-from smpkit.plan.offload.work import Window
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.device.on_sim import run_on_sim
-from tests.plan.offload.formulas import peak_bound_bytes
 
 _LAYERS = 4
 _FORWARD = 0.02
@@ -38,9 +36,8 @@ def activations_as_planned() -> None:
         assert found.seconds == pytest.approx(stage.compute_seconds + plan.stall_seconds, rel=1e-9), where
         if copy < 1:
             assert found.stall_seconds == 0, where
-            # Without a pipeline, backward begins with those that are held: there is none beside them.
-            bound = peak_bound_bytes(BOUNDARY, _LAYERS, 4, Window(lead), ring=2) - (not is_pipelined) * 2 * BOUNDARY
-            assert plan.peak_bytes == bound, where
+            # Loaded ahead, in use, and two that leave; without a pipeline, backward begins with those that are held.
+            assert plan.peak_bytes == (lead + 1 + 2 * is_pipelined) * BOUNDARY, where
         else:
             assert plan.stall_seconds > 0, where
 

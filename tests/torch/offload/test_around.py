@@ -1,63 +1,78 @@
-"""What people put around a model that offloads: data-parallel wrappers, autocast, loss scales, torch.compile."""
+"""What people put around a model that offloads: data-parallel wrappers, autocast, loss scales, torch.compile.
+
+Checkpoints keep inputs, or what a policy of torch's names, too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import smpkit
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
 from tests.ranks import run_ranks
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, slow
+from tests.torch.recompute.test_policies import MUST, SAVE, contexts
 
 LAYERS, STEPS = 4, 3
+PRODUCT = torch.ops.aten.addmm.default
+Contexts = Callable[[], Any]
+"""The `context_fn` of a checkpoint."""
 
 
 class Layer(nn.Module):
-    """Checkpoints itself, as those of Hugging Face do."""
+    """Checkpoints itself, as those of Hugging Face do, unless others do that."""
 
-    def __init__(self) -> None:
+    def __init__(self, contexts: Contexts | None = noop_context_fn) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.contexts = nn.Linear(WIDTH, WIDTH), contexts
 
     def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.run, x, use_reentrant=False)
+        if self.contexts is None:
+            return self.run(x)
+        return checkpoint(self.run, x, use_reentrant=False, context_fn=self.contexts)
 
     def run(self, x: Tensor) -> Tensor:
         return nn.functional.gelu(self.linear(x)) + x
 
 
-def model() -> nn.Module:
+def model(contexts: Contexts | None = noop_context_fn) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    return nn.Sequential(*(Layer(contexts) for _ in range(LAYERS)))
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def fsdp2(contexts: Contexts, *, is_inside: bool = False) -> nn.Module:
+    """Divide each layer; checkpoints are in what is divided, or around it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.children():
+    divided: Any = model(None if is_inside else contexts)
+    for name, layer in divided.named_children():
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+        if is_inside:
+            setattr(divided, name, checkpoint_wrapper(layer, context_fn=contexts))
+    return fully_shard(divided, mesh=mesh)
 
 
-OVER_RANKS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
-    "FSDP": lambda model: FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=torch.device("cpu")
+OVER_RANKS: dict[str, Callable[[Contexts], nn.Module]] = {
+    "DDP": lambda contexts: nn.parallel.DistributedDataParallel(model(contexts), gradient_as_bucket_view=True),
+    "FSDP": lambda contexts: FullyShardedDataParallel(
+        model(contexts), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=torch.device("cpu")
     ),
     "FSDP2": fsdp2,
+    "FSDP2 in checkpoints": partial(fsdp2, is_inside=True),
 }
 
 
@@ -79,34 +94,40 @@ def train(model: nn.Module, rank: int = 0, *, scales: bool = False) -> list[Tens
     return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
 
-def assert_trains_as_without(wrap: Callable[[nn.Module], nn.Module], rank: int = 0, *, scales: bool = False) -> None:
-    expected = train(wrap(model()), rank, scales=scales)
+def assert_trains_as_without(
+    wrap: Callable[[Contexts], nn.Module], rank: int = 0, *, scales: bool = False, by_policy: bool = False
+) -> None:
+    saves, offloads = (contexts(each, PRODUCT) if by_policy else noop_context_fn for each in (SAVE, MUST))
+    expected = train(wrap(saves), rank, scales=scales)
     assert len(expected) > STEPS
     for link in (None, slow()):
-        wrapped = wrap(model())
+        wrapped = wrap(offloads)
         with smpkit.offload_activations(wrapped, lead=1, link=link, min_bytes=0) as offload:
             assert_same(train(wrapped, rank, scales=scales), expected)
             assert_idle(offload._engine)
             steps = offload.report().steps[:STEPS]
-        boundary_bytes = BOUNDARY_BYTES // 2 if scales else BOUNDARY_BYTES
-        # The input of each layer, and no weight.
-        assert all(boundary_bytes * LAYERS <= step.bytes_out <= BOUNDARY_BYTES * LAYERS for step in steps)
+        least = BOUNDARY_BYTES // 2 if scales else BOUNDARY_BYTES
+        # The input of each layer, what a policy names, and no weight.
+        tensors = 2 * LAYERS if by_policy else LAYERS
+        assert all(least * tensors <= step.bytes_out <= BOUNDARY_BYTES * tensors for step in steps)
 
 
-def over_ranks(wrap: str) -> None:
+def over_ranks(wrap: str, by_policy: bool) -> None:
     dist.init_process_group("gloo")
-    assert_trains_as_without(OVER_RANKS[wrap], dist.get_rank())
+    assert_trains_as_without(OVER_RANKS[wrap], dist.get_rank(), by_policy=by_policy)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrap", OVER_RANKS)
-def test_wrappers_over_ranks_train_as_without_and_no_weight_leaves(wrap: str) -> None:
-    run_ranks(over_ranks, 2, wrap)
+@pytest.mark.parametrize(
+    ("wrap", "by_policy"), [*((name, False) for name in OVER_RANKS), ("FSDP2", True), ("FSDP2 in checkpoints", True)]
+)
+def test_wrappers_over_ranks_train_as_without_and_no_weight_leaves(wrap: str, by_policy: bool) -> None:
+    run_ranks(over_ranks, 2, wrap, by_policy)
 
 
 @pytest.mark.parametrize("scales", [False, True])
 def test_data_parallel_trains_as_without_also_with_autocast_and_a_loss_scale(scales: bool) -> None:
-    assert_trains_as_without(nn.DataParallel, scales=scales)
+    assert_trains_as_without(lambda contexts: nn.DataParallel(model(contexts)), scales=scales)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
@@ -146,11 +167,7 @@ BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
     (nn.Linear(2, 2), {"lead": 0}, "`lead` is 0"),
     (nn.Linear(2, 2), {"min_bytes": -1}, "min_bytes is -1"),
     (nn.Linear(2, 2), {"host_budget_bytes": 0.5}, "host_budget_bytes is 0.5"),
-    (
-        nn.Linear(2, 2),
-        {"deadline_seconds": math.nan},
-        "deadline_seconds is nan; it must be a number of",
-    ),
+    (nn.Linear(2, 2), {"deadline_seconds": math.nan}, "deadline_seconds is nan; it must be a number of"),
     (nn.Linear(2, 2), {"link": 25e9}, "link is 25000000000.0; it must be a link"),
     (nn.GELU(), {}, "the parameters of this GELU lie on no device"),
     (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, "lie on cpu, meta"),

@@ -1,11 +1,9 @@
-"""Gradients, statistics and random numbers of recomputed layers are those of a plain call, to the bit.
-
-What forwards do to buffers is in `test_buffers.py`.
-"""
+"""What a recomputed layer computes, draws and leaves in its buffers is what a plain call does, to the bit."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,107 +12,130 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
-from tests.models import WIDTH, Case, mse_step, singles, vectors
-from tests.train import Way, check_same, train_plainly
-
-Call = Callable[..., Any]
+from tests.torch.recompute.layers import WIDTH, Call, Layer, batch, gradients, plainly, same
 
 
-def plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
+def once(call: Call, layer: nn.Module, x: Tensor) -> Any:
+    return call(layer, x)
 
 
-class Model(nn.Module):
-    """Calls a layer twice before backward, between other layers."""
+def average() -> Tensor:
+    return torch.ones(WIDTH)
 
-    call: Call = staticmethod(plainly)
 
-    def __init__(self, layer: nn.Module, how: Callable[[Call, Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.layer, self.last = nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH)
-        self.how = how
+# --- forwards that write to buffers -----------------------------------------------------------------------------------
+
+
+def in_place(layer: Any, x: Tensor) -> Tensor:
+    layer.average.mul_(0.9).add_(x.detach().mean(0))
+    return (layer.linear(x) - layer.average).tanh()
+
+
+def replaced(layer: Any, x: Tensor) -> Tensor:
+    layer.average = 0.9 * layer.average + x.detach().mean(0)
+    return (layer.linear(x) - layer.average).tanh()
+
+
+def now_and_then(layer: Any, x: Tensor) -> Tensor:
+    """Keep something in each other call: a buffer that is None comes and goes."""
+    layer.kept, kept = (x.detach().mean(0) if layer.kept is None else None), layer.kept
+    return layer.linear(x if kept is None else x * kept.exp()).tanh()
+
+
+def rotated(layer: Any, x: Tensor) -> Tensor:
+    """Build a table anew for a longer sequence, as GPT-NeoX's rotary embedding does."""
+    if len(x) > layer.length:
+        layer.length, layer.average = len(x), torch.arange(len(x) * WIDTH, dtype=x.dtype).view(-1, WIDTH)
+    return (layer.linear(x) * layer.average[: len(x)].cos()).tanh()
+
+
+class Instances(nn.InstanceNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.T[None])[0].T
+
+
+class Renormed(nn.BatchNorm1d):
+    """Reads in training what torch's norms only write."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        result: Tensor = self.last(
-            (self.how(self.call, self.layer, x) + self.how(self.call, self.layer, 2 * x)).to(x.dtype)
-        )
-        return result
+        return super().forward(x) * torch.exp(self.running_var)  # type: ignore[arg-type]
 
 
-def once(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = call(layer, x)
-    return made
+def with_none() -> nn.Module:
+    layer = Layer(now_and_then)
+    layer.register_buffer("kept", None)
+    return layer
 
 
-class Block(nn.Module):
-    def __init__(self, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = inner or nn.Tanh()
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.inner(self.first(x)))
-        return result
+# --- forwards that do other things ------------------------------------------------------------------------------------
 
 
-class Partly(nn.Module):
-    """An integer input, a frozen weight, and a weight that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.unused = nn.Linear(WIDTH, WIDTH)
-        self.linear.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.linear(self.embedding(indices)).sin() * x
-        return made, made.argmax(-1)
+def dropped(layer: Any, x: Tensor) -> Tensor:
+    return functional.dropout(layer.linear(x).tanh(), 0.4)
 
 
-def with_integers(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made, best = call(layer, x, torch.arange(len(x)) % WIDTH)
+def backward_inside(layer: Any, x: Tensor) -> Tensor:
+    y = smp.checkpoint(layer.inner, x)
+    (slope,) = torch.autograd.grad(dropped(layer, y).sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    return in_place(layer, y * slope * again)
+
+
+def catches(layer: Any, x: Tensor) -> Tensor:
+    try:
+        return dropped(layer, x)
+    except Exception:
+        return x
+
+
+def cleans_up(layer: Any, x: Tensor) -> Tensor:
+    try:
+        return dropped(layer, x)
+    except BaseException:
+        dropped(layer, x)
+        raise
+
+
+class SavesForTwo(torch.autograd.Function):
+    """Asks for what it has saved more than once in one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+        return gradient * (first + second)
+
+
+def looked_up(layer: Any, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Take integers and a frozen weight, leave another weight alone, and return integers."""
+    y = functional.linear(layer.table(indices), layer.linear.weight.detach()).sin() * x
+    return y, y.argmax(-1)
+
+
+def looks_up(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
+    y, best = call(layer, x, torch.arange(len(x)) % WIDTH)
     assert best.dtype is torch.int64
-    result: Tensor = made
-    return result
+    return y
 
 
-class Anything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: dict[str, Any], *, extra: tuple[Any, ...], scale: float, name: str) -> dict[str, Any]:
-        assert (name, extra[1]) == ("a name", None)
-        x = self.linear(state["x"]).tanh() * extra[0][0] * scale
-        return {"x": x, "more": [state["more"], x.detach()], "name": name}
+def anything(layer: Any, known: dict[str, Any], *, extra: tuple[Any, ...], scale: float, name: str) -> dict[str, Any]:
+    assert (name, extra[1]) == ("a name", None)
+    x = layer.linear(known["x"]).tanh() * extra[0][0] * scale
+    return {"x": x, "more": [known["more"], x.detach()], "name": name}
 
 
 def with_anything(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made = call(layer, {"x": x, "more": 3}, extra=([2 * x, 1], None), scale=0.5, name="a name")
-    assert (made["more"][0], made["name"]) == (3, "a name")
-    result: Tensor = made["x"]
-    return result
-
-
-class Constant(nn.Module):
-    """Takes no tensor at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, WIDTH))
-
-    def forward(self, power: int) -> Tensor:
-        return self.weight**power
-
-
-def with_a_number(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = call(layer, 3) + x
-    return made
+    result = call(layer, {"x": x, "more": 3}, extra=([2 * x, 1], None), scale=0.5, name="a name")
+    assert (result["more"][0], result["name"]) == (3, "a name")
+    return result["x"]
 
 
 class Cache:
@@ -127,227 +148,209 @@ class Cache:
         return 0 if self.keys is None else len(self.keys)
 
 
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
-        keys: Tensor = self.linear(x)
-        if cache is not None:
-            keys = cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
-        return x.tanh() @ keys.T @ keys
+def caching(layer: Any, x: Tensor, cache: Cache | None) -> Tensor:
+    keys: Tensor = layer.linear(x)
+    if cache is not None:
+        keys = cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+    return x.tanh() @ keys.T @ keys
 
 
-def fills_a_cache(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = call(layer, x, cache=Cache())
-    return made
+# --- the table --------------------------------------------------------------------------------------------------------
 
-
-def adds_to_a_cache(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = call(layer, x, cache=Cache(x.sin()))
-    return made
-
-
-def in_autocast(call: Call, layer: nn.Module, x: Tensor, *, is_cached: bool) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
-        made: Tensor = call(layer, x)
-    assert made.dtype is torch.bfloat16
-    return made
-
-
-def on_data(call: Call, layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = call(layer, x.detach()) + x
-    return made
-
-
-class Outer(nn.Module):
-    """Checkpoints in a layer that may be checkpointed itself."""
-
-    def __init__(self, inner: Call) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(nn.Dropout(0.3)), Block(nn.BatchNorm1d(WIDTH))])
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + self.inner(block, x)
-        return functional.dropout(x, 0.2)
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "dropout": (lambda: Block(nn.Dropout(0.4)), once),
-    "BatchNorm": (lambda: Block(nn.BatchNorm1d(WIDTH)), once),
-    "frozen and unused parameters, integers": (Partly, with_integers),
-    "inputs without gradient": (Block, on_data),
-    "arguments of every kind": (Anything, with_anything),
-    "no tensor": (Constant, with_a_number),
-    "an empty cache": (Caching, fills_a_cache),
-    "a filled cache": (Caching, adds_to_a_cache),
-    "in place": (lambda: Block(nn.ReLU(inplace=True)), once),
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Call, Any, Tensor], Any]]] = {
+    "BatchNorm": (lambda: nn.BatchNorm1d(WIDTH), once),
+    "BatchNorm, cumulative": (lambda: nn.BatchNorm1d(WIDTH, momentum=None), once),
+    "BatchNorm that is frozen": (lambda: nn.BatchNorm1d(WIDTH).eval(), once),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(WIDTH), once),
+    "InstanceNorm": (lambda: Instances(WIDTH, track_running_stats=True), once),
+    "a norm of the user's": (lambda: Renormed(WIDTH), once),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)), once),
+    "written in place": (lambda: Layer(in_place, average=average()), once),
+    "replaced": (lambda: Layer(replaced, average=average()), once),
+    "None, then a tensor": (with_none, once),
+    "a table that is built anew": (lambda: Layer(rotated, average=torch.zeros(0, WIDTH), length=0), once),
+    "dropout": (lambda: Layer(dropped), once),
+    "a backward in the forward": (
+        lambda: Layer(backward_inside, average=average(), inner=Layer(in_place, average=average())),
+        once,
+    ),
+    "catches exceptions": (lambda: Layer(catches), once),
+    "cleans up after any": (lambda: Layer(cleans_up), once),
+    "saves for two": (lambda: Layer(lambda layer, x: SavesForTwo.apply(layer.linear(x))), once),
+    "in place": (lambda: Layer(lambda layer, x: layer.linear(x).relu_()), once),
     "an input that is handed on": (nn.Identity, once),
-    "checkpoints in it": (lambda: Outer(smp.checkpoint), once),
+    "inputs without gradient": (lambda: Layer(dropped), lambda call, layer, x: call(layer, x.detach()) + x),
+    "integers, frozen and unused weights": (lambda: Layer(looked_up, table=nn.Embedding(WIDTH, WIDTH)), looks_up),
+    "arguments of every kind": (lambda: Layer(anything), with_anything),
+    "no tensor": (
+        lambda: Layer(lambda layer, power: layer.linear.weight**power),
+        lambda call, layer, x: call(layer, 3).sum(0) + x,
+    ),
+    "an empty cache": (lambda: Layer(caching), lambda call, layer, x: call(layer, x, cache=Cache())),
+    "a filled cache": (lambda: Layer(caching), lambda call, layer, x: call(layer, x, cache=Cache(x.sin()))),
 }
 
 
-def recompute(model: Any) -> None:
-    model.call = smp.checkpoint
-
-
-def check(case: Case) -> None:
-    [plain] = train_plainly(case, Way(microbatches=1, batches=(5, 5)))
-    [ours] = train_plainly(case, Way(microbatches=1, batches=(5, 5), prepare=recompute))
-    check_same(ours, plain, 0)
+def trained(name: str, call: Call, inner: Call) -> list[Any]:
+    """Return gradients and buffers of steps that call a module twice, and walk the graph twice."""
+    make, how = LAYERS[name]
+    torch.manual_seed(0)
+    module = Layer(lambda layer, x: how(inner, layer.inner, layer.linear(x)).sin(), inner=make()).double()
+    values = list[Any]()
+    for length in (4, 6, 4, 8):
+        x = torch.randn(length, WIDTH, dtype=torch.float64, requires_grad=True)
+        loss = call(module, x).square().sum() + call(module, 2 * x).sin().sum()
+        module.zero_grad()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        values += [x.grad, *[each.grad for each in module.parameters()], *[each.clone() for each in module.buffers()]]
+    return values
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("which", ["inner", "outer", "both", "both, checked"])
 @pytest.mark.filterwarnings("ignore:.*is handed a cache that is filled")
-def test_recomputed_layers_train_as_plain_ones(name: str) -> None:
-    make, how = LAYERS[name]
-    check(Case(lambda: Model(make(), how), vectors, mse_step))
+def test_a_layer_trains_as_a_plain_one(name: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMPKIT_CHECK", "1" if "checked" in which else "0")
+    inner, outer = (plainly if which == other else smp.checkpoint for other in ("outer", "inner"))
+    assert same(trained(name, outer, inner), trained(name, plainly, plainly))
+
+
+# --- other ways through forward and backward --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_recomputation_runs_under_the_autocast_of_the_call(is_cached: bool) -> None:
-    how = partial(in_autocast, is_cached=is_cached)
-    check(Case(lambda: Model(Block(), how), singles, mse_step, torch.float32))
+    def autocast(call: Call, module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            y = call(module, x.float()) + call(module, 2 * x.float())
+        assert y.dtype is torch.bfloat16
+        return y
 
-
-# --- torch's checkpoint and compiler ----------------------------------------------------------------------------------
-
-
-def gradients(module: nn.Module, call: Call = plainly) -> list[Tensor | None]:
-    torch.manual_seed(4)
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    call(module, x).square().sum().backward()
-    return [x.grad, *(each.grad for each in module.parameters())]
+    layer = Layer(lambda layer, x: layer.linear(layer.linear(x).sin()))
+    assert same(gradients(layer, partial(autocast, smp.checkpoint)), gradients(layer, partial(autocast, plainly)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_in_ours(reentrant: bool) -> None:
-    def theirs(module: Any, x: Tensor) -> Any:
-        return torch_checkpoint(module, x, use_reentrant=reentrant)
-
-    plain, ours = Outer(plainly).double(), Outer(theirs).double()
-    ours.load_state_dict(plain.state_dict())
-    assert all(map(torch.equal, gradients(ours, smp.checkpoint), gradients(plain)))  # type: ignore[arg-type]
+    layer = Layer(lambda layer, x: torch_checkpoint(dropped, layer, x, use_reentrant=reentrant).sin()).double()
+    plain = copy.deepcopy(layer)
+    plain.act = lambda layer, x: dropped(layer, x).sin()
+    assert same(gradients(layer, smp.checkpoint), gradients(plain))
 
 
-@pytest.mark.parametrize("how", ["the layer", "all of it"])
-def test_compiled_modules(how: str) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_compiled_modules(all_of_it: bool) -> None:
     torch._dynamo.reset()
-    plain = nn.Sequential(Block(), Block()).double()
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))).double()
     model = copy.deepcopy(plain)
-    if how == "the layer":
+    if not all_of_it:
         model[0].compile(backend="aot_eager")
     smp.set_activation_checkpointing(model)
-    called: Any = model if how == "the layer" else torch.compile(model, backend="aot_eager")
-    for ours, theirs in zip(gradients(called), gradients(plain), strict=True):
+    compiled: Any = torch.compile(model, backend="aot_eager") if all_of_it else model
+    for ours, theirs in zip(gradients(compiled), gradients(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-# --- other ways through backward --------------------------------------------------------------------------------------
-
-
 def test_without_preservation_random_numbers_are_new() -> None:
-    block = Block(nn.Dropout(0.5)).double()
-    [ours, *_] = gradients(block, lambda module, x: smp.checkpoint(module, x, preserve_rng_state=False))
-    [plain, *_] = gradients(block)
+    layer = Layer(dropped).double()
+    [ours, *_] = gradients(layer, lambda module, x: smp.checkpoint(module, x, preserve_rng_state=False))
+    [plain, *_] = gradients(layer)
     assert not torch.equal(ours, plain)  # type: ignore[arg-type]
 
 
-def test_the_graph_can_be_walked_again() -> None:
-    block = Block(nn.Dropout(0.3)).double()
-    plain = gradients(block)
-    torch.manual_seed(4)
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    loss = smp.checkpoint(block, x).square().sum()
-    for retain in (True, False):
-        found = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=retain)
-        assert all(map(torch.equal, found, plain))  # type: ignore[arg-type]
-
-
 def test_double_backward() -> None:
-    block = Block().double()
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    found = []
+    layer, x, found = Layer(lambda layer, x: layer.linear(x).tanh()).double(), batch(), []
     for call in (smp.checkpoint, plainly):
-        (slope,) = torch.autograd.grad(call(block, x).square().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(slope.square().sum(), [x, *block.parameters()]))
-    assert all(map(torch.equal, *found))
-
-
-class Fails(nn.Module):
-    """Raises in its n-th forward."""
-
-    def __init__(self, when: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.left = iter(range(when - 1, -1, -1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x).sin()
-        if next(self.left, None) == 0:
-            raise ValueError("no more")
-        result: Tensor = self.linear(x)
-        return result
+        (slope,) = torch.autograd.grad(call(layer, x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), [x, *layer.parameters()]))
+    assert same(*found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["in forward", "in backward"])
 def test_an_exception_leaves_nothing_behind(when: int) -> None:
-    module = Fails(when).double()
-    state = torch.get_rng_state()
-    x = torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator())
+    runs = list[int]()
+
+    def fails(layer: Any, x: Tensor) -> Tensor:
+        x = layer.linear(x).sin()
+        runs.append(len(runs) + 1)
+        if runs[-1] == when:
+            raise ValueError("no more")
+        return layer.linear(x)
+
+    layer, state = Layer(fails).double(), torch.get_rng_state()
     with pytest.raises(ValueError, match="no more"):
-        smp.checkpoint(module, x).sum().backward()
+        smp.checkpoint(layer, batch()).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    module.zero_grad()
-    ours = gradients(module, smp.checkpoint)
-    module.zero_grad()
-    assert all(map(torch.equal, ours, gradients(module)))  # type: ignore[arg-type]
+    assert same(gradients(layer, smp.checkpoint), gradients(layer))
 
 
-# --- what is kept, and what modules see -------------------------------------------------------------------------------
-
-
-def test_a_frozen_stem_keeps_nothing() -> None:
-    def refuse(_: Tensor) -> None:
-        raise AssertionError("kept")
-
-    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda tensor: tensor):
-        smp.checkpoint(Block().requires_grad_(False), torch.randn(2, WIDTH))
+# --- what modules see -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_forward_without_backward_is_a_plain_one(mode: Any) -> None:
-    block, cache = Block(), Cache()
+    layer, cache, x = Layer(caching), Cache(), torch.ones(2, WIDTH)
     with mode():
-        assert torch.equal(smp.checkpoint(block, torch.ones(2, WIDTH)), block(torch.ones(2, WIDTH)))
-        smp.checkpoint(Caching(), torch.ones(1, WIDTH), cache)
-    assert cache.get_seq_length() == 1
+        assert torch.equal(smp.checkpoint(layer, x, cache), layer(x, None))
+    assert cache.get_seq_length() == 2
 
 
 def test_a_filled_cache_is_not_recomputed_and_that_is_said() -> None:
-    with pytest.warns(UserWarning, match="`Caching` is not checkpointed: it is handed a cache that is filled"):
-        smp.checkpoint(Caching(), torch.ones(1, WIDTH), Cache(torch.ones(1, WIDTH)))
+    with pytest.warns(UserWarning, match="`Layer` is not checkpointed: it is handed a cache that is filled"):
+        smp.checkpoint(Layer(caching), torch.ones(1, WIDTH), Cache(torch.ones(1, WIDTH)))
 
 
 class Marked(Tensor):
     """A subclass that every operation hands on."""
 
 
-class Looks(nn.Module):
-    def __init__(self, kinds: list[type]) -> None:
-        super().__init__()
-        self.note = kinds.append
+def test_second_runs_see_the_subclass_and_the_default_device_of_the_first() -> None:
+    seen = list[Any]()
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.note(type(x))
+    def looks(_: Any, x: Tensor) -> Tensor:
+        seen.append((type(x), torch.empty(1).device.type))
         return x.sin()
 
+    x = torch.randn(2, WIDTH).as_subclass(Marked).requires_grad_()
+    with torch.device("meta"):
+        loss = smp.checkpoint(Layer(looks), x).sum()
+    loss.backward()
+    with torch.device("meta"):
+        smp.checkpoint(Layer(looks), x).sum().backward()
+    assert seen == [(Marked, "meta")] * 4
 
-def test_subclasses_come_back_as_what_they_are() -> None:
-    kinds: list[type] = []
-    smp.checkpoint(Looks(kinds), torch.randn(2, WIDTH).as_subclass(Marked).requires_grad_()).sum().backward()
-    assert kinds == [Marked, Marked]
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+
+def masked(layer: Any, x: Tensor) -> Tensor:
+    return x * layer.mask
+
+
+def counting(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return (x * layer.calls).tanh()
+
+
+def reporting(layer: Any, x: Tensor) -> Tensor:
+    """Set attributes for others to read, as a mixture of experts does with `l_aux`."""
+    layer.calls, layer.mask, layer.l_aux, layer.sizes = len(x), None, x.square().mean(), [*x.shape]
+    return x * layer.l_aux
+
+
+@pytest.mark.parametrize(("act", "names"), [(masked, ["mask"]), (counting, ["calls"]), (reporting, [])])
+def test_an_attribute_that_changes_until_backward_is_named_once(act: Call, names: list[str]) -> None:
+    layer = type(f"Is_{act.__name__}", (Layer,), {})(act, calls=0, mask=None, l_aux=None)  # warned of by class
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            losses = []
+            for length in (2, 3, 3):
+                if act is masked:
+                    layer.mask = torch.randn(WIDTH)
+                losses.append(smp.checkpoint(layer, batch(length)).sum())
+            torch.stack(losses).sum().backward()
+    assert [str(each.message).split("`")[1] for each in caught] == names

@@ -1,4 +1,4 @@
-"""Our own saved-tensor hooks: what recomputation computes, when it ends, what it keeps, and what it refuses."""
+"""How a call is run again: when that begins and ends, what is kept for it, and what cannot be repeated is named."""
 
 from __future__ import annotations
 
@@ -9,215 +9,210 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-
-WIDTH = 6
-
-
-def inputs() -> Tensor:
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+from smpkit.torch.core.runtime import state
+from tests.torch.recompute.layers import WIDTH, Call, Layer, batch, plainly, same
 
 
-class Runs(nn.Module):
-    """Calls a function with its layer and the input, and counts how often it begins and ends."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.function = function
-        self.runs = {"begun": iter(range(99)), "ended": iter(range(99))}
-
-    def forward(self, x: Tensor) -> Tensor:
-        next(self.runs["begun"])
-        made = self.function(self.layer, x)
-        next(self.runs["ended"])
-        return made
-
-    def counts(self) -> tuple[int, int]:
-        begun, ended = self.runs.values()
-        return next(begun), next(ended)
-
-
-def gradients(call: Callable[..., Tensor], function: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor | None]:
-    module, x = Runs(function), inputs()
-    torch.manual_seed(2)
-    call(module, x).square().sum().backward()
-    return [x.grad, *(parameter.grad for parameter in module.parameters())]
-
-
-def plainly(module: nn.Module, x: Tensor) -> Any:
-    return module(x)
-
-
-def as_plain(function: Callable[[nn.Module, Tensor], Tensor]) -> bool:
-    ours, plain = gradients(smp.checkpoint, function), gradients(plainly, function)
-    return all(left is right if left is None else torch.equal(left, right) for left, right in zip(ours, plain))  # type: ignore[arg-type] # noqa: B905
-
-
-def sine(layer: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = layer(x).sin()
-    return made
-
-
-class SavesForTwo(torch.autograd.Function):
-    """Asks for what it has saved more than once in one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-        made: Tensor = gradient * (first + second)
-        return made
-
-
-def backward_inside(layer: nn.Module, x: Tensor) -> Tensor:
-    y = torch.dropout(layer(x).sin(), 0.5, True)
-    (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    (again,) = torch.autograd.grad(y.square().sum(), x)
-    made: Tensor = layer(x) * slope * again
-    return made
-
-
-def catches(layer: nn.Module, x: Tensor) -> Tensor:
-    try:
-        return sine(layer, x)
-    except Exception:
-        return x
-
-
-def cleans_up(layer: nn.Module, x: Tensor) -> Tensor:
-    try:
-        return sine(layer, x)
-    except BaseException:
-        sine(layer, x)
-        raise
-
-
-@pytest.mark.parametrize(
-    "function", [lambda layer, x: SavesForTwo.apply(layer(x)), backward_inside, catches, cleans_up]
-)
-def test_gradients_are_those_of_a_plain_call(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    assert as_plain(function)
+def sine(layer: Any, x: Tensor) -> Tensor:
+    return layer.linear(x).sin()
 
 
 def test_recomputation_ends_with_the_last_saved_tensor() -> None:
-    module = Runs(sine)
-    smp.checkpoint(module, inputs()).sum().backward()
-    assert module.counts() == (2, 1)
+    begun, ended = list[int](), list[int]()
+
+    def run(layer: Any, x: Tensor) -> Tensor:
+        begun.append(1)
+        y = sine(layer, x)
+        ended.append(1)
+        return y
+
+    smp.checkpoint(Layer(run).double(), batch()).sum().backward()
+    assert (len(begun), len(ended)) == (2, 1)
 
 
-def two_results(layer: nn.Module, x: Tensor) -> Any:
-    return layer(x).sin(), layer(x * 2)
+def two_results(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    layer.runs.append(1)
+    return layer.linear(x).sin(), layer.linear(x * 2)
 
 
 def test_a_second_backward_takes_what_the_first_has_left() -> None:
-    module, x = Runs(two_results), inputs()
-    first, second = smp.checkpoint(module, x)
-    first.sum().backward()
-    second.square().sum().backward()
-    assert module.counts() == (2, 1)
-    y = inputs()
-    plain = Runs(two_results)
-    first, second = plain(y)
-    (first.sum() + second.square().sum()).backward()
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad, rtol=1e-12, atol=1e-12)
+    found = []
+    for call in (smp.checkpoint, plainly):
+        torch.manual_seed(1)
+        runs = list[int]()
+        layer, x = Layer(two_results, runs=runs).double(), batch()
+        first, second = call(layer, x)
+        first.sum().backward()
+        second.square().sum().backward()
+        found.append([x.grad, *(weight.grad for weight in layer.parameters())])
+        assert len(runs) == (2 if call is smp.checkpoint else 1)
+    assert same(*found)
 
 
 def test_what_a_first_backward_left_and_others_changed_is_named() -> None:
-    module = Runs(two_results)
-    first, second = smp.checkpoint(module, inputs())
+    layer = Layer(two_results, runs=[]).double()
+    first, second = smp.checkpoint(layer, batch())
     first.sum().backward()
     with torch.no_grad():
-        module.layer.weight.zero_()
-    with pytest.raises(UsageError, match="a tensor that `Runs` saved for backward was changed in place"):
+        layer.linear.weight.zero_()
+    with pytest.raises(UsageError, match="a tensor that `Layer` saved for backward was changed in place"):
         second.square().sum().backward()
 
 
-class Box:
-    """A value that recomputation does not restore."""
-
-    def __init__(self) -> None:
-        self.value = 0
+# --- what cannot be repeated ------------------------------------------------------------------------------------------
 
 
-def test_a_forward_that_saves_other_tensors_is_named() -> None:
-    box = Box()
-    module = Runs(lambda layer, x: layer(x)[box.value :].sin())
-    loss = smp.checkpoint(module, inputs()).sum()
-    box.value = 1
-    expected = (
-        r"(?s)forward of `Runs` again.*tensor 2 that it saves was float64\[3, 6\] on cpu, and now is float64\[2, 6\]"
-    )
-    with pytest.raises(UsageError, match=expected):
+def cut(layer: Any, x: Tensor) -> Tensor:
+    return layer.linear(x)[layer.number :].sin()
+
+
+def perhaps(layer: Any, x: Tensor) -> Tensor:
+    return layer.linear(x) if layer.number else sine(layer, x)
+
+
+def drawing(layer: Any, x: Tensor) -> Tensor:
+    return layer.linear(x) * torch.rand(x.shape, generator=layer.number, dtype=x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:`number` of a Layer has changed")
+@pytest.mark.parametrize(
+    ("act", "number", "message"),
+    [
+        (cut, 0, r"tensor 2 that it saves was float64\[3, 4\] on cpu, and now is float64\[2, 4\]"),
+        (perhaps, 0, "it saves 2 tensors instead of 3"),
+        (drawing, torch.Generator(), r"tensor 2 that it saves was float64\[3, 4\] on cpu \(CRC"),
+    ],
+    ids=["others", "fewer", "with other contents"],
+)
+def test_a_forward_that_saves_other_tensors_is_named(
+    act: Call, number: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer: Any = Layer(act, number=number).double()
+    if act is drawing:
+        smp.checkpoint(layer, batch()).sum().backward()  # without a word, as in torch
+        monkeypatch.setenv("SMPKIT_CHECK", "1")
+    loss = smp.checkpoint(layer, batch()).sum()
+    layer.number = 1 if act is not drawing else number
+    with pytest.raises(UsageError, match=f"(?s)ran the forward of `Layer` again.*{message}"):
         loss.backward()
 
 
-def test_a_forward_that_saves_fewer_tensors_is_named() -> None:
-    box = Box()
-    module = Runs(lambda layer, x: layer(x) if box.value else layer(x).sin())
-    loss = smp.checkpoint(module, inputs()).sum()
-    box.value = 1
-    with pytest.raises(UsageError, match=r"forward of `Runs` again.*it saves 2 tensors instead of 3"):
-        loss.backward()
+def by_the_layer(x: Tensor) -> Tensor:
+    return smp.checkpoint(Layer(lambda layer, x: layer.linear(x.mul_(2))).double(), x)
 
 
-def test_an_input_that_the_layer_changes_is_named() -> None:
-    with pytest.raises(UsageError, match="a tensor that `Runs` saved for backward was changed in place"):
-        smp.checkpoint(Runs(lambda layer, x: layer(x.mul_(2))), inputs() * 1).sum().backward()
-
-
-def test_an_input_that_others_change_before_backward_is_named() -> None:
-    x = inputs() * 1
-    loss = smp.checkpoint(Runs(sine), x).sum()
+def by_others(x: Tensor) -> Tensor:
+    y = smp.checkpoint(Layer(sine).double(), x)
     x.detach().zero_()
-    with pytest.raises(UsageError, match="a tensor that `Runs` saved for backward was changed in place"):
-        loss.backward()
+    return y
 
 
-def test_an_input_that_an_outer_checkpoint_changes_is_named() -> None:
+def by_an_outer_checkpoint(x: Tensor) -> Tensor:
     """Without a word, torch's own would compute with the changed values."""
-    inner = Runs(sine)
 
-    def outer(layer: nn.Module, x: Tensor) -> Tensor:
-        y = layer(x)
-        made = smp.checkpoint(inner, y)
+    def outer(layer: Any, x: Tensor) -> Tensor:
+        y = layer.linear(x)
+        made = smp.checkpoint(layer.inner, y)
         y.detach().mul_(2)
         return made.sin()
 
-    with pytest.raises(UsageError, match="a tensor that `Runs` saved for backward was changed in place"):
-        smp.checkpoint(Runs(outer), inputs()).sum().backward()
+    return smp.checkpoint(Layer(outer, inner=Layer(sine)).double(), x)
 
 
-def test_factories_make_tensors_where_the_forward_has() -> None:
-    module, x = Runs(lambda layer, x: layer(x).sin() * torch.ones(WIDTH).shape[0]), inputs()
-    seen: list[torch.device] = []
-    module.function = lambda layer, x: (seen.append(torch.empty(1).device), layer(x).sin())[1]  # type: ignore[func-returns-value]
-    with torch.device("meta"):
-        loss = smp.checkpoint(module, x).sum()
-    loss.backward()
-    assert [device.type for device in seen] == ["meta", "meta"]
-    with torch.device("meta"):
-        smp.checkpoint(module, x).sum().backward()
-    assert [device.type for device in seen[2:]] == ["meta", "meta"]
+@pytest.mark.parametrize("changed", [by_the_layer, by_others, by_an_outer_checkpoint])
+def test_an_input_that_changes_is_named(changed: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UsageError, match="a tensor that `Layer` saved for backward was changed in place"):
+        changed(batch() * 1).sum().backward()
+
+
+def later(layer: Any, x: Tensor) -> Tensor:
+    if x.detach().max() > 2:
+        layer.average.add_(1)
+    return layer.linear(x * layer.average.exp()).tanh()
+
+
+def scaled(layer: Any, x: Tensor) -> Tensor:
+    double_weight(layer)
+    return sine(layer, x)
+
+
+def double_weight(layer: Any) -> None:
+    with torch.no_grad():
+        layer.linear.weight.mul_(2)
+
+
+def call_again(layer: Any) -> None:
+    smp.checkpoint(layer, torch.full((2, WIDTH), 99.0))
+
+
+@pytest.mark.parametrize(
+    ("act", "size", "between", "message"),
+    [
+        (later, 99.0, None, "`average` of a Layer was changed in place in a forward that is to be run again"),
+        (later, 0.0, call_again, "`average` of a Layer was changed in place between a forward and its backward"),
+        (sine, 1.0, double_weight, "`linear.weight` of `Layer` was changed in place"),
+        (scaled, 1.0, None, "`linear.weight` of `Layer` was changed in place"),
+    ],
+    ids=["a buffer, late", "a buffer, by another call", "a weight, by the script", "a weight, by the forward"],
+)
+def test_what_is_written_too_late_is_an_error_that_names_it(
+    act: Call, size: float, between: Callable[[Any], None] | None, message: str
+) -> None:
+    layer = Layer(act, average=torch.ones(WIDTH))
+    if act is later:
+        smp.checkpoint(layer, torch.zeros(2, WIDTH)).sum().backward()
+    loss = smp.checkpoint(layer, torch.full((2, WIDTH), size)).sum()
+    if between is not None:
+        between(layer)
+    with pytest.raises(UsageError, match=message):
+        loss.backward()
+    if size == 99:  # from now on there are copies
+        smp.checkpoint(layer, torch.full((2, WIDTH), size)).sum().backward()
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of buffers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default and args[0].shape == (WIDTH,)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_will_not_run_again_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = Layer(later, average=torch.ones(WIDTH)), torch.zeros(2, WIDTH)
+    with Copies() as copies:
+        monkeypatch.setattr(state, "tracing", True)  # a trial of the step, on tensors without data
+        smp.checkpoint(layer, x)
+        monkeypatch.setattr(state, "tracing", False)
+        smp.checkpoint(layer.requires_grad_(False), x)  # a frozen stem
+        assert copies.count == 0
+        layer.requires_grad_()
+        smp.checkpoint(layer, x)
+        first = copies.count
+        assert first > 0
+        for _ in range(2):
+            smp.checkpoint(layer, x)
+        assert copies.count == first  # nobody writes to it
 
 
 def test_no_cycle_keeps_a_call() -> None:
-    module, x = Runs(sine), inputs() * 1
-    smp.checkpoint(module, x).sum().backward()
+    layer, x = Layer(sine).double(), batch() * 1
+    smp.checkpoint(layer, x).sum().backward()
     gc.collect()
     gc.disable()
     try:
-        x = inputs() * 1
-        loss = smp.checkpoint(module, x).sum()
+        x = batch() * 1
+        loss = smp.checkpoint(layer, x).sum()
         kept = weakref.ref(x)
         loss.backward()
         del x, loss
