@@ -1,6 +1,6 @@
 """What a job looks like wherever it runs: the same commands, answers and exit codes, and the same losses.
 
-The tests of Slurm, Kubernetes, AWS Batch and the fake of SageMaker call those of managed jobs, each with its own way to
+The tests of Slurm, Kubernetes, AWS Batch and SageMaker call those of managed jobs, each with its own way to
 run `smpkit`; those of Slurm, Kubernetes, `smpkit run` and `smpkit run --docker`, where ranks are real, the others.
 """
 

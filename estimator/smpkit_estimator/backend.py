@@ -1,8 +1,7 @@
 """A back end: where managed jobs run. Commands and `Job` know this protocol and nothing of a service behind it.
 
-SageMaker (`sagemaker`), a fake of it (`fake`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batch (`batch`) are
-here. A package adds one with an entry point of the group `smpkit.backends`: a function that takes `Access` and returns
-a `Backend`.
+SageMaker (`sagemaker`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batch (`batch`) are here. A package adds one
+with an entry point of the group `smpkit.backends`: a function that takes `Access` and returns a `Backend`.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ GROUP = "smpkit.backends"
 """The group of entry points."""
 
 OWN: Mapping[str, str] = {
-    "sagemaker": "smpkit_estimator.sagemaker_backend:open_sagemaker",
+    "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
     "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
     "batch": "smpkit_estimator.batch.backend:open_batch",
-    # By name: the product imports nothing of `smpkit.testing`, which import-linter checks.
-    "fake": "smpkit.testing.fake_sagemaker.demonstration:open_fake",
 }
 
 

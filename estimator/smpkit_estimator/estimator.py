@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
 from smpkit_estimator.arguments import channels, experiment_from, job_from_arguments
-from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.follow import Notice
+from smpkit_estimator.aws import Session, open_session
 from smpkit_estimator.job import Job, show
-from smpkit_estimator.log_line import LogLine
-from smpkit_estimator.sagemaker import Session, open_session
-from smpkit_estimator.sagemaker_backend import SageMaker
-from smpkit_estimator.submission import Submission
+from smpkit_estimator.request import TrainingPlan
+from smpkit_estimator.sagemaker import SageMaker
 
 __all__ = ["Estimator"]
 
@@ -44,7 +40,7 @@ class Estimator:
         entry_point: the script; relative to `source_dir` if that is given.
         source_dir: the folder that is packed; without it only the script and `dependencies` are.
         distribution, mpi_options: see above.
-        session: a `boto3.Session`, or `smpkit.testing.FakeSageMaker`; made from the environment when first needed.
+        session: a `boto3.Session`; made from the environment when first needed.
         sagemaker_session: a `Session` of SDK v2, whose boto3 session is taken.
         arguments: all others; the reference lists them.
 
@@ -85,14 +81,13 @@ class Estimator:
 
     def plan(
         self, inputs: Any = None, job_name: str | None = None, experiment_config: Mapping[str, str] | None = None
-    ) -> Submission:
-        """Return what `fit` would send, without sending anything: its `request` is the very object.
+    ) -> TrainingPlan:
+        """Return what `fit` would send, without sending anything: its `body` is the very request.
 
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.
         """
-        found = {**self.config.inputs, **channels(inputs)}
-        updates: dict[str, Any] = {"inputs": found}
+        updates: dict[str, Any] = {"inputs": {**self.config.inputs, **channels(inputs)}}
         mode = getattr(inputs, "mode", None) or getattr(inputs, "config", {}).get("InputMode")
         if experiment_config is not None:
             updates["experiment"] = experiment_from(experiment_config)
@@ -123,13 +118,13 @@ class Estimator:
             CloudError: the cloud refused or could not be reached.
             JobError: the job failed or was stopped, with the first failing rank's exception.
         """
-        submission = self.plan(inputs, job_name, experiment_config)
+        plan = self.plan(inputs, job_name, experiment_config)
         for notice in self.config.secret_notices():
             sys.stderr.write(f"warning: {notice}\n")
-        for note in submission.notes:
+        for note in plan.notes:
             sys.stderr.write(f"note: {note}\n")
-        self._backend.submit(submission)
-        self._job = Job(submission.request.job_name, self._backend)
+        self._backend.submit(plan)
+        self._job = Job(plan.job_names[0], self._backend)
         if wait:
             self._watch(self._job, logs)
         return self._job
@@ -144,11 +139,6 @@ class Estimator:
             sys.stderr.write(f"job `{job.name}` goes on; `smpkit logs -f {job.name}` follows, `smpkit stop` stops it\n")
             raise
         job.check()
-
-    @property
-    def cloud(self) -> Cloud:
-        """The cloud that jobs are sent to."""
-        return self._backend.cloud
 
     @property
     def _backend(self) -> SageMaker:
@@ -167,31 +157,10 @@ class Estimator:
             raise UsageError("no job was started yet", hint="call `fit`, or `Estimator.attach(job_name)`")
         return self._job
 
-    def stop(self) -> None:
-        """Ask the last job to stop."""
-        self.latest_training_job.stop()
-
-    def logs(
-        self, *, follow: bool = True, tail: int | None = None, since: datetime | timedelta | None = None,
-        ranks: Sequence[int] = (), hosts: Sequence[str] = (), grep: str | None = None,
-    ) -> Iterator[LogLine | Notice]:  # fmt: skip
-        """Yield lines of the last job's log; arguments as of `Job.logs`."""
-        job = self.latest_training_job
-        return job.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
-
-    def describe(self) -> dict[str, Any]:
-        """Return all that the service knows about the last job."""
-        return self.latest_training_job.describe()
-
     @property
     def model_data(self) -> str:
         """S3 URI of the last job's model."""
         return self.latest_training_job.model_data
-
-    @property
-    def latest_checkpoint(self) -> str | None:
-        """S3 URI of the last job's newest whole checkpoint; None if there is none yet."""
-        return self.latest_training_job.latest_checkpoint
 
     def resume(self, wait: bool = True, logs: bool = True) -> Job:
         """Start a new job that goes on from the last one's checkpoints; arguments and errors as of `fit`."""

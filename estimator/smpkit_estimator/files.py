@@ -1,4 +1,4 @@
-"""Files at a place, a folder of this machine or a prefix in S3: listed and read the same way."""
+"""Files at a place, such as a folder of this machine or a prefix in S3: listed and read the same way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from smpkit.errors import CloudError, UnsupportedError
-from smpkit_estimator.cloud import Cloud
 
-__all__ = ["Bucket", "Files", "Folder", "folder_here"]
+__all__ = ["Files", "Folder", "folder_here"]
 
 
 class Files(Protocol):
@@ -29,25 +28,6 @@ class Files(Protocol):
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What lies below a prefix in S3."""
-
-    cloud: Cloud
-    uri: str
-
-    @property
-    def place(self) -> str:
-        return self.uri.rstrip("/")
-
-    def list(self) -> dict[str, datetime]:
-        prefix = f"{self.place}/".removeprefix("s3://").partition("/")[2]
-        return {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(f"{self.place}/")}
-
-    def read(self, name: str) -> bytes:
-        return self.cloud.read(f"{self.place}/{name}")
 
 
 @dataclass(frozen=True)

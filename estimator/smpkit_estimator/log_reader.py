@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from smpkit_estimator.cloud import LOG_GROUP, Cloud
+from smpkit_estimator.aws import Cloud, CloudProblem, code_of, explained
 from smpkit_estimator.log_line import LogLine, rank_of
 
 __all__ = ["LogReader"]
 
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_EMPTY_PAGES = 10_000
-
 
 Keep = Callable[[LogLine], bool]
 
@@ -87,7 +87,15 @@ class LogReader:
         return lines[-count:] if count else []
 
     def _find_streams(self) -> None:
-        for name in self._cloud.log_streams(self._prefix, self._group):
+        arguments = {"logGroupName": self._group, "logStreamNamePrefix": self._prefix}
+        try:
+            pages = self._cloud.client("logs").get_paginator("describe_log_streams").paginate(**arguments)
+            names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        except CloudProblem as error:
+            if code_of(error) == "ResourceNotFoundException":  # nothing was logged yet
+                return
+            raise explained(error, "cannot list the job's log streams", "logs") from None
+        for name in names:
             if name not in self._streams:
                 host = self._host_of(name) if self._host_of else _host(name.removeprefix(self._prefix))
                 self._streams[name] = _Stream(name, host)
@@ -122,8 +130,15 @@ class LogReader:
         return [line for line in lines if keep(line)][-count:] if count else []
 
     def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
+        """Return one page of a stream; an empty one if the stream is not there yet."""
         place: dict[str, Any] = {"startFromHead": startFromHead} if token is None else {"nextToken": token}
-        return self._cloud.log_events(stream.name, self._group, **place, **self._bounds)
+        names = {"logGroupName": self._group, "logStreamName": stream.name}
+        try:
+            return self._cloud.call("logs", "get_log_events", **names, **place, **self._bounds)
+        except CloudProblem as error:
+            if code_of(error) == "ResourceNotFoundException":
+                return {"events": []}
+            raise explained(error, "cannot read the job's log", "logs") from None
 
     def _lines(self, stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
         lines = []

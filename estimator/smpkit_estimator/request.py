@@ -1,9 +1,10 @@
-"""Build the request of a managed training job: a pure function from the job file to what `CreateTrainingJob` takes."""
+"""What is sent to start a managed training job: pure functions from a job file, or an older job, to the request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,31 @@ import yaml
 
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, JobConfig
-from smpkit.config.wire import CHANNELS, CODE_CHANNEL, SECRETS, TOKEN_CHANNEL, TOKEN_FILE, TOKEN_NAME
+from smpkit.config.section import KeyPath
+from smpkit.config.wire import CHANNELS, CODE_CHANNEL, JOB_NAME, SECRETS, TOKEN_CHANNEL, TOKEN_FILE, TOKEN_NAME
+from smpkit.config.words import printable
+from smpkit.errors import Problem, UsageError
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.fields import channel_of, request_of
 from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.limits import preflight
+from smpkit_estimator.sources import Packed, Sources
 from smpkit_estimator.status import machines_of
 
-__all__ = ["SubmitContext", "TrainingRequest", "build_request"]
+__all__ = [
+    "RESUMED_FROM",
+    "SubmitContext",
+    "TrainingPlan",
+    "build_request",
+    "not_for_sagemaker",
+    "over_limits",
+    "resumed_request",
+]
+
+RESUMED_FROM = "smpkit:resumed-from"
+"""Tag of a job that goes on from another: its name."""
+
+_OPERATION = ("sagemaker", "CreateTrainingJob")
 
 
 @dataclass(frozen=True)
@@ -39,21 +59,26 @@ class SubmitContext:
 
 
 @dataclass(frozen=True)
-class TrainingRequest:
-    """Exactly what is sent as `CreateTrainingJob`; `smpkit submit --dry-run` prints it as `shown`."""
+class TrainingPlan:
+    """All that will be sent, decided and checked; nothing was uploaded or started."""
 
     body: Mapping[str, Any]
-
-    @property
-    def job_name(self) -> str:
-        """The unique name of the job."""
-        name: str = self.body["TrainingJobName"]
-        return name
+    """Exactly what is sent as `CreateTrainingJob`."""
+    source: str | None = None
+    """S3 URI of the packed sources; None if another job has brought them."""
+    sources: Sources | None = None
+    """What is packed; None if the sources are in S3 already."""
+    packed: Packed | None = None
+    kms_key: str | None = None
+    token: str | None = None
+    """Where the token goes that the hosts of this job share; None for one host."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it is sent."""
 
     @property
     def job_names(self) -> tuple[str]:
         """The one job that it starts."""
-        return (self.job_name,)
+        return (self.body["TrainingJobName"],)
 
     @property
     def machines(self) -> str:
@@ -67,16 +92,6 @@ class TrainingRequest:
         seconds: int | None = self.body.get("StoppingCondition", {}).get("MaxRuntimeInSeconds")
         return seconds
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing that the user need know."""
-        return ()
-
-    def text(self) -> str:
-        """The request as YAML."""
-        text: str = yaml.safe_dump(self.shown(), sort_keys=False, allow_unicode=True, width=120)
-        return text
-
     def shown(self) -> dict[str, Any]:
         """The request as it may be shown: what is probably a secret is hidden."""
         body = dict(self.body)
@@ -85,6 +100,11 @@ class TrainingRequest:
         if "HyperParameters" in body:
             body["HyperParameters"] = {name: _masked(name, text) for name, text in body["HyperParameters"].items()}
         return body
+
+    def text(self) -> str:
+        """The request as YAML."""
+        text: str = yaml.safe_dump(self.shown(), sort_keys=False, allow_unicode=True, width=120)
+        return text
 
 
 def _masked(name: str, text: str) -> str:
@@ -97,7 +117,7 @@ def _masked(name: str, text: str) -> str:
     return text if hidden == value else json.dumps(hidden)
 
 
-def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
+def build_request(job: JobConfig, context: SubmitContext) -> dict[str, Any]:
     """Return the request for `job`, field by field as SageMaker's SDK v2 sends it for the same arguments.
 
     Debugger and profiler are off: they are for AWS's own images. A spot job always says how long it may wait, which the
@@ -131,4 +151,104 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
     if job.compute.spot:
         stopping = body["StoppingCondition"]
         stopping.setdefault("MaxWaitTimeInSeconds", stopping["MaxRuntimeInSeconds"])
-    return TrainingRequest(body)
+    return body
+
+
+def resumed_request(
+    description: Mapping[str, Any], tags: Mapping[str, str], name: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the request of a job `name` like the described one: the same sources, image, data and checkpoints.
+
+    Args:
+        tags: of the described job.
+        changes: parts of `ResourceConfig` and `StoppingCondition` that are to be different.
+
+    Raises:
+        UsageError: another type or number of instances is asked for, and the job has instance groups.
+    """
+    old, shape = description["TrainingJobName"], request_shape(*_OPERATION)
+    body = _known(description, shape)
+    body["TrainingJobName"] = name
+    body["HyperParameters"] = {**body.get("HyperParameters", {}), JOB_NAME: json.dumps(name)}
+    if body.get("ResourceConfig", {}).get("InstanceGroups"):
+        for key, option in (("InstanceCount", "--instance-count"), ("InstanceType", "--instance-type")):
+            if key in changes:
+                message = f"`{option}` is for a job whose hosts are of one kind, and `{old}` has instance groups"
+                raise UsageError(message, hint="submit the job file with other groups and the same `checkpoints`")
+    kept = {key: value for key, value in tags.items() if not key.startswith("aws:")}
+    body["Tags"] = [{"Key": key, "Value": value} for key, value in {**kept, RESUMED_FROM: old}.items()]
+    for part in ("ResourceConfig", "StoppingCondition"):
+        members = shape.members[part].members
+        body[part] = {**body.get(part, {}), **{key: value for key, value in changes.items() if key in members}}
+    return body
+
+
+def _known(value: Any, shape: Any) -> Any:
+    """Keep the fields of a description that a request may have: it has statuses and times as well."""
+    if shape.type_name == "structure":
+        return {
+            name: _known(item, shape.members[name])
+            for name, item in value.items()
+            if name in shape.members and item not in (None, "", [], {})
+        }
+    if shape.type_name == "list":
+        return [_known(item, shape.member) for item in value]
+    return value
+
+
+# ---- what is wrong with a job ----------------------------------------------------------------------------------------
+
+
+def over_limits(body: Mapping[str, Any]) -> list[Problem]:
+    """Return all that the service would refuse in a request, each under its name in the job file, with a hint."""
+    return preflight(body, request_shape(*_OPERATION))
+
+
+def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
+    """Yield the settings that work on this machine but not in the cloud."""
+    if job.image is None:
+        hint = "push an image with smpkit to ECR, and name it `<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>`"
+        yield Problem(("image",), "is required for a managed job", hint)
+    elif re.match(r"[^/\s]+[.:][^/\s]*/", job.image) is None:
+        message = f"names no registry, so SageMaker cannot pull it: `{printable(job.image)}`"
+        yield Problem(("image",), message, "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`")
+    if job.role is None:
+        yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
+    if job.compute.is_local:
+        hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
+        yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
+    yield from _folders_here(job)
+    yield from job.input_group_problems()  # inputs may have come after the job was validated
+    yield from _out_of_reach(job)
+
+
+def _folders_here(job: JobConfig) -> Iterator[Problem]:
+    places: dict[KeyPath, str | None] = {("inputs", name, "uri"): each.uri for name, each in job.inputs.items()}
+    places["output",] = job.output
+    places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
+    for path, uri in places.items():
+        if uri is not None and "://" not in uri:
+            hint = f"copy it with `aws s3 cp --recursive {uri} s3://...`" if path[0] == "inputs" else "name an S3 URI"
+            yield Problem(path, f"is a folder of this machine, `{uri}`, which SageMaker does not see", hint)
+
+
+def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
+    """Yield what the machines or the container cannot reach over the job's network."""
+    if not job.network.subnets:
+        hint = "set `network: {subnets: [...], security_groups: [...]}`"
+        for name, channel in job.inputs.items():
+            if channel.file_system is not None:
+                yield Problem(("inputs", name, "file_system"), "is in a VPC, and the job is in none", hint)
+        if job.container.registry_access == "Vpc":
+            yield Problem(("container", "registry_access"), "is `Vpc`, and the job is in none", hint)
+    for name, secret in job.secrets.items():
+        if secret.entry is None:
+            hint = f"write `{name}: <name or ARN of the entry>`"
+            yield Problem(("secrets", name), "names no entry in AWS Secrets Manager", hint)
+        if job.network.isolation:
+            hint = "SageMaker brings only channels there: put the secret in one, or give the container its network"
+            yield Problem(("secrets", name), "cannot be read by a container without network", hint)
+    ours = {CODE_CHANNEL: "the sources", TOKEN_CHANNEL: "the hosts' token"} if job.network.isolation else {}
+    for name, what in ours.items():
+        if name in job.inputs:
+            yield Problem(("inputs", name), f"is the channel that brings {what} without network", "rename it")

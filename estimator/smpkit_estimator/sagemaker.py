@@ -1,294 +1,318 @@
-"""All that knows boto3 and botocore: sessions and clients, one call, why it failed, the services' request models.
-
-boto3 itself is imported only when no session is given: anything with its `client(name)` can stand in for a session,
-such as `smpkit.testing.FakeSageMaker`.
-"""
+"""SageMaker as a back end: jobs are `CreateTrainingJob`, logs are CloudWatch's, files are in S3."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
+import itertools
 import re
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, Protocol
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
-from botocore import xform_name
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,  # noqa: A004  botocore's own, not Python's
-    HTTPClientError,
-    NoCredentialsError,
-    NoRegionError,
-    PartialCredentialsError,
-    ProfileNotFound,
-    TokenRetrievalError,
+from smpkit.config.fields import JOB_NAME
+from smpkit.config.job import JobConfig
+from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
+from smpkit.config.words import quoted
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UnsupportedError, UsageError
+from smpkit_estimator.aws import (
+    Cloud,
+    CloudProblem,
+    Session,
+    StandIns,
+    code_of,
+    explained,
+    is_in_doubt,
+    open_session,
+    split_uri,
 )
-from botocore.loaders import Loader
-from botocore.model import ServiceModel, Shape
-from botocore.parsers import ResponseParserError
-
-import smpkit
-from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-
-__all__ = [
-    "CloudProblem",
-    "ForeignAnswerError",
-    "Session",
-    "call_once",
-    "code_of",
-    "explained",
-    "is_denied",
-    "is_in_doubt",
-    "is_throttling",
-    "is_unreachable",
-    "open_client",
-    "open_session",
-    "operation_name",
-    "request_shape",
-    "response_shape",
-]
-
-CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
-"""What boto3 raises."""
-
-_THROTTLING = frozenset(
-    {"Throttling", "ThrottlingException", "ThrottledException", "TooManyRequestsException", "RequestLimitExceeded"}
-    | {"SlowDown", "RequestThrottled", "ServiceUnavailable", "ServiceUnavailableException", "InternalFailure"}
+from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
+from smpkit_estimator.clock import Clock
+from smpkit_estimator.described import first_of_each
+from smpkit_estimator.doctor import check_cloud, check_job
+from smpkit_estimator.files import Files
+from smpkit_estimator.finding import Finding
+from smpkit_estimator.log_reader import LogReader
+from smpkit_estimator.names import base_name, unique_name
+from smpkit_estimator.request import (
+    SubmitContext,
+    TrainingPlan,
+    build_request,
+    not_for_sagemaker,
+    over_limits,
+    resumed_request,
 )
-_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
-_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"})
-_NOT_SIGNED = frozenset({"UnrecognizedClientException", "InvalidClientTokenId", "SignatureDoesNotMatch", "AuthFailure"})
-_SKEWED = re.compile(r"Signature (?:expired|not yet current)|RequestTimeTooSkewed")
-_NO_BUCKET = frozenset({"NoSuchBucket"})
+from smpkit_estimator.run_folder import run_below, unpack_run
+from smpkit_estimator.sources import job_sources, pack, packing_notes
+from smpkit_estimator.status import JobStatus
 
-_LOGIN = "renew them, for example with `aws sso login`; jobs that run are not touched"
-_QUOTA = re.compile(
-    r"service limit '(?P<name>[^']+)' is (?P<limit>[\d.,]+) Instances, with current utilization of (?P<used>[\d.,]+)"
-    r" Instances and a request delta of (?P<asked>[\d.,]+)"
-)
-_OPERATIONS: Mapping[str, str] = {"HeadBucket": "ListBucket", "ListObjectsV2": "ListBucket"}
-"""Calls whose permission has another name."""
+__all__ = ["Bucket", "SageMaker", "open_sagemaker"]
 
+_SUBJECT = "job for SageMaker"
+_MAX_PAGE = 100
+_MAX_ARCHIVE_BYTES = 5 * 2**30
+"""The largest object that S3 takes in one call."""
+_SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
+_MAX_SKEW_SECONDS = 300
+"""By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
 
-class ForeignAnswerError(BotoCoreError):  # type: ignore[misc]  # botocore has no types
-    """Something other than AWS answered, such as a proxy."""
-
-    fmt = "what answered {operation} is not AWS"
+# A dry run shows these where it cannot find out; the patterns of the service accept an account that nobody has.
+_REGION, _ACCOUNT = "<region>", "000000000000"
 
 
-# ---- sessions, clients, calls ----------------------------------------------------------------------------------------
+class SageMaker:
+    """Jobs of one account and region."""
 
-
-class Session(Protocol):
-    """What is used of `boto3.Session`."""
+    def __init__(self, session: Session, clock: Clock | None = None) -> None:
+        self.cloud = Cloud(session, clock)
+        self.clock = self.cloud.clock
+        self.pace = Pace()
 
     @property
-    def region_name(self) -> str | None:
-        """The region, if one is set."""
+    def place(self) -> str:
+        return self.cloud.region
 
-    def client(self, service_name: str, /, **options: Any) -> Any:
-        """Make a client of one service."""
+    @property
+    def title(self) -> str:
+        return f"SageMaker in {self.place}"
 
+    # ---- starting jobs ---------------------------------------------------------------------------------------------
 
-def open_session(profile: str | None = None, region: str | None = None) -> Session:
-    """Return a boto3 session with the user's own profile and region.
+    def plan(
+        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
+    ) -> TrainingPlan:
+        """Decide everything about a job; relative paths start at `folder`.
 
-    Like the AWS CLI, and unlike boto3, it heeds AWS_REGION, before AWS_DEFAULT_REGION.
+        Reads local files. Asks the cloud only for what the job does not say: the account, to name its default bucket,
+        and the ARN of a role that is given by name.
+        """
+        name = name or unique_name(job.name, self.clock.now())
+        problems = list(not_for_sagemaker(job))
+        sources = job_sources(job, folder, problems, script_only=script_only)
+        # All that is wrong is told before anybody is asked for the role and the bucket.
+        role = job.role if job.role and job.role.startswith("arn:") else f"arn:aws:iam::{_ACCOUNT}:role/stand-in"
+        assumed = SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key")
+        problems += over_limits(build_request(job, assumed))
+        if problems:
+            raise ConfigError(first_of_each(problems), subject=_SUBJECT)
+        packed = pack(sources) if sources is not None else None
+        if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
+            message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(MAX_UNPACKED_BYTES)}"
+            raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject=_SUBJECT)
+        unknown = StandIns(dry)
+        region, role, output = self._whereabouts(job, unknown)
+        code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
+        source = job.source_dir if packed is None else f"{code}/{packed.digest}/sourcedir.tar.gz"
+        # Beside the sources, which the job's role may read; a new place each time, as names may be used again.
+        token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.num_hosts > 1 else None
+        body = build_request(job, SubmitContext(name, region, role, output, source, token))
+        problems = over_limits(body)
+        if problems:
+            raise ConfigError(problems, subject=_SUBJECT)
+        notes = [*packing_notes(sources, packed)] if sources is not None and packed is not None else []
+        key = job.encryption.output_key
+        return TrainingPlan(body, source, sources, packed, key, token, (*notes, *unknown.notes))
 
-    Raises:
-        UsageError: there is no such profile.
-    """
-    import boto3
+    def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
+        """Return region, ARN of the role, and output."""
+        region = unknown.get(lambda: self.cloud.region, _REGION, "it")
+        by_name = not (job.role or "").startswith("arn:")
+        account = ""
+        if by_name or job.output is None:
+            account = unknown.get(lambda: self.cloud.identity().account, _ACCOUNT, "the account")
+        role = f"arn:aws:iam::{_ACCOUNT}:role/{job.role}" if by_name and account == _ACCOUNT else job.role or ""
+        return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
-    try:
-        chosen = region or os.environ.get("AWS_REGION") or None
-        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
-    except CloudProblem as error:
-        raise explained(error, "cannot use AWS", "sts") from None
-    return session
+    def submit(self, plan: TrainingPlan) -> dict[str, Any]:
+        """Upload the sources, unless the same ones are there already, and start the job.
 
-
-def open_client(session: Session, service: str, region: str, *, retries: bool) -> Any:
-    """Return a client of one service; without `retries`, botocore itself asks only once."""
-    from botocore.config import Config
-
-    config = Config(
-        connect_timeout=10,
-        read_timeout=60,
-        retries={"mode": "standard", "total_max_attempts": 3 if retries else 1},
-        user_agent_extra=f"smpkit/{smpkit.__version__}",
-    )
-    try:
-        return session.client(service, region_name=region, config=config)
-    except CloudProblem as error:
-        raise explained(error, "cannot use AWS", service) from None
-    except ValueError as error:  # the endpoint is not a valid URL
-        hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
-        raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
-
-
-def call_once(client: Any, service: str, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Call once, or as often as botocore does by itself.
-
-    Raises:
-        ForeignAnswerError: something else than the service answered.
-    """
-    call = getattr(client, operation)
-    try:
-        answer: dict[str, Any] = call(**arguments)
-    except KeyError as error:
-        if not _is_of_a_parser(error):
+        Raises:
+            ConfigError: the sources changed since the job was planned, or are too large for S3.
+            UnreachableError: it is not known whether the job was started; the hint says how to find out.
+        """
+        if plan.sources is not None and not self.cloud.object_exists(str(plan.source)):
+            self._upload(plan)
+        if plan.token is not None:
+            # Drawn here and never kept: not in the plan that is shown, nor on this machine.
+            self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), plan.token, plan.kms_key)
+        try:
+            arn = self._start(plan.body)
+        except UnreachableError:
             raise
-        raise ForeignAnswerError(operation=operation_name(service, operation)) from None
-    if not _is_of_the_service(answer, service, operation):
-        raise ForeignAnswerError(operation=operation_name(service, operation))
-    return answer
+        except CloudError:
+            if plan.token is not None:  # no job reads it
+                with contextlib.suppress(CloudError):
+                    self.cloud.delete(plan.token)
+            raise
+        return {"name": plan.job_names[0], "arn": arn, "region": self.place, "source": plan.source}
 
+    def _upload(self, plan: TrainingPlan) -> None:
+        assert plan.sources is not None
+        with tempfile.TemporaryFile(prefix="smpkit-") as file:
+            if pack(plan.sources, file) != plan.packed:
+                message = "changed while the job was submitted"
+                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+            size = file.tell()
+            if size > _MAX_ARCHIVE_BYTES:
+                message = f"is packed into {_gib(size)}, and S3 takes at most {_gib(_MAX_ARCHIVE_BYTES)} at once"
+                raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="sources")
+            self.cloud.upload(file, str(plan.source), plan.kms_key)
 
-def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) -> bool:
-    """Tell whether AWS gave this answer: a proxy or captive portal may answer 200 as well, with its own page."""
-    meta = answer.get("ResponseMetadata")
-    if meta is None:  # the session is not one of boto3
-        return True
-    headers = meta.get("HTTPHeaders", {})
-    if meta.get("RequestId") or "x-amz-request-id" in headers or "x-amzn-requestid" in headers:
-        return True
-    shape = response_shape(service, operation_name(service, operation))
-    complete = shape is None or all(name in answer for name in getattr(shape, "required_members", ()))
-    return complete and "html" not in headers.get("content-type", "")
+    def _start(self, body: Mapping[str, Any]) -> str:
+        """Start a training job and return its ARN; it never starts twice.
 
+        A name can be used for one job only, so botocore may try again. If an answer was lost, the job is looked up by
+        its name, once: it is ours if it has the variables and hyperparameters of this request, and is not older.
+        """
+        name, began = body["TrainingJobName"], self.clock.now()
+        try:
+            arn: str = self.cloud.call("sagemaker", "create_training_job", **body)["TrainingJobArn"]
+        except CloudProblem as error:
+            refusal = explained(error, f"cannot start job `{name}`", "sagemaker")
+            if not is_in_doubt(error) and not _tries_before(error):
+                raise refusal from None
+        else:
+            return arn
+        try:
+            job = self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
+        except CloudProblem as error:
+            if _is_missing(error):
+                raise refusal from None
+            hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it"
+            message = f"{refusal.message}; it may have been started all the same"
+            raise UnreachableError(message, hint=f"{hint}; look before you start another") from None
+        same = all((job.get(part) or {}) == (body.get(part) or {}) for part in ("HyperParameters", "Environment"))
+        if not same or (began - job["CreationTime"]).total_seconds() > _MAX_SKEW_SECONDS:
+            raise refusal
+        return str(job["TrainingJobArn"])
 
-def _is_of_a_parser(error: KeyError) -> bool:
-    """Tell whether botocore's parser raised this, as it does for an HTML page in place of a service's XML."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "botocore.parsers"
-
-
-# ---- why a call failed -----------------------------------------------------------------------------------------------
-
-
-def code_of(error: BaseException) -> str:
-    """Return the service's code of an error; empty if it has none."""
-    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
-
-
-def is_throttling(error: BaseException) -> bool:
-    """Tell whether the same call may succeed later."""
-    return code_of(error) in _THROTTLING
-
-
-def is_denied(error: BaseException) -> bool:
-    """Tell whether the identity may not make this call."""
-    return code_of(error) in _DENIED
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Tell whether no answer came from AWS."""
-    return isinstance(error, (ConnectionError, HTTPClientError, ForeignAnswerError, ResponseParserError))
-
-
-def is_in_doubt(error: BaseException) -> bool:
-    """Tell whether the call may have taken effect despite the error: no answer came, or an internal error (5xx)."""
-    if isinstance(error, ClientError):
-        return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
-    return is_unreachable(error)
-
-
-def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
-    """Return the error to raise in place of one of boto3's.
-
-    Args:
-        doing: what was tried, such as `cannot start the job`.
-        service: boto3's name of the service, for the permission's name.
-    """
-    if isinstance(error, ClientError):
-        return _refusal(error, doing, service)
-    if isinstance(error, (NoCredentialsError, PartialCredentialsError, TokenRetrievalError)):
-        hint = "`aws configure` or `aws sso login` makes some; `--profile` chooses; `smpkit doctor` checks"
-        return CloudError(f"{doing}: {_sentence(error)}", hint=hint)
-    if isinstance(error, NoRegionError):
-        return CloudError(f"{doing}: no region is set", hint="set AWS_REGION, or use `--region`")
-    if isinstance(error, ProfileNotFound):
-        return UsageError(f"{doing}: {_sentence(error)}", hint="`aws configure list-profiles` shows them")
-    if isinstance(error, (ForeignAnswerError, ResponseParserError)):
-        what = _sentence(error) if isinstance(error, ForeignAnswerError) else "what answered is not AWS"
-        hint = "a proxy or the log-in page of a network: open any page in a browser, or check HTTPS_PROXY"
-        return UnreachableError(f"{doing}: {what}", hint=hint)
-    if is_unreachable(error):
-        return UnreachableError(f"{doing}: {_sentence(error)}", hint="check the network, the proxy and the region")
-    return CloudError(f"{doing}: {_sentence(error)}")
-
-
-def _refusal(error: ClientError, doing: str, service: str) -> SmpkitError:
-    code, message = code_of(error), str(error.response.get("Error", {}).get("Message", "")).strip().rstrip(".")
-    if _SKEWED.search(f"{code} {message}"):
-        hint = "set this machine's clock, for example with `timedatectl set-ntp true`"
-        return CloudError(f"{doing}: this machine's clock differs from AWS's by more than 5 minutes", hint=hint)
-    if code in _EXPIRED:
-        return CloudError(f"{doing}: the AWS credentials have expired", hint=_LOGIN)
-    if code in _NOT_SIGNED:
-        return CloudError(f"{doing}: AWS does not know these credentials ({code})", hint="`smpkit doctor` checks them")
-    if code in _DENIED:
-        operation = _OPERATIONS.get(error.operation_name, error.operation_name)
-        return CloudError(
-            f"{doing}: {message or 'access denied'}", hint=f"allow `{service}:{operation}` for this identity"
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> TrainingPlan:
+        job = self.details(name)
+        found = self.cloud.pages(
+            "sagemaker", "list_tags", "Tags", "cannot read tags", ResourceArn=job["TrainingJobArn"]
         )
-    if code in _NO_BUCKET:
-        return CloudError(f"{doing}: the bucket does not exist", hint="make it with `aws s3 mb`, or set `output`")
-    if code == "ResourceLimitExceeded":
-        return _quota(message, doing)
-    if code == "ResourceInUse":
-        return CloudError(f"{doing}: {message}", hint="a job's name can be used only once; choose another `name`")
-    if code in _THROTTLING:
-        return CloudError(f"{doing}: AWS still answers {code} after several tries", hint="try again in a minute")
-    return CloudError(f"{doing}: {code}: {message}")
+        tags = {tag["Key"]: tag["Value"] for tag in found}
+        new_name = new_name or unique_name(base_name(name), self.clock.now())
+        body = resumed_request(job, tags, new_name, changes or {})
+        problems = over_limits(body)
+        if problems:
+            raise ConfigError(problems, subject="request")
+        return TrainingPlan(body)
+
+    # ---- jobs that exist -------------------------------------------------------------------------------------------
+
+    def describe(self, name: str) -> JobStatus:
+        return JobStatus.read(self.details(name), self.clock.now())
+
+    def details(self, name: str) -> dict[str, Any]:
+        """Return what `DescribeTrainingJob` returns.
+
+        Raises:
+            UsageError: there is no such job, or none can have this name.
+        """
+        if re.fullmatch(JOB_NAME, name) is None:
+            hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
+            raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+        try:
+            return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
+        except CloudProblem as error:
+            if _is_missing(error):
+                message = f"there is no job `{name}` in {self.place}"
+                raise UsageError(message, hint="`smpkit jobs` lists them; `--region` looks elsewhere") from None
+            raise explained(error, f"cannot look up job `{name}`", "sagemaker") from None
+
+    def logs(self, name: str, since: datetime | None = None) -> Log:
+        return LogReader(self.cloud, name, since)
+
+    def stop(self, name: str) -> None:
+        try:
+            self.cloud.call("sagemaker", "stop_training_job", TrainingJobName=name)
+        except CloudProblem as error:
+            if not self.describe(name).over:  # says so if there is no such job
+                raise explained(error, f"cannot stop job `{name}`", "sagemaker") from None
+
+    def list(self, query: Query) -> Iterator[JobSummary]:
+        filters: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending"}
+        filters["MaxResults"] = min(query.limit, _MAX_PAGE)
+        if query.status is not None:
+            filters["StatusEquals"] = query.status
+        if query.name is not None:
+            filters["NameContains"] = query.name
+        if query.since is not None:
+            filters["CreationTimeAfter"] = self.clock.now() - query.since
+        key = "TrainingJobSummaries"
+        jobs = self.cloud.pages("sagemaker", "list_training_jobs", key, "cannot list jobs", **filters)
+        for job in itertools.islice(jobs, query.limit):
+            yield JobSummary(
+                name=job["TrainingJobName"],
+                arn=job["TrainingJobArn"],
+                status=job["TrainingJobStatus"],
+                phase=job.get("SecondaryStatus"),
+                created=job["CreationTime"],
+                ended=job.get("TrainingEndTime"),
+            )
+
+    def files(self, place: str) -> Files:
+        if not place.startswith("s3://"):
+            raise UnsupportedError(f"{place} is no place in S3, where SageMaker keeps files")
+        return Bucket(self.cloud, place)
+
+    def run_folder(self, name: str, into: Path) -> Path:
+        output = self.details(name)["OutputDataConfig"]["S3OutputPath"].rstrip("/")
+        archive = f"{output}/{name}/output/output.tar.gz"
+        if not self.cloud.object_exists(archive):
+            raise JobError(f"job `{name}` has left no results yet", hint="SageMaker uploads them when the job is over")
+        with tempfile.TemporaryFile(prefix="smpkit-") as file:
+            self.cloud.fetch(archive, file)
+            file.seek(0)
+            unpack_run(file, into, archive)
+        return run_below(into, name)
+
+    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
+        reached = check_cloud(self.cloud, needed=job is not None)
+        if job is None or any(finding.state != "ok" for finding in reached):
+            return reached
+        return reached + check_job(job, self.cloud, write=write)
 
 
-def _quota(message: str, doing: str) -> CloudError:
-    hint = "ask for more under Service Quotas in the AWS console, or change `compute`"
-    found = _QUOTA.search(message)
-    if found is None:
-        return CloudError(f"{doing}: {message}", hint=hint)
-    text = (
-        f"your quota `{found['name']}` is {found['limit']}, {found['used']} in use and {found['asked']} more asked for"
-    )
-    return CloudError(f"{doing}: {text}", hint=hint)
+@dataclass(frozen=True)
+class Bucket:
+    """What lies below a prefix in S3, as `Files`."""
+
+    cloud: Cloud
+    uri: str
+
+    @property
+    def place(self) -> str:
+        return self.uri.rstrip("/")
+
+    def list(self) -> dict[str, datetime]:
+        prefix = split_uri(f"{self.place}/")[1]
+        return {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(f"{self.place}/")}
+
+    def read(self, name: str) -> bytes:
+        return self.cloud.read(f"{self.place}/{name}")
 
 
-def _sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]  # `STS ...` stays
+def open_sagemaker(access: Access) -> SageMaker:
+    """Open it with the user's own credentials."""
+    return SageMaker(open_session(access.profile, access.region))
 
 
-# ---- the services' own description of their requests, as botocore ships it -------------------------------------------
+def _is_missing(error: BaseException) -> bool:
+    """Tell whether the service says that there is no such job."""
+    code = code_of(error)
+    return code == "ResourceNotFound" or (code == "ValidationException" and "not found" in str(error))
 
 
-@cache
-def _service(name: str) -> ServiceModel:
-    return ServiceModel(Loader().load_service_model(name, "service-2"), name)
+def _tries_before(error: Any) -> int:
+    """Return how many times botocore had tried before the service refused."""
+    return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) if code_of(error) else 0
 
 
-def request_shape(service: str, operation: str) -> Shape:
-    """Return the shape of a request, such as `("sagemaker", "CreateTrainingJob")`."""
-    return _service(service).operation_model(operation).input_shape
-
-
-def response_shape(service: str, operation: str) -> Shape | None:
-    """Return the shape of a response; None if it has no body."""
-    return _service(service).operation_model(operation).output_shape
-
-
-@cache
-def operation_name(service: str, method: str) -> str:
-    """Return the operation behind a boto3 client's method: `create_training_job` -> `CreateTrainingJob`.
-
-    Raises:
-        AttributeError: the service has no such operation.
-    """
-    for name in _service(service).operation_names:
-        if xform_name(name) == method:
-            return str(name)
-    raise AttributeError(f"{service} has no operation {method!r}")
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

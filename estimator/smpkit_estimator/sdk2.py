@@ -11,9 +11,9 @@ from typing import Any
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sagemaker import request_shape
 
 try:
     from sagemaker.pytorch import PyTorch as _PyTorch

@@ -26,9 +26,9 @@ from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import for_trainer, not_for_shell_files
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sagemaker import request_shape
 
 try:
     from sagemaker.train.distributed import DistributedConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import gzip
 import hashlib
+import io
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pathspec import GitIgnoreSpec
 
@@ -298,7 +299,7 @@ def pack(sources: Sources, target: BinaryIO | None = None) -> Packed:
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for entry in sources.entries:
             _add(tar, entry)
-    stream.close()
+    stream.finish()
     return Packed(stream.digest.hexdigest(), len(sources.entries), stream.num_bytes)
 
 
@@ -314,20 +315,21 @@ def _add(tar: tarfile.TarFile, entry: Entry) -> None:
         raise ConfigError([Problem(("source_dir",), message)], subject="sources") from None
 
 
-class _Stream:
+class _Stream(io.RawIOBase):
     """Counts and digests what `tarfile` writes, and compresses it into the target if there is one."""
 
     def __init__(self, target: BinaryIO | None) -> None:
+        super().__init__()
         self.digest, self.num_bytes = hashlib.sha256(), 0
         self._file = gzip.GzipFile("", "wb", _COMPRESSION, target, mtime=0) if target is not None else None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any, /) -> int:
         self.digest.update(data)
         self.num_bytes += len(data)
         if self._file is not None:
             self._file.write(data)
         return len(data)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         if self._file is not None:
             self._file.close()

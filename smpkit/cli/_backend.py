@@ -95,8 +95,7 @@ def backend_options(function: _Function) -> _Function:
         type=_Name(),
         metavar="NAME",
         envvar="SMPKIT_BACKEND",
-        help="`sagemaker`, `slurm`, `kubernetes`, `batch`, or `fake`, which plays a job here. "
-        "Default: the job file's, else `sagemaker`.",
+        help="`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`.",
     )
     decorated: Any = profile(region(backend(command)))
     return decorated  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ class Console:
 
     verbosity: int = 0
     options: str = ""
-    """Options of the present command, such as ` --backend fake`, that commands in messages need as well."""
+    """Options of the present command, such as ` --backend slurm`, that commands in messages need as well."""
 
     def complete(self, text: str) -> str:
         """Add those options to commands for managed jobs in `text`; without them they would ask another cloud."""

@@ -35,7 +35,7 @@ def jobs(
 ) -> None:
     """List managed jobs, newest first.
 
-    `--backend all` lists those of every back end but `fake`; which of them did not answer is said.
+    `--backend all` lists those of every back end; which of them did not answer is said.
     """
     from smpkit_estimator.backend import Query
 
@@ -63,7 +63,7 @@ def _list_all(query: Query, *, as_json: bool) -> None:
 
     found: list[tuple[str, JobSummary]] = []
     silent: dict[str, SmpkitError] = {}
-    names = [name for name in known_backends() if name != "fake"]
+    names = known_backends()
     for name in names:
         try:
             # A profile and a region mean something else to each of them.

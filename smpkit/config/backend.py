@@ -151,7 +151,7 @@ class BackendChoice(Section):
     """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `slurm`, `kubernetes`, `batch`, `fake` or one of another package. Default:
+    """The back end: `sagemaker`, `slurm`, `kubernetes`, `batch` or one of another package. Default:
     the one whose options are given, else `sagemaker`. `--backend` goes before it."""
 
     slurm: Slurm = Field(default_factory=Slurm)

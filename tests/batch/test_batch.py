@@ -23,9 +23,9 @@ from moto import mock_aws
 from smpkit.cli.main import cli
 from smpkit_container.__main__ import main
 from smpkit_container.pod import lay_out, leave_message
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.batch.backend import AwsBatch
 from smpkit_estimator.batch.status import status_of
-from smpkit_estimator.sagemaker import request_shape
 from tests.container.test_peers import free_ports
 from tests.job_contract import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
 

@@ -1,15 +1,16 @@
-"""The commands for managed jobs, on a fake cloud: what they print where, and their exit codes."""
+"""The commands for managed jobs, on an AWS account in memory: what they print where, and their exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import re
 import shlex
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import pytest
 import yaml
 
 from smpkit.cli._backend import BackendChoice
+from smpkit.cli.main import cli
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.testing import FakeSageMaker, Line, Script
-from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.sagemaker_backend import SageMaker
+from smpkit_estimator.sagemaker import SageMaker
+from tests.aws import SESSION, Aws, Line, Script, aws
 from tests.cli.conftest import Smpkit, process
 from tests.job_contract import a_job_that_fails, a_job_that_succeeds
+
+__all__ = ["aws"]
 
 JOB = """\
 entry_point: train.py
@@ -35,11 +38,9 @@ compute: {instance_type: ml.p4d.24xlarge, instance_count: 2}
 """
 
 REASON = 'AlgorithmError: ValueError: boo\nrank 5 on algo-1, exit 1\n  File "train.py", line 4, in f\n, exit code: 1'
-SMPKIT = (str(Path(sys.executable).with_name("smpkit")),)
-MPI = ("--set", "distribution.mpi.enabled=true", "--set", "distribution.mpi.processes_per_host=8")
 LINES = (Line(1, "[rank 0] one"), Line(2, "[rank 8] two", 1), Line(3, "[rank 0] three"))
 
-Use = Callable[..., FakeSageMaker]
+Use = Callable[..., Aws]
 
 
 @pytest.fixture
@@ -51,27 +52,21 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def use(job: None, monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Put a job into the current folder, and a fake of one's choice in place of the cloud."""
+def use(job: None, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Put a job into the current folder, and an account in memory, with jobs of one's choice, in place of the cloud."""
 
-    def use(script: Script | None = None, **options: Any) -> FakeSageMaker:
-        fake = FakeSageMaker(script or Script(lines=LINES, training=10), **options)
-        monkeypatch.setattr(BackendChoice, "open", lambda *_: SageMaker(fake))
-        return fake
+    def use(script: Script | None = None) -> Aws:
+        aws.script = script or Script(lines=LINES, training=10)
+        aws.jobs.clear()
+        backend = aws.open()
+        monkeypatch.setattr(BackendChoice, "open", lambda *_: backend)
+        return aws
 
     return use
 
 
-@pytest.fixture
-def demonstration(job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a job into the current folder, and play it without a cloud, 3000 times as fast, as users may."""
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
-    for name, value in around.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_what_a_job_looks_like_on_every_back_end(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
 
     def run(*arguments: str, code: int = 0) -> Any:
         result = smpkit(*arguments)
@@ -79,15 +74,15 @@ def test_what_a_job_looks_like_on_every_back_end(use: Use, smpkit: Smpkit) -> No
         return result
 
     a_job_that_succeeds(run, "good", ("algo-1", "algo-2"), rank=8)
-    fake = use(Script(lines=LINES, training=10, failure=REASON))
+    aws = use(Script(lines=LINES, training=10, failure=REASON))
     a_job_that_fails(run, "bad", "ValueError: boo", "algo-1", rank=5)
-    assert list(fake.jobs) == ["bad"]
+    assert list(aws.jobs) == ["bad"]
 
 
 def test_submit_prints_the_name_alone_and_talks_on_stderr(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
     result = smpkit("submit", "job.yaml")
-    (name,) = fake.jobs
+    (name,) = aws.jobs
     assert (result.exit_code, result.stdout) == (0, f"{name}\n")
     assert result.stderr.splitlines() == [
         "Submitting `train` to SageMaker in us-west-2 (2 × ml.p4d.24xlarge, at most 24 h 0 m)",
@@ -103,16 +98,16 @@ def without_token(request: Any) -> Any:
 
 def test_the_token_of_several_hosts_is_in_s3_alone(use: Use, smpkit: Smpkit) -> None:
     """Whoever may describe the job reads its hyperparameters and its environment."""
-    fake = use()
+    aws = use()
     assert smpkit("submit", "job.yaml", "--name", "job").exit_code == 0
-    request = fake.jobs["job"].request
+    request = aws.jobs["job"].request
     place = json.loads(request["HyperParameters"][TOKEN_FILE])
-    token = fake.storage.objects[place].content.decode()
+    token = aws.objects()[place].decode()
     assert len(bytes.fromhex(token)) == 32
     assert token not in json.dumps(request, default=str)
     assert place.startswith(json.loads(request["HyperParameters"]["sagemaker_submit_directory"]).rsplit("/", 2)[0])
     assert smpkit("submit", "job.yaml", "--name", "one", "--set", "compute.instance_count=1").exit_code == 0
-    assert TOKEN_FILE not in fake.jobs["one"].request["HyperParameters"]
+    assert TOKEN_FILE not in aws.jobs["one"].request["HyperParameters"]
 
 
 @pytest.mark.parametrize(("flag", "read"), [("--json", json.loads), ("-q", yaml.safe_load)])
@@ -120,15 +115,15 @@ def test_dry_run_prints_the_very_request_and_does_nothing(
     use: Use, smpkit: Smpkit, flag: str, read: Callable[[str], Any]
 ) -> None:
     """Surprise 6: SDK v3's dry run uploads 16 objects."""
-    fake = use()
+    aws = use()
     result = smpkit(*(["-q"] if flag == "-q" else []), "submit", "job.yaml", "--dry-run", "--name", "job",
                     *([flag] if flag == "--json" else []))  # fmt: skip
     assert result.exit_code == 0
-    assert fake.faults.calls == {}
-    assert not fake.jobs
-    assert not fake.storage.objects
+    assert not aws.calls
+    assert not aws.jobs
+    assert not aws.objects()
     smpkit("submit", "job.yaml", "--name", "job")
-    assert without_token(read(result.stdout)) == without_token(fake.jobs["job"].request)
+    assert without_token(read(result.stdout)) == without_token(aws.jobs["job"].request)
 
 
 def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
@@ -154,7 +149,7 @@ SECRET_VALUES = ("s3cr3t-1", "hf_" + "a1B2" * 9)
 
 
 def test_secrets_are_shown_nowhere_and_warned_of(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
     name, token = SECRET_VALUES
     lines = f"environment: {{WANDB_API_KEY: {name}, OK: fine}}\nhyperparameters: {{note: {token}, password: {name}}}\n"
     Path("job.yaml").write_text(JOB + lines)
@@ -169,7 +164,7 @@ def test_secrets_are_shown_nowhere_and_warned_of(use: Use, smpkit: Smpkit) -> No
     assert not [value for value in SECRET_VALUES if value in said]
     assert "fine" in said
     assert "(hidden)" in said
-    assert fake.jobs["job"].request["Environment"]["WANDB_API_KEY"] == name
+    assert aws.jobs["job"].request["Environment"]["WANDB_API_KEY"] == name
     warned = smpkit("submit", "job.yaml", "--dry-run").stderr
     assert "warning: job.yaml:7: environment.WANDB_API_KEY: looks like a secret, and whoever may describe" in warned
     assert "hyperparameters.password: looks like a secret" in warned
@@ -177,13 +172,13 @@ def test_secrets_are_shown_nowhere_and_warned_of(use: Use, smpkit: Smpkit) -> No
 
 
 def test_declared_secrets_are_named_and_never_sent(use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = use()
+    aws = use()
     monkeypatch.setenv("HF_TOKEN", "s3cr3t")
     Path("job.yaml").write_text(JOB + "secrets: {HF_TOKEN: team/hf, W: {entry: team/all, key: wandb}}\n")
     result = smpkit("submit", "job.yaml", "--name", "job")
     assert result.exit_code == 0, result.stderr
     assert "looks like" not in result.stderr
-    sent = fake.jobs["job"].request
+    sent = aws.jobs["job"].request
     assert json.loads(sent["HyperParameters"]["sagemaker_smpkit_secrets"]) == {
         "HF_TOKEN": {"entry": "team/hf", "key": None},
         "W": {"entry": "team/all", "key": "wandb"},
@@ -203,9 +198,9 @@ def test_an_image_without_a_registry_is_refused(use: Use, smpkit: Smpkit) -> Non
 
 
 def test_log_text_does_not_drive_the_terminal(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(lines=(Line(1, "\x1b]52;c;AAAA\x07\x1b[2J\x1b[31mred\x1b[0m a\rb"),), training=10))
+    aws = use(Script(lines=(Line(1, "\x1b]52;c;AAAA\x07\x1b[2J\x1b[31mred\x1b[0m a\rb"),), training=10))
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     shown = "\\x1b]52;c;AAAA\\x07\\x1b[2J\x1b[31mred\x1b[0m a\\rb"
     for command in (["logs", "job"], ["logs", "-f", "job"]):
         assert smpkit(*command, color=True).stdout.partition(" ")[2].strip() == shown
@@ -243,28 +238,29 @@ def test_a_failed_job_is_exit_code_1_with_the_first_failing_ranks_exception(
 
 
 def test_ctrl_c_never_stops_the_job(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(training=10_000))
+    aws = use(Script(training=10_000))
     smpkit("submit", "job.yaml", "--name", "job")
     for command in (["logs", "-f", "job"], ["status", "--watch", "job"], ["wait", "job"]):
-        fake.faults.raises("describe_training_job", KeyboardInterrupt(), after=2)  # type: ignore[arg-type]
+        aws.fail("DescribeTrainingJob", KeyboardInterrupt(), after=2)
         result = smpkit(*command)
         assert result.exit_code == 130
         assert "`job` goes on" in result.stderr
         assert "`smpkit stop job` stops it" in result.stderr
-    assert "stop_training_job" not in fake.faults.calls
+    assert not aws.calls["StopTrainingJob"]
 
 
 def test_status_while_it_runs_and_after(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(training=100, metrics={"loss": 0.5}))
+    aws = use(Script(training=100))
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(100)
+    aws.clock.advance(100)
     running = smpkit("status", "job")
     assert running.exit_code == 0
     assert running.stdout.splitlines()[:2] == [
         "Training for 20 s, 1 m 40 s since it was created",
         "machines    2 × ml.p4d.24xlarge, so far 40 s billable each",
     ]
-    fake.clock.advance(1000)
+    aws.jobs["job"].more["FinalMetricDataList"] = [{"MetricName": "loss", "Value": 0.5, "Timestamp": 0}]
+    aws.clock.advance(1000)
     done = smpkit("status", "job").stdout
     assert done.startswith("Completed after 3 m 10 s\n")
     assert "model       s3://bucket/out/job/output/model.tar.gz" in done
@@ -272,9 +268,9 @@ def test_status_while_it_runs_and_after(use: Use, smpkit: Smpkit) -> None:
 
 
 def test_status_of_a_failed_job_says_why(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(failure=REASON))
+    aws = use(Script(failure=REASON))
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     result = smpkit("status", "job")
     assert result.stdout.startswith("Failed after 2 m 30 s (rank 5 on algo-1, exit 1)\n\n    ValueError: boo\n")
 
@@ -294,37 +290,57 @@ def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
     assert "interrupted 1 time\n" in result.stdout
 
 
-@pytest.mark.usefixtures("demonstration")
-def test_watch_repaints_in_place_on_a_terminal(smpkit: Smpkit) -> None:
-    smpkit("submit", "job.yaml", "--name", "demo")
-    environ = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
-    reader, writer = pty.openpty()
-    command = [*SMPKIT, "status", "--watch", "demo"]
-    with subprocess.Popen(command, env=environ, stdout=writer, stderr=subprocess.PIPE, text=True) as watching:
-        os.close(writer)
-        shown = read_all(reader).decode()
-        assert watching.stderr is not None
-        said = watching.stderr.read()
-    assert (watching.returncode, said) == (0, "")
+def on_terminal(arguments: list[str], during: Callable[[int, int], None] = lambda *_: None) -> tuple[int, str]:
+    """Run the command line in a child with a terminal of its own; return the exit code and what it showed."""
+    child, terminal = pty.fork()
+    if not child:
+        code: Any = 1
+        try:
+            os.environ.pop("NO_COLOR", None)
+            os.environ["TERM"] = "xterm"
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            cli(arguments)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    during(child, terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that nobody writes to a terminal any more
+        while part := os.read(terminal, 4096):
+            shown += part
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+
+
+def test_watch_repaints_in_place_on_a_terminal(use: Use, smpkit: Smpkit) -> None:
+    use()
+    smpkit("submit", "job.yaml", "--name", "job")
+    code, shown = on_terminal(["status", "--watch", "job"])
     hidden, back = shown.index("\x1b[?25l"), shown.index("\x1b[?25h")
     end = shown.index("Completed", back)
-    assert hidden < back < end  # the cursor comes back, what was painted is taken away, and the end stays
+    assert (code, hidden < back < end) == (0, True)  # the cursor comes back, and the end stays
     assert "\x1b[2K" in shown[hidden:end]
     assert "since it was created" not in shown[end:]
 
 
-def read_all(descriptor: int) -> bytes:
-    """Read from a terminal until its program has ended."""
-    found = b""
-    while True:
-        try:
-            part = os.read(descriptor, 4096)
-        except OSError:  # how Linux says that nobody writes to a terminal any more
-            part = b""
-        if not part:
-            os.close(descriptor)
-            return found
-        found += part
+def test_a_real_interrupt_ends_following_and_nothing_else(
+    use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aws = use(Script(training=10_000))
+    smpkit("submit", "job.yaml", "--name", "job")
+    monkeypatch.setattr(aws.clock, "sleep", lambda _: time.sleep(0.1))
+
+    def interrupt(child: int, terminal: int) -> None:
+        assert os.read(terminal, 4096).startswith(b"Starting")
+        os.kill(child, signal.SIGINT)
+
+    code, shown = on_terminal(["logs", "-f", "job"], interrupt)
+    assert code == 130
+    assert "`job` goes on" in shown
+    assert "Traceback" not in shown
+    assert not aws.calls["StopTrainingJob"]
 
 
 @pytest.mark.parametrize(
@@ -332,9 +348,9 @@ def read_all(descriptor: int) -> bytes:
                 "doctor"],
 )  # fmt: skip
 def test_json_is_json_and_alone_on_stdout(use: Use, smpkit: Smpkit, command: str) -> None:
-    fake = use()
+    aws = use()
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     result = smpkit(*command.split(), "--json")
     assert result.exit_code == 0, result.stderr
     text = result.stdout
@@ -348,10 +364,10 @@ def test_no_jobs_is_an_empty_list(use: Use, smpkit: Smpkit) -> None:
 
 
 def test_jobs_are_listed_newest_first_and_filtered(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(training=1))
+    aws = use(Script(training=1))
     for number in range(25):
         smpkit("submit", "job.yaml", "--name", f"job-{number}")
-        fake.clock.advance(60)
+        aws.clock.advance(60)
     names = [line.split()[0] for line in smpkit("jobs").stdout.splitlines()]
     assert names == [f"job-{number}" for number in range(24, 4, -1)]
     assert len(smpkit("jobs", "--limit", "100", "--since", "10m").stdout.splitlines()) == 10
@@ -360,9 +376,9 @@ def test_jobs_are_listed_newest_first_and_filtered(use: Use, smpkit: Smpkit) -> 
 
 
 def test_logs_choose(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     assert smpkit("logs", "job").stdout.count("\n") == 3
     assert smpkit("logs", "job", "--rank", "8").stdout == "algo-2 [rank 8] two\n"
     assert smpkit("logs", "job", "--host", "algo-1", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
@@ -381,9 +397,9 @@ def test_logs_choose(use: Use, smpkit: Smpkit) -> None:
     ],
 )
 def test_logs_say_that_no_line_is_wanted(use: Use, smpkit: Smpkit, options: str, words: str) -> None:
-    fake = use()
+    aws = use()
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     result = smpkit("logs", "job", *options.split())
     assert (result.exit_code, result.stdout) == (0, "")
     (sentence,) = [line for line in result.stderr.splitlines(keepends=True) if "no line" in line]
@@ -416,9 +432,9 @@ def test_wrong_usage_is_exit_code_2(use: Use, smpkit: Smpkit, arguments: list[st
 
 @pytest.mark.parametrize("command", ["submit job.yaml", "jobs", "status job", "logs job", "stop job", "wait job"])
 def test_a_cloud_that_refuses_is_exit_code_4(use: Use, smpkit: Smpkit, command: str) -> None:
-    fake = use()
-    for method in ("head_object", "list_training_jobs", "describe_training_job"):
-        fake.faults.add(method, "ExpiredTokenException", "The security token is expired", times=9)
+    aws = use()
+    for operation in ("HeadObject", "ListTrainingJobs", "DescribeTrainingJob"):
+        aws.fail(operation, "ExpiredTokenException", "The security token is expired", times=9)
     result = smpkit(*command.split())
     assert (result.exit_code, result.stdout) == (4, "")
     assert "the AWS credentials have expired" in result.stderr
@@ -426,10 +442,10 @@ def test_a_cloud_that_refuses_is_exit_code_4(use: Use, smpkit: Smpkit, command: 
 
 
 def test_stop_tells_what_was_saved(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(training=10_000))
+    aws = use(Script(training=10_000))
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(500)
-    fake.storage.put("s3://bucket/ckpt/step_5.pt")
+    aws.clock.advance(500)
+    aws.put("s3://bucket/ckpt/step_5.pt")
     result = smpkit("stop", "job", "--wait")
     assert result.exit_code == 0
     assert "newest checkpoint: s3://bucket/ckpt/step_5.pt" in result.stderr
@@ -438,67 +454,76 @@ def test_stop_tells_what_was_saved(use: Use, smpkit: Smpkit) -> None:
 
 
 def test_stop_tells_that_nothing_was_saved(use: Use, smpkit: Smpkit) -> None:
-    fake = use(Script(training=10_000))
+    aws = use(Script(training=10_000))
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(500)
+    aws.clock.advance(500)
     said = smpkit("stop", "job", "--wait").stderr
     assert "no checkpoint was saved\nhint: `smpkit resume job` starts from the beginning\n" in said
 
 
 def test_resume_starts_a_job_from_the_checkpoints(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
     smpkit("submit", "job.yaml", "--name", "job")
     dry = json.loads(smpkit("resume", "job", "--dry-run", "--name", "again", "--instance-count", "4").stdout)
-    assert "again" not in fake.jobs
+    assert "again" not in aws.jobs
     result = smpkit("resume", "job", "--name", "again", "--instance-count", "4")
     assert result.stdout == "again\n"
-    assert without_token(fake.jobs["again"].request) == without_token(dry)
+    assert without_token(aws.jobs["again"].request) == without_token(dry)
     assert dry["ResourceConfig"]["InstanceCount"] == 4
     assert smpkit("resume", "job", "--instance-type", "ml.none").exit_code == 2
 
 
 def test_cost_before_and_after(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
+    aws = use()
     before = smpkit("cost", "job.yaml", "--price", "32.77", "--hours", "2").stdout
     assert before == "131.08 USD (estimate, as expected): 2 × ml.p4d.24xlarge × 2.00 h × 32.77 USD\n"
     smpkit("submit", "job.yaml", "--name", "job")
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     after = json.loads(smpkit("cost", "job", "--price", "36", "--currency", "EUR", "--json").stdout)
     assert after["hours"] * 3600 == 40
     assert (after["basis"], after["estimate"], after["currency"]) == ("billable time", 0.8, "EUR")
 
 
 def test_doctor_says_what_to_do(use: Use, smpkit: Smpkit) -> None:
-    fake = use()
-    fake.faults.add("get_caller_identity", "ExpiredToken", "x")
+    aws = use()
+    aws.fail("GetCallerIdentity", "ExpiredToken", "x")
     result = smpkit("doctor", "job.yaml")
     assert result.exit_code == 1
     assert "✗ cannot tell whose AWS credentials these are: the AWS credentials have expired\n    hint:" in result.stdout
     assert result.stderr == "1 problem\n"
 
 
-def test_doctor_looks_at_everything_the_job_names(use: Use, smpkit: Smpkit) -> None:
-    fake = use(quotas={"ml.p4d.24xlarge": 2})
+@pytest.fixture
+def named(use: Use) -> Aws:
+    """An account that has what the job names."""
+    trust = '{"Statement": [{"Principal": {"Service": "sagemaker.amazonaws.com"}}]}'
+    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument=trust)
+    manifest = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json"}
+    ecr = SESSION.client("ecr")
+    ecr.create_repository(repositoryName="smpkit")
+    ecr.put_image(repositoryName="smpkit", imageTag="latest", imageManifest=json.dumps(manifest))
+    return use()
+
+
+def test_doctor_looks_at_everything_the_job_names(named: Aws, smpkit: Smpkit) -> None:
     good = smpkit("doctor", "job.yaml", "--write")
     assert (good.exit_code, good.stderr) == (0, "no problems\n")
-    assert [line[:12] for line in good.stdout.splitlines()][-5:] == [
-        *("✓ credential", "✓ role: arn:", "✓ wrote to a", "✓ image: 123", "✓ quota: 2 ×"),
+    assert [line[:12] for line in good.stdout.splitlines()][-4:] == [
+        *("✓ credential", "✓ role: arn:", "✓ wrote to a", "✓ image: 123"),
     ]
-    assert fake.storage.objects == {}
-    fake.storage.missing_buckets.add("bucket")
-    fake.quotas["ml.p4d.24xlarge"] = 1
-    fake.faults.add("get_role", "NoSuchEntity", "The role with name SM cannot be found.")
-    fake.faults.add("describe_images", "ImageNotFoundException", "The image does not exist")
+    assert not named.objects()
+    changes = {"role": "arn:aws:iam::123456789012:role/Other", "output": "s3://other/out"}
+    Path("job.yaml").write_text(yaml.safe_dump(yaml.safe_load(JOB.replace(":latest", ":2")) | changes))
     bad = smpkit("doctor", "job.yaml")
-    assert (bad.exit_code, bad.stderr) == (1, "4 problems\n")
-    assert "✗ cannot reach bucket s3://bucket" in bad.stdout
-    assert "✗ quota `ml.p4d.24xlarge for training job usage` is 1, the job asks for 2" in bad.stdout
+    assert (bad.exit_code, bad.stderr) == (1, "3 problems\n")
+    assert "✗ cannot look at role `Other`" in bad.stdout
+    assert "✗ cannot reach bucket s3://other" in bad.stdout
+    assert "✗ cannot find image" in bad.stdout
 
 
-def test_doctor_says_who_a_role_does_not_trust(use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = use()
-    role = fake._role({"RoleName": "SM"})["Role"] | {"AssumeRolePolicyDocument": "ec2.amazonaws.com"}
-    monkeypatch.setattr(fake, "_role", lambda _: {"Role": role})
+def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> None:
+    SESSION.client("iam").delete_role(RoleName="SM")
+    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
     result = smpkit("doctor", "job.yaml")
     assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout
 
@@ -521,34 +546,6 @@ def test_completion_completes() -> None:
     assert {line.rpartition(",")[2] for line in done.stdout.splitlines()} == {"status", "stop"}
 
 
-@pytest.mark.usefixtures("demonstration")
-def test_a_real_interrupt_ends_following_and_nothing_else(smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMPKIT_FAKE_SPEED", "10")
-    assert smpkit("submit", "job.yaml", "--name", "demo").exit_code == 0
-    with subprocess.Popen([*SMPKIT, "logs", "-f", "demo"], stderr=subprocess.PIPE, text=True) as follower:
-        assert follower.stderr is not None
-        assert follower.stderr.readline().startswith(("Starting", "Downloading", "Training"))
-        follower.send_signal(signal.SIGINT)
-        _, said = follower.communicate(timeout=150)
-    assert follower.returncode == 130
-    assert "`demo` goes on" in said
-    assert "Traceback" not in said
-    assert json.loads(smpkit("status", "demo", "--json").stdout)["status"] in ("InProgress", "Completed")
-
-
-@pytest.mark.usefixtures("demonstration")
-def test_the_demonstration_lives_on_between_commands(smpkit: Smpkit) -> None:
-    """The hint after a failure asks for lines of the failing rank, which has some."""
-    assert smpkit("submit", "job.yaml", "--name", "demo-fail", *MPI).stdout == "demo-fail\n"
-    done = smpkit("wait", "demo-fail")
-    assert (done.exit_code, "ValueError: hidden size 2050" in done.stderr) == (1, True)
-    assert "[rank 0] step 3/20" in smpkit("logs", "demo-fail").stdout
-    hint = re.search(r"hint: `smpkit (logs .*)`", done.stderr)
-    assert hint is not None
-    assert "--rank 4" in hint[1]
-    assert "ValueError: hidden size 2050" in smpkit(*hint[1].split()).stdout
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -569,10 +566,10 @@ def test_the_demonstration_lives_on_between_commands(smpkit: Smpkit) -> None:
 def test_a_value_that_cannot_be_meant_is_refused_before_the_cloud_is_asked(
     use: Use, smpkit: Smpkit, arguments: list[str]
 ) -> None:
-    fake = use()
+    aws = use()
     result = smpkit(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.stderr
-    assert fake.faults.calls == {}
+    assert not aws.calls
 
 
 def test_a_wrong_name_on_the_command_line_is_not_laid_to_the_file(use: Use, smpkit: Smpkit) -> None:
@@ -588,38 +585,14 @@ def test_ctrl_c_while_a_job_is_started_tells_its_name(
     use()
     smpkit("submit", "job.yaml", "--name", "job")
 
-    def interrupted(_: Cloud, body: Any) -> str:
+    def interrupted(_: SageMaker, body: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Cloud, "create_job", interrupted)
+    monkeypatch.setattr(SageMaker, "_start", interrupted)
     result = smpkit(command, "job.yaml" if command == "submit" else "job", "--name", "next")
     assert (result.exit_code, result.stdout) == (130, "")
     assert "`next` was being started, and may have been" in result.stderr
     assert "`smpkit stop next` stops it" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("SMPKIT_FAKE_SPEED", "fast", "SMPKIT_FAKE_SPEED is `fast`, and must be a number"),
-        ("SMPKIT_FAKE_SPEED", "0", "SMPKIT_FAKE_SPEED is `0`, and must be a number"),
-        ("SMPKIT_FAKE_SPEED", "nan", "SMPKIT_FAKE_SPEED is `nan`, and must be a number"),
-        ("SMPKIT_FAKE_DIR", "job.yaml", "job.yaml cannot be made: file exists"),
-        ("SMPKIT_FAKE_DIR", "damaged", "the jobs of the fake in damaged are damaged"),
-        ("SMPKIT_FAKE_DIR", "no time", "the jobs of the fake in no time are damaged"),
-    ],
-)
-def test_a_demonstration_that_cannot_be_played_says_why(
-    variable: str, value: str, said: str, folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, file in (("damaged", "jobs.json"), ("no time", "began")):
-        (folder / name).mkdir()
-        (folder / name / file).write_text("{nothing")
-    monkeypatch.setenv("SMPKIT_FAKE_DIR", str(folder / "good"))
-    monkeypatch.setenv(variable, value)
-    result = smpkit("jobs", "--backend", "fake")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(
@@ -675,39 +648,30 @@ def test_a_dry_run_needs_neither_region_nor_credentials(
     assert smpkit("submit", str(tmp_path / "job.yaml")).exit_code == 4
 
 
-def test_a_dry_run_with_credentials_asks_for_the_real_values(use: Use, smpkit: Smpkit) -> None:
-    use()
+@pytest.mark.usefixtures("named")
+def test_a_dry_run_with_credentials_asks_for_the_real_values(smpkit: Smpkit) -> None:
     Path("job.yaml").write_text(JOB.replace("arn:aws:iam::123456789012:role/", ""))
     result = smpkit("submit", "job.yaml", "--dry-run", "--json")
     assert json.loads(result.stdout)["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("options", ["--backend fake", "--region eu-west-1 --profile 'my own'"])
+@pytest.mark.parametrize("options", ["--backend batch", "--region eu-west-1 --profile 'my own'"])
 def test_commands_in_hints_find_the_same_cloud(use: Use, smpkit: Smpkit, options: str) -> None:
     """Pasted as printed, they said that no region is set."""
-    fake = use(Script(failure=REASON))
+    aws = use(Script(failure=REASON))
     given = shlex.split(options)
     region, profile = "", ""
     if "--region" in given:
         region, profile = " --region eu-west-1", " --profile 'my own'"
-    expected = f"{profile}{region}" or " --backend fake"
+    expected = f"{profile}{region}" or " --backend batch"
     said = smpkit("submit", "job.yaml", "--name", "job", *given).stderr
     assert f"Follow with `smpkit logs -f job{expected}`, stop with `smpkit stop job{expected}`" in said
-    fake.clock.advance(1000)
+    aws.clock.advance(1000)
     assert f"hint: `smpkit logs job --rank 5 --tail 50{expected}`\n" in smpkit("status", "job", *given).stderr
     said = smpkit("status", "none", *given).stderr
     assert f"`smpkit jobs{expected}` lists them; `--region` looks elsewhere" in said
     assert "`smpkit logs job --rank 5 --tail 50`\n" in smpkit("status", "job").stderr
-
-
-@pytest.mark.usefixtures("demonstration")
-def test_the_demonstrations_spot_job_goes_on_where_it_stopped(smpkit: Smpkit) -> None:
-    smpkit("submit", "job.yaml", "--name", "spot", "--set", "compute.spot=true", "--wait")
-    log = smpkit("logs", "spot").stdout
-    assert [int(step) for step in re.findall(r"step (\d+)/20", log)] == list(range(1, 21))
-    assert "saved step 6\n" in log
-    assert "resumed at step 6\n" in log
 
 
 GROUPS = """\
@@ -724,14 +688,14 @@ inputs:
 
 
 @pytest.fixture
-def groups(use: Use) -> FakeSageMaker:
+def groups(use: Use) -> Aws:
     """Put a job with two instance groups into the current folder."""
-    fake = use(quotas={"ml.p4d.24xlarge": 2, "ml.c5.18xlarge": 1})
+    aws = use()
     Path("job.yaml").write_text(JOB[: JOB.index("compute:")] + GROUPS)
-    return fake
+    return aws
 
 
-def test_groups_are_sent_and_shown_with_all_their_hosts(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+def test_groups_are_sent_and_shown_with_all_their_hosts(groups: Aws, smpkit: Smpkit) -> None:
     sent = smpkit("submit", "job.yaml", "--name", "job")
     assert "(1 × ml.c5.18xlarge + 2 × ml.p4d.24xlarge, at most" in sent.stderr
     request = groups.jobs["job"].request
@@ -749,7 +713,7 @@ def test_groups_are_sent_and_shown_with_all_their_hosts(groups: FakeSageMaker, s
     assert found["machines"][1] == {"group": "train", "instance_type": "ml.p4d.24xlarge", "instance_count": 2}
 
 
-def test_resume_keeps_the_groups_and_refuses_another_size(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+def test_resume_keeps_the_groups_and_refuses_another_size(groups: Aws, smpkit: Smpkit) -> None:
     smpkit("submit", "job.yaml", "--name", "job")
     groups.clock.advance(1000)
     assert smpkit("resume", "job", "--name", "again").exit_code == 0
@@ -760,15 +724,7 @@ def test_resume_keeps_the_groups_and_refuses_another_size(groups: FakeSageMaker,
     assert "`--instance-count` is for a job whose hosts are of one kind" in refused.stderr
 
 
-def test_doctor_looks_at_the_quota_of_each_kind(groups: FakeSageMaker, smpkit: Smpkit) -> None:
-    groups.quotas["ml.p4d.24xlarge"] = 1
-    found = smpkit("doctor", "job.yaml").stdout
-    assert "✓ quota: 1 × ml.c5.18xlarge for training job usage" in found
-    assert "✗ quota `ml.p4d.24xlarge for training job usage` is 1, the job asks for 2" in found
-    assert "is 1, 0 in use and 2 more asked for" in smpkit("submit", "job.yaml").stderr
-
-
-def test_cost_has_a_price_for_each_kind(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+def test_cost_has_a_price_for_each_kind(groups: Aws, smpkit: Smpkit) -> None:
     prices = ("--price", "ml.c5.18xlarge=3", "--price", "ml.p4d.24xlarge=30")
     said = smpkit("cost", "job.yaml", *prices, "--hours", "2").stdout
     parts = "1 × ml.c5.18xlarge × 2.00 h × 3 USD + 2 × ml.p4d.24xlarge × 2.00 h × 30 USD"
@@ -788,7 +744,7 @@ def test_cost_has_a_price_for_each_kind(groups: FakeSageMaker, smpkit: Smpkit) -
     ],
 )
 def test_prices_that_do_not_fit_the_machines_are_refused(
-    groups: FakeSageMaker,
+    groups: Aws,
     smpkit: Smpkit,
     prices: list[str],
     message: str,
@@ -798,6 +754,6 @@ def test_prices_that_do_not_fit_the_machines_are_refused(
     assert message in result.stderr
 
 
-def test_validate_and_plan_count_the_hosts_with_ranks(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+def test_validate_and_plan_count_the_hosts_with_ranks(groups: Aws, smpkit: Smpkit) -> None:
     assert "2 × 8 processes on train, 1 host without ranks" in smpkit("validate", "job.yaml").stderr
     assert "16 ranks on 2 hosts" in smpkit("plan", "job.yaml").stdout

@@ -1,4 +1,4 @@
-"""What the tests of managed jobs share: a folder with a script, and estimators on a fake cloud."""
+"""What the tests of managed jobs share: a folder with a script, and estimators on an AWS account in memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from smpkit.testing import FakeSageMaker
 from smpkit_estimator.estimator import Estimator
+from tests.aws import SESSION, Aws, aws
+
+__all__ = ["aws"]
 
 ARGUMENTS: dict[str, Any] = {
     "role": "arn:aws:iam::123456789012:role/SM",
@@ -23,12 +25,14 @@ MakeEstimator = Callable[..., Estimator]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEstimator:
-    """Make an estimator in a folder of its own; the first argument is the fake."""
+def make(aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEstimator:
+    """Make an estimator in a folder of its own, on the account's clock."""
     (tmp_path / "train.py").write_text("print()\n")
     monkeypatch.chdir(tmp_path)
 
-    def make(fake: FakeSageMaker, **arguments: Any) -> Estimator:
-        return Estimator("train.py", session=fake, **{**ARGUMENTS, **arguments})
+    def make(**arguments: Any) -> Estimator:
+        estimator = Estimator("train.py", session=SESSION, **{**ARGUMENTS, **arguments})
+        estimator._opened = aws.open()
+        return estimator
 
     return make

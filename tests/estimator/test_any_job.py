@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.validate import ParamValidator
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
-from smpkit.testing import FakeSageMaker
-from smpkit.testing.fake_sagemaker.client import validate
-from smpkit_estimator.cloud import Cloud
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sagemaker import request_shape
-from smpkit_estimator.submission import plan_submission, send
+from smpkit_estimator.sagemaker import SageMaker
+from tests.aws import Aws
 
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 
@@ -125,26 +124,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def backend(aws: Aws) -> SageMaker:
+    return aws.open()
+
+
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=jobs())
-def test_what_validates_is_refused_in_words_or_accepted_by_the_service(folder: Path, written: dict[str, Any]) -> None:
+def test_what_validates_is_refused_in_words_or_accepted_by_the_service(
+    backend: SageMaker, folder: Path, written: dict[str, Any]
+) -> None:
     before = sorted(map(str, folder.parent.rglob("*")))
     os.chdir(folder)
-    fake = FakeSageMaker()
     try:
         job = validated(JobConfig, written, subject="job")
-        submission = plan_submission(job, folder, Cloud(fake), job_name="job")
+        plan = backend.plan(job, folder, name="job")
     except ConfigError as error:
         event("refused")
         assert all(problem.message for problem in error.problems)  # noqa: PT017  either way is right here
-        assert not fake.jobs
-        assert not fake.storage.objects
     else:
         event("accepted")
-        validate(submission.request.body, SHAPE)
-        assert preflight(submission.request.body, SHAPE) == []
-        send(submission, Cloud(fake))
-        assert fake.jobs["job"].request == submission.request.body
+        assert not ParamValidator().validate(plan.body, SHAPE).has_errors()
+        assert preflight(plan.body, SHAPE) == []
     assert sorted(map(str, folder.parent.rglob("*"))) == before
 
 
@@ -157,7 +158,9 @@ def test_what_validates_is_refused_in_words_or_accepted_by_the_service(folder: P
     ),
     count=st.integers(1, 8),
 )
-def test_ordinary_jobs_are_accepted(folder: Path, hyperparameters: dict[str, Any], count: int) -> None:
+def test_ordinary_jobs_are_accepted(
+    backend: SageMaker, folder: Path, hyperparameters: dict[str, Any], count: int
+) -> None:
     """The other side of the test above: it would also pass if everything were refused."""
     finite = json.loads(
         json.dumps(hyperparameters).replace("NaN", "0").replace("-Infinity", "0").replace("Infinity", "0")
@@ -170,7 +173,7 @@ def test_ordinary_jobs_are_accepted(folder: Path, hyperparameters: dict[str, Any
         "compute": {"instance_type": "ml.p4d.24xlarge", "instance_count": count},
         "hyperparameters": {key: value for key, value in finite.items() if len(json.dumps(value)) <= 2500},
     }
-    body = plan_submission(validated(JobConfig, written, subject="job"), folder, Cloud(FakeSageMaker())).request.body
-    validate(body, SHAPE)
+    body = backend.plan(validated(JobConfig, written, subject="job"), folder).body
+    assert not ParamValidator().validate(body, SHAPE).has_errors()
     for key, value in written["hyperparameters"].items():  # type: ignore[attr-defined]
         assert json.loads(body["HyperParameters"][key]) == value

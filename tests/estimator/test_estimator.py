@@ -12,8 +12,9 @@ import pytest
 
 from smpkit import Estimator, TrainingInput
 from smpkit.errors import CheckpointError, CloudError, ConfigError, DeadlineError, JobError, UsageError
-from smpkit.testing import FakeSageMaker, Line, Script
+from smpkit_estimator.job import Job
 from smpkit_estimator.status import JobStatus
+from tests.aws import SESSION, Aws, Line, Script
 from tests.estimator.conftest import ARGUMENTS, MakeEstimator
 from tests.estimator.golden.cases import DISTRIBUTION, MPI, SMP
 
@@ -31,7 +32,7 @@ SMP_OPTIONS = {"enabled": True, "parameters": SMP}
 )
 def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, arguments: dict[str, Any]) -> None:
     """Surprise 1: SDK v2's generic Estimator swallows `distribution` without a word."""
-    sent = make(FakeSageMaker(), **arguments).plan().request.body["HyperParameters"]
+    sent = make(**arguments).plan().body["HyperParameters"]
     assert json.loads(sent["mp_parameters"]) == SMP
     assert sent["sagemaker_mpi_enabled"] == "true"
 
@@ -68,19 +69,17 @@ def test_the_constructor_refuses_what_cannot_be_meant(
     make: MakeEstimator, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        make(FakeSageMaker(), **arguments)
+        make(**arguments)
     assert message in str(caught.value)
 
 
 def test_all_problems_come_at_once(make: MakeEstimator) -> None:
     with pytest.raises(ConfigError, match="3 problems in the arguments of Estimator"):
-        make(FakeSageMaker(), volume_size=0, max_run="x", nonsense=1)
+        make(volume_size=0, max_run="x", nonsense=1)
 
 
-def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator, tmp_path: Path) -> None:
-    fake = FakeSageMaker()
+def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator, aws: Aws, tmp_path: Path) -> None:
     estimator = make(
-        fake,
         image_uri=None,
         role=None,
         instance_type="local",
@@ -97,38 +96,35 @@ def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator
         *("hyperparameters.corpus", "environment.A"),
     ]
     assert all(problem.hint for problem in caught.value.problems)
-    assert fake.faults.calls == {}
+    assert not aws.calls
 
 
-def test_planning_touches_nothing_and_shows_what_is_sent(make: MakeEstimator) -> None:
+def test_planning_touches_nothing_and_shows_what_is_sent(make: MakeEstimator, aws: Aws) -> None:
     """Surprise 6: SDK v3 calls IAM in the constructor, and its `dry_run` uploads 16 objects."""
-    fake = FakeSageMaker()
-    estimator = make(fake)
-    assert fake.faults.calls == {}
+    estimator = make()
+    assert not aws.calls
     planned = estimator.plan(job_name="job")
-    assert fake.faults.calls == {}
-    assert fake.storage.objects == {}
+    assert not aws.calls
+    assert not aws.objects()
     estimator.fit(wait=False, job_name="job")
-    assert fake.jobs["job"].request == planned.request.body
-    assert list(fake.storage.objects) == [planned.archive_uri]
+    assert aws.jobs["job"].request == planned.body
+    assert list(aws.objects()) == [planned.source]
 
 
-def test_the_same_sources_are_uploaded_once(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    make(fake).fit(wait=False, job_name="first")
-    make(fake).fit(wait=False, job_name="second")
-    assert fake.faults.calls["put_object"] == 1
+def test_the_same_sources_are_uploaded_once(make: MakeEstimator, aws: Aws) -> None:
+    make().fit(wait=False, job_name="first")
+    make().fit(wait=False, job_name="second")
+    assert aws.calls["PutObject"] == 1
     Path("train.py").write_text("changed")
-    make(fake).fit(wait=False, job_name="third")
-    assert fake.faults.calls["put_object"] == 2
+    make().fit(wait=False, job_name="third")
+    assert aws.calls["PutObject"] == 2
 
 
 def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_path: Path) -> None:
     (tmp_path / "private.txt").write_text("x")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").touch()
-    fake = FakeSageMaker()
-    planned = make(fake, dependencies=["lib"]).plan()
+    planned = make(dependencies=["lib"]).plan()
     assert planned.sources is not None
     assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
 
@@ -136,33 +132,35 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
 def test_parameters_that_are_too_long_are_refused(make: MakeEstimator) -> None:
     long = {"enabled": True, "parameters": {**SMP, "partition_file": "/x" * 1500}, "mpi": MPI}
     with pytest.raises(ConfigError, match=r"modelparallel\.parameters: has 3,\d+ characters, SageMaker takes at most"):
-        make(FakeSageMaker(), distribution=long).plan()
+        make(distribution=long).plan()
 
 
 def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    planned = make(fake, source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
-    assert json.loads(planned.request.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.archive_uri
+    planned = make(source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
+    assert json.loads(planned.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.source
     assert planned.sources is None
     with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
-        make(fake, source_dir="s3://bucket/code").plan()
+        make(source_dir="s3://bucket/code").plan()
 
 
 def test_an_unnamed_output_goes_to_the_accounts_own_bucket(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    planned = make(fake, output_path=None, role="SM").plan()
-    assert planned.request.body["OutputDataConfig"] == {"S3OutputPath": "s3://sagemaker-us-west-2-123456789012/"}
-    assert planned.request.body["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
+    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument="{}")
+    planned = make(output_path=None, role="SM").plan()
+    assert planned.body["OutputDataConfig"] == {"S3OutputPath": "s3://sagemaker-us-west-2-123456789012/"}
+    assert planned.body["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
 
 
 def test_one_input_sets_the_mode_of_the_job_as_in_the_sdk(make: MakeEstimator) -> None:
-    body = make(FakeSageMaker()).plan(TrainingInput("s3://bucket/x", input_mode="Pipe")).request.body
+    body = make().plan(TrainingInput("s3://bucket/x", input_mode="Pipe")).body
     assert body["AlgorithmSpecification"]["TrainingInputMode"] == "Pipe"
     assert body["InputDataConfig"][0]["ChannelName"] == "training"
 
 
-def test_fit_shows_the_log_and_ends_with_the_job(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
-    job = make(FakeSageMaker(Script(lines=(Line(1, "[rank 0] hello"),)))).fit()
+def test_fit_shows_the_log_and_ends_with_the_job(
+    make: MakeEstimator, aws: Aws, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aws.script = Script(lines=(Line(1, "[rank 0] hello"),))
+    job = make().fit()
     out, err = capsys.readouterr()
     assert out == "algo-1 [rank 0] hello\n"
     assert "Completed" in err
@@ -177,65 +175,66 @@ hint: choose another size
 , exit code: 1"""
 
 
-def test_a_failed_job_raises_with_the_first_failing_ranks_exception(make: MakeEstimator) -> None:
+def test_a_failed_job_raises_with_the_first_failing_ranks_exception(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(failure=REASON)
     with pytest.raises(JobError) as caught:
-        make(FakeSageMaker(Script(failure=REASON))).fit(logs=False)
+        make().fit(logs=False)
     assert "failed (rank 5 on algo-1, exit 1): ValueError: hidden size 2050 is not divisible by 4" in str(caught.value)
     assert 'File "train.py", line 41' in str(caught.value)
     assert caught.value.hint == "choose another size"
 
 
-def test_an_interrupt_never_stops_the_job(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
-    fake = FakeSageMaker()
-    fake.faults.raises("describe_training_job", KeyboardInterrupt(), after=3)  # type: ignore[arg-type]
-    estimator = make(fake)
+def test_an_interrupt_never_stops_the_job(make: MakeEstimator, aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
+    aws.fail("DescribeTrainingJob", KeyboardInterrupt(), after=3)
+    estimator = make()
     with pytest.raises(KeyboardInterrupt):
         estimator.fit()
     assert "goes on" in capsys.readouterr().err
-    assert "stop_training_job" not in fake.faults.calls
-    assert fake.jobs[estimator.latest_training_job.name].stopped is None
+    assert estimator.latest_training_job.name in aws.jobs
+    assert not aws.calls["StopTrainingJob"]
 
 
 def test_tuples_are_lists_as_in_json(make: MakeEstimator) -> None:
-    sent = make(FakeSageMaker(), hyperparameters={"betas": (0.9, (1, 2))}).plan().request.body["HyperParameters"]
+    sent = make(hyperparameters={"betas": (0.9, (1, 2))}).plan().body["HyperParameters"]
     assert sent["betas"] == "[0.9, [1, 2]]"
 
 
 def test_a_notebook_is_warned_of_secrets_too(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
-    make(FakeSageMaker(), environment={"HF_TOKEN": "abc123"}, secrets={"B": "x"}).fit(wait=False)
+    make(environment={"HF_TOKEN": "abc123"}, secrets={"B": "x"}).fit(wait=False)
     said = capsys.readouterr().err
     assert "warning: environment.HF_TOKEN: looks like a secret" in said
     assert "abc123" not in said
 
 
-def test_stop_waits_and_attach_finds(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(training=10_000))
-    make(fake).fit(wait=False, job_name="job")
-    job = Estimator.attach("job", fake)
-    fake.clock.advance(200)
+def test_stop_waits_and_attach_finds(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(training=10_000)
+    make().fit(wait=False, job_name="job")
+    Estimator.attach("job", SESSION)
+    job = Job("job", aws.open())
+    aws.clock.advance(200)
     job.stop(wait=True)
     job.stop()  # is over already: nothing to do
     with pytest.raises(JobError, match="was stopped"):
         job.check()
     with pytest.raises(UsageError, match="no job `other`"):
-        Estimator.attach("other", fake)
+        Estimator.attach("other", SESSION)
     with pytest.raises(UsageError, match="no job was started"):
-        make(fake).stop()
+        _ = make().latest_training_job
 
 
-def test_waiting_has_a_deadline_and_says_what_for(make: MakeEstimator) -> None:
-    job = make(FakeSageMaker(Script(training=10_000))).fit(wait=False)
+def test_waiting_has_a_deadline_and_says_what_for(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(training=10_000)
+    job = make().fit(wait=False)
     with pytest.raises(DeadlineError, match=r"waited 95 s for job .* which is Training"):
         job.wait(timeout=95)
 
 
-def test_resume_goes_on_with_the_same_sources_and_checkpoints(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    estimator = make(fake, checkpoint_s3_uri="s3://bucket/ckpt", tags={"team": "x"}, hyperparameters={"lr": 0.1})
+def test_resume_goes_on_with_the_same_sources_and_checkpoints(make: MakeEstimator, aws: Aws) -> None:
+    estimator = make(checkpoint_s3_uri="s3://bucket/ckpt", tags={"team": "x"}, hyperparameters={"lr": 0.1})
     first = estimator.fit(wait=False)
     first.wait()
     second = estimator.resume(wait=False)
-    old, new = dict(fake.jobs[first.name].request), dict(fake.jobs[second.name].request)
+    old, new = dict(aws.jobs[first.name].request), dict(aws.jobs[second.name].request)
     assert new["HyperParameters"].pop("sagemaker_job_name") == json.dumps(second.name)
     assert old["HyperParameters"].pop("sagemaker_job_name") == json.dumps(first.name)
     assert new.pop("Tags") == [*old.pop("Tags"), {"Key": "smpkit:resumed-from", "Value": first.name}]
@@ -246,7 +245,7 @@ def test_resume_goes_on_with_the_same_sources_and_checkpoints(make: MakeEstimato
 
 
 def test_a_job_without_checkpoints_cannot_be_resumed(make: MakeEstimator) -> None:
-    job = make(FakeSageMaker()).fit(wait=False)
+    job = make().fit(wait=False)
     for ask in (job.resume, lambda: job.latest_checkpoint):
         with pytest.raises(CheckpointError, match="keeps no checkpoints"):
             ask()
@@ -267,62 +266,60 @@ def test_a_job_without_checkpoints_cannot_be_resumed(make: MakeEstimator) -> Non
     ids=["none", "named", "latest", "half-written", "no index", "named is gone", "user content", "hostile"],
 )
 def test_the_latest_checkpoint_is_a_whole_one(
-    make: MakeEstimator, files: dict[str, bytes], expected: str | None
+    make: MakeEstimator, aws: Aws, files: dict[str, bytes], expected: str | None
 ) -> None:
     """amazon-sagemaker-examples#1518: half-written helper files lie beside the checkpoints."""
-    fake = FakeSageMaker()
-    job = make(fake, checkpoint_s3_uri="s3://bucket/ckpt/").fit(wait=False)
-    fake.storage.put("s3://bucket/ckpt-of-another/z.pt")
+    job = make(checkpoint_s3_uri="s3://bucket/ckpt/").fit(wait=False)
+    aws.put("s3://bucket/ckpt-of-another/z.pt")
     for name, content in files.items():
-        fake.clock.advance(1)
-        fake.storage.put(f"s3://bucket/ckpt/{name}", content)
+        aws.clock.advance(1)
+        aws.put(f"s3://bucket/ckpt/{name}", content)
     assert job.latest_checkpoint == (f"s3://bucket/ckpt/{expected}" if expected else None)
 
 
 @pytest.mark.parametrize(
-    ("method", "code", "message", "said", "hint"),
+    ("operation", "code", "message", "said", "hint"),
     [
-        ("create_training_job", "AccessDeniedException", "not allowed", "not allowed", "sagemaker:CreateTrainingJob"),
-        ("create_training_job", "ResourceLimitExceeded", "no", "no", "Service Quotas"),
-        ("put_object", "NoSuchBucket", "x", "the bucket does not exist", "aws s3 mb"),
-        ("put_object", "AccessDenied", "Access Denied", "Access Denied", "s3:PutObject"),
-        ("create_training_job", "UnrecognizedClientException", "x", "does not know these credentials", "doctor"),
+        ("CreateTrainingJob", "AccessDeniedException", "not allowed", "not allowed", "sagemaker:CreateTrainingJob"),
+        ("CreateTrainingJob", "ResourceLimitExceeded", "no", "no", "Service Quotas"),
+        ("PutObject", "NoSuchBucket", "x", "the bucket does not exist", "aws s3 mb"),
+        ("PutObject", "AccessDenied", "Access Denied", "Access Denied", "s3:PutObject"),
+        ("CreateTrainingJob", "UnrecognizedClientException", "x", "does not know these credentials", "doctor"),
     ],
 )
 def test_refusals_are_in_plain_words(
-    make: MakeEstimator, method: str, code: str, message: str, said: str, hint: str
+    make: MakeEstimator, aws: Aws, operation: str, code: str, message: str, said: str, hint: str
 ) -> None:
-    fake = FakeSageMaker()
-    fake.faults.add(method, code, message)
+    aws.fail(operation, code, message)
     with pytest.raises(CloudError) as caught:
-        make(fake).fit(wait=False)
+        make().fit(wait=False)
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
 
 
-def test_a_quota_is_told_in_numbers(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(quotas={"ml.p4d.24xlarge": 1})
-    make(fake).fit(wait=False, job_name="first")
+def test_a_quota_is_told_in_numbers(make: MakeEstimator, aws: Aws) -> None:
+    limit = "The account-level service limit 'ml.p4d.24xlarge for training job usage' is 1 Instances, with current "
+    limit += "utilization of 1 Instances and a request delta of 2 Instances. Please use AWS Service Quotas."
+    aws.fail("CreateTrainingJob", "ResourceLimitExceeded", limit)
     with pytest.raises(
         CloudError, match=r"your quota `ml\.p4d\.24xlarge for training job usage` is 1, 1 in use and 2 more"
     ):
-        make(fake, instance_count=2).fit(wait=False, job_name="second")
+        make().fit(wait=False)
 
 
-def test_an_upload_after_throttling_sends_everything(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    fake.faults.add("put_object", "SlowDown", "reduce", times=2)
-    estimator = make(fake)
+def test_an_upload_after_throttling_sends_everything(make: MakeEstimator, aws: Aws) -> None:
+    aws.fail("PutObject", "SlowDown", "reduce", times=2)
+    estimator = make()
     planned = estimator.plan()
     estimator.fit(wait=False)
-    with tarfile.open(fileobj=io.BytesIO(fake.storage.objects[planned.archive_uri].content), mode="r:gz") as tar:
+    with tarfile.open(fileobj=io.BytesIO(aws.objects()[planned.source or ""]), mode="r:gz") as tar:
         assert tar.getnames() == ["train.py"]
 
 
-def test_status_counts_time_and_interruptions(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(interruptions=(30.0,), starting=60, downloading=20, waiting=100))
-    job = make(fake, use_spot_instances=True).fit(wait=False)
-    fake.clock.advance(60 + 20 + 30 + 50)
+def test_status_counts_time_and_interruptions(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(interruptions=(30.0,))
+    job = make(use_spot_instances=True).fit(wait=False)
+    aws.clock.advance(60 + 20 + 30 + 50)
     status: JobStatus = job.status()
     assert (status.phase, status.interruptions, status.billable_so_far, status.seconds) == ("Interrupted", 1, 50, 160)
 

@@ -6,55 +6,40 @@ import io
 import tarfile
 from pathlib import Path
 
-import boto3
 import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, JobError, UnsupportedError
-from smpkit.testing import FakeSageMaker
 from smpkit_estimator.backend import Access, open_backend
 from smpkit_estimator.checkpoints import latest_checkpoint
-from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.files import Bucket, Folder, folder_here
+from smpkit_estimator.files import Folder, folder_here
 from smpkit_estimator.run_folder import run_below, unpack_run
-from smpkit_estimator.sagemaker_backend import SageMaker
+from tests.aws import Aws
 
 
-def test_places_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
+def test_places_that_cannot_be_reached_are_named(aws: Aws, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="/nowhere is in a volume of the cluster, which this machine does not"):
         folder_here("/nowhere", "a volume of the cluster")
     with pytest.raises(UnsupportedError, match="s3://b/c is no folder that Slurm's nodes see"):
         open_backend("slurm", Access()).files("s3://b/c")
     with pytest.raises(UnsupportedError, match="/ckpt is no place in S3"):
-        SageMaker(FakeSageMaker()).files("/ckpt")
+        aws.open().files("/ckpt")
     with pytest.raises(CloudError, match=r"cannot read .*none: no such file"):
         Folder(tmp_path).read("none")
 
 
-def test_a_folder_and_a_bucket_are_read_alike(aws: None, tmp_path: Path) -> None:
-    client = boto3.client("s3", "us-east-1")
-    client.create_bucket(Bucket="bucket")
+def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
     files = {"step_1_partial/index.json": b"{}", "step_2_partial/index.json": b"{}", "newest": b"step_1_partial"}
     for name, content in files.items():
-        client.put_object(Bucket="bucket", Key=f"ckpt/{name}", Body=content)
+        aws.put(f"s3://bucket/ckpt/{name}", content)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    bucket = Bucket(Cloud(boto3.Session(region_name="us-east-1")), "s3://bucket/ckpt/")
+    bucket = aws.open().files("s3://bucket/ckpt/")
     assert latest_checkpoint(bucket) == "s3://bucket/ckpt/step_1_partial"
     assert latest_checkpoint(Folder(tmp_path)) == f"{tmp_path}/step_1_partial"
     assert set(bucket.list()) == set(Folder(tmp_path).list()) == set(files)
     with pytest.raises(CloudError, match="cannot read s3://bucket/ckpt/none"):
         bucket.read("none")
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> object:
-    from moto import mock_aws
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    with mock_aws():
-        yield
 
 
 def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:
@@ -71,9 +56,8 @@ def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:
     return packed.getvalue()
 
 
-def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(tmp_path: Path) -> None:
-    fake = FakeSageMaker()
-    backend = SageMaker(fake)
+def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path: Path) -> None:
+    backend = aws.open()
     (tmp_path / "train.py").touch()
     job = JobConfig.model_validate(
         {
@@ -88,12 +72,12 @@ def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(tmp_path: Path) -> 
     with pytest.raises(JobError, match="job `job` has left no results yet"):
         backend.run_folder("job", tmp_path / "copy")
     place = "s3://bucket/out/job/output/output.tar.gz"
-    fake.storage.put(place, archive(("run/values.jsonl", b"{}"), ("big.bin", b"1"), ("run/../evil", b""), link="/etc"))
+    aws.put(place, archive(("run/values.jsonl", b"{}"), ("big.bin", b"1"), ("run/../evil", b""), link="/etc"))
     found = backend.run_folder("job", tmp_path / "copy")
     assert found == tmp_path / "copy" / "run"
     assert [path.relative_to(found) for path in found.rglob("*")] == [Path("values.jsonl")]
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["run"]
-    fake.storage.put(place, archive(("big.bin", b"1")))
+    aws.put(place, archive(("big.bin", b"1")))
     with pytest.raises(JobError, match="job `job` has left no measurements"):
         backend.run_folder("job", tmp_path / "other")
     with pytest.raises(CloudError, match="cannot unpack there"):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
 from smpkit.errors import CloudError, UsageError
-from smpkit.testing import FakeSageMaker, Line, Script
+from smpkit_estimator.aws import Cloud
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.job import Job
 from smpkit_estimator.log_line import LogLine
-from smpkit_estimator.sagemaker_backend import SageMaker
+from tests.aws import Aws, Line, Script
 from tests.estimator.conftest import MakeEstimator
 
 
-def run(make: MakeEstimator, fake: FakeSageMaker, hosts: int = 1) -> Job:
-    return make(fake, instance_count=hosts).fit(wait=False)
+def run(make: MakeEstimator, hosts: int = 1) -> Job:
+    return make(instance_count=hosts).fit(wait=False)
 
 
 def texts(found: object) -> list[str]:
@@ -32,9 +33,9 @@ def numbered(count: int, every: float = 1.0) -> tuple[Line, ...]:
     return tuple(Line(number * every, f"line {number}") for number in range(count))
 
 
-def test_every_line_comes_once_and_in_order(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(300), training=300), page_events=7)
-    found = list(run(make, fake).logs(follow=True))
+def test_every_line_comes_once_and_in_order(make: MakeEstimator, aws: Aws) -> None:
+    aws.script, aws.page_events = Script(lines=numbered(300), training=300), 7
+    found = list(run(make).logs(follow=True))
     assert texts(found) == [f"line {number}" for number in range(300)]
     assert [text.split(":")[0] for text in notices(found)] == [
         *("Starting", "no new lines for 30 s; the job is Starting"),
@@ -42,68 +43,81 @@ def test_every_line_comes_once_and_in_order(make: MakeEstimator) -> None:
     ]
 
 
-def test_more_streams_than_a_page_lists(make: MakeEstimator) -> None:
+def test_more_streams_than_a_page_lists(make: MakeEstimator, aws: Aws) -> None:
     """Surprise 11: SDK v2 asks for the first page of streams again and again, and never ends with more than 50."""
-    hosts = 120
-    fake = FakeSageMaker(Script(lines=tuple(Line(1, f"hello of {host}", host) for host in range(hosts)), training=5))
-    found = list(run(make, fake, hosts).logs(follow=True))
+    hosts = 60
+    aws.script = Script(lines=tuple(Line(1, f"hello of {host}", host) for host in range(hosts)), training=5)
+    found = list(run(make, hosts).logs(follow=True))
     assert sorted(texts(found)) == sorted(f"hello of {host}" for host in range(hosts))
     assert len({line.host for line in found if isinstance(line, LogLine)}) == hosts
-    assert fake.faults.calls["describe_log_streams"] < 200
+    assert aws.calls["DescribeLogStreams"] < 100
 
 
-def test_streams_of_a_restarted_job_are_read(make: MakeEstimator) -> None:
+def test_streams_of_a_restarted_job_are_read(make: MakeEstimator, aws: Aws) -> None:
     """Surprise 11: after a spot restart the log goes on in other streams, which neither SDK reads."""
-    fake = FakeSageMaker(Script(lines=numbered(20), training=20, interruptions=(10.0,)))
-    found = list(run(make, fake).logs(follow=True))
+    aws.script = Script(lines=numbered(20), training=20, interruptions=(10.0,))
+    found = list(run(make).logs(follow=True))
     assert texts(found) == [f"line {n}" for n in range(11)] + [f"line {n}" for n in range(20)]
     assert any(text.startswith("Interrupted") for text in notices(found))
 
 
-def test_empty_pages_are_not_the_end(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(30), training=30), page_events=4, empty_pages=5)
-    job = run(make, fake)
+def test_empty_pages_are_not_the_end(make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CloudWatch returns pages without events within gaps, here five before each page."""
+    aws.script, aws.page_events = Script(lines=numbered(30), training=30), 4
+    real = Cloud.call
+
+    def call(cloud: Cloud, service: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        token = arguments.get("nextToken")
+        if operation != "get_log_events" or token is None:
+            return real(cloud, service, operation, **arguments)
+        if token.count("+") < 5:
+            return {"events": [], "nextForwardToken": f"{token}+", "nextBackwardToken": f"{token}+"}
+        page = real(cloud, service, operation, **{**arguments, "nextToken": token.rstrip("+")})
+        return page if page["events"] else {**page, "nextForwardToken": token, "nextBackwardToken": token}
+
+    monkeypatch.setattr(Cloud, "call", call)
+    job = run(make)
     job.wait()
-    fake.clock.advance(100)
+    aws.clock.advance(100)
     assert len(texts(job.logs())) == 30
     assert texts(job.logs(tail=3)) == ["line 27", "line 28", "line 29"]
 
 
-def test_a_gap_of_hours_is_no_end(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=(Line(1, "a"), Line(4_000, "b")), training=4_001))
-    found = list(run(make, fake).logs(follow=True))
+def test_a_long_gap_is_no_end(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(lines=(Line(1, "a"), Line(900, "b")), training=901)
+    found = list(run(make).logs(follow=True))
     assert texts(found) == ["a", "b"]
     quiet = [text for text in notices(found) if text.startswith("no new lines")]
-    assert 3 < len(quiet) < 12  # ever more seldom
+    assert 3 <= len(quiet) < 9  # ever more seldom
 
 
-def test_lines_that_are_delivered_after_the_end_are_read(make: MakeEstimator) -> None:
+def test_lines_that_are_delivered_after_the_end_are_read(make: MakeEstimator, aws: Aws) -> None:
     """Both SDKs read once when they see the end; what CloudWatch delivers later is lost."""
-    fake = FakeSageMaker(Script(lines=(Line(9.9, "the error"),), training=10, uploading=0.1, log_delay=12))
-    found = list(run(make, fake).logs(follow=True))
+    aws.script = Script(lines=(Line(9.9, "the error"),), training=10, log_delay=17)
+    found = list(run(make).logs(follow=True))
     assert texts(found) == ["the error"]
 
 
-def test_lines_that_never_stop_coming_are_told(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(100, 0.5), training=50, uploading=0, log_delay=45))
-    found = list(run(make, fake).logs(follow=True))
+def test_lines_that_never_stop_coming_are_told(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(lines=numbered(100, 0.5), training=50, log_delay=55)
+    found = list(run(make).logs(follow=True))
     assert 0 < len(texts(found)) < 100
     assert "lines still come in" in notices(found)[-1]
 
 
-def test_a_host_without_a_log_is_told(make: MakeEstimator) -> None:
-    lines = (Line(1, "a", 0), Line(1, "b", 1))
-    fake = FakeSageMaker(Script(lines=lines, training=5, silent_hosts=frozenset({1})))
-    found = list(run(make, fake, 2).logs(follow=True))
+def test_a_host_without_a_log_is_told(make: MakeEstimator, aws: Aws) -> None:
+    lines = (Line(1, "a", 0),)
+    aws.script = Script(lines=lines, training=5)
+    found = list(run(make, 2).logs(follow=True))
     assert texts(found) == ["a"]
     assert notices(found)[-1] == "only 1 of 2 hosts have a log; it may be incomplete"
 
 
-def test_hosts_are_merged_by_time(make: MakeEstimator) -> None:
+def test_hosts_are_merged_by_time(make: MakeEstimator, aws: Aws) -> None:
     lines = tuple(Line(n, f"{n}", n % 3) for n in range(12))
-    fake = FakeSageMaker(Script(lines=lines, training=20))
-    job = run(make, fake, 3)
-    fake.clock.advance(500)
+    aws.script = Script(lines=lines, training=20)
+    job = run(make, 3)
+    aws.clock.advance(500)
     assert texts(job.logs()) == [str(n) for n in range(12)]
 
 
@@ -132,98 +146,100 @@ RANKS = (
     ids=str,
 )
 @pytest.mark.parametrize("page", [1, 2, 100])
-def test_lines_are_chosen(make: MakeEstimator, choice: dict[str, object], expected: list[int], page: int) -> None:
-    fake = FakeSageMaker(Script(lines=RANKS, training=10), page_events=page)
-    job = run(make, fake, 2)
-    fake.clock.advance(500)
+def test_lines_are_chosen(
+    make: MakeEstimator, aws: Aws, choice: dict[str, object], expected: list[int], page: int
+) -> None:
+    aws.script, aws.page_events = Script(lines=RANKS, training=10), page
+    job = run(make, 2)
+    aws.clock.advance(500)
     assert texts(job.logs(**choice)) == [RANKS[number].text for number in expected]  # type: ignore[arg-type]
 
 
-def test_tail_and_follow_leave_no_gap_and_give_nothing_twice(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(60), training=60), page_events=9)
-    job = run(make, fake)
-    fake.clock.advance(112)  # half way
+def test_tail_and_follow_leave_no_gap_and_give_nothing_twice(make: MakeEstimator, aws: Aws) -> None:
+    aws.script, aws.page_events = Script(lines=numbered(60), training=60), 9
+    job = run(make)
+    aws.clock.advance(112)  # half way
     got = texts(job.logs(follow=True, tail=5))
     assert got == [f"line {n}" for n in range(int(got[0].split()[1]), 60)]
     assert 20 < len(got) < 40
 
 
-def test_since_leaves_out_what_is_older(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(60), training=60))
-    job = run(make, fake)
-    fake.clock.advance(80 + 60)
+def test_since_leaves_out_what_is_older(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(lines=numbered(60), training=60)
+    job = run(make)
+    aws.clock.advance(80 + 60)
     assert 5 <= len(texts(job.logs(since=timedelta(seconds=10)))) <= 10
 
 
-def test_a_job_that_does_not_exist_fails_at_once() -> None:
+def test_a_job_that_does_not_exist_fails_at_once(aws: Aws) -> None:
     """skypilot#1342: a follower must not wait for a job that never was."""
 
     with pytest.raises(UsageError, match="there is no job `none` in us-west-2"):
-        list(Job("none", SageMaker(FakeSageMaker())).logs(follow=True))
+        list(Job("none", aws.open()).logs(follow=True))
 
 
-def test_throttling_is_waited_out(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(10), training=10))
-    job = run(make, fake)
+def test_throttling_is_waited_out(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(lines=numbered(10), training=10)
+    job = run(make)
     for method in ("describe_training_job", "get_log_events", "describe_log_streams"):
-        fake.faults.add(method, "ThrottlingException", "Rate exceeded", times=5, after=3)
+        aws.fail(method, "ThrottlingException", "Rate exceeded", times=5, after=3)
     assert len(texts(job.logs(follow=True))) == 10
 
 
-def test_a_network_that_comes_back_is_waited_for(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(lines=numbered(100), training=100), page_events=10)
-    job = run(make, fake)
+def test_a_network_that_comes_back_is_waited_for(make: MakeEstimator, aws: Aws) -> None:
+    aws.script, aws.page_events = Script(lines=numbered(100), training=100), 10
+    job = run(make)
     cut = EndpointConnectionError(endpoint_url="https://logs")
-    fake.clock.advance(130)  # half way
-    fake.faults.raises("get_log_events", cut, times=3, after=4)
-    fake.faults.raises("describe_training_job", cut, times=3, after=10)
+    aws.clock.advance(130)  # half way
+    aws.fail("GetLogEvents", cut, times=10, after=4)
+    aws.fail("DescribeTrainingJob", cut, times=10, after=10)
     found = list(job.logs(follow=True))
     assert texts(found) == [f"line {number}" for number in range(100)]
     assert sum("the job goes on" in text for text in notices(found)) == 2
 
 
-def test_a_network_that_stays_away_is_told(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(training=10_000))
-    job = run(make, fake)
-    fake.faults.raises("describe_training_job", EndpointConnectionError(endpoint_url="https://x"), times=10**6, after=3)
+def test_a_network_that_stays_away_is_told(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(training=10_000)
+    job = run(make)
+    aws.fail("DescribeTrainingJob", EndpointConnectionError(endpoint_url="https://x"), times=10**6, after=3)
     with pytest.raises(CloudError, match="could not connect"):
         list(job.logs(follow=True))
-    assert fake.clock.slept < 1000
+    assert aws.clock.slept < 1000
 
 
-def test_expired_credentials_say_that_the_job_goes_on(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(training=10_000))
-    job = run(make, fake)
-    fake.faults.add("describe_training_job", "ExpiredTokenException", "expired", times=9, after=2)
+def test_expired_credentials_say_that_the_job_goes_on(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(training=10_000)
+    job = run(make)
+    aws.fail("DescribeTrainingJob", "ExpiredTokenException", "expired", times=9, after=2)
     with pytest.raises(CloudError, match="credentials have expired") as caught:
         list(job.logs(follow=True))
     assert "jobs that run are not touched" in (caught.value.hint or "")
 
 
 def test_nothing_logged_is_said(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
-    job = run(make, fake)
+    job = run(make)
     assert notices(job.logs()) == ["nothing is logged yet; the job is Starting"]
     assert notices(job.logs(tail=5)) == ["nothing is logged yet; the job is Starting"]
 
 
-def test_a_job_whose_name_begins_alike_is_another(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(lambda request: Script(lines=(Line(1, request["TrainingJobName"]),), training=2))
-    first = make(fake).fit(wait=False, job_name="a")
-    make(fake).fit(wait=False, job_name="a-b")
-    fake.clock.advance(500)
-    assert texts(first.logs()) == ["a"]
+def test_a_job_whose_name_begins_alike_is_another(make: MakeEstimator, aws: Aws) -> None:
+    first, second = make(), make()
+    for name, estimator in (("a", first), ("a-b", second)):
+        aws.script = Script(lines=(Line(1, name),), training=2)
+        estimator.fit(wait=False, job_name=name)
+    aws.clock.advance(500)
+    assert texts(first.latest_training_job.logs()) == ["a"]
 
 
-def test_waiting_outlasts_a_network_that_fails_for_less_than_five_minutes(make: MakeEstimator) -> None:
-    fake = FakeSageMaker(Script(training=10_000))
+def test_waiting_outlasts_a_network_that_fails_for_less_than_five_minutes(make: MakeEstimator, aws: Aws) -> None:
+    aws.script = Script(training=1_500)
     cut = EndpointConnectionError(endpoint_url="https://x")
-    job = run(make, fake)
-    fake.faults.raises("describe_training_job", cut, times=20, after=3)
+    job = run(make)
+    aws.fail("DescribeTrainingJob", cut, times=60, after=3)
     assert job.wait().succeeded
-    job = run(make, fake)
-    fake.faults.raises("describe_training_job", cut, times=10**6, after=3)
-    before = fake.clock.slept
+    job = run(make)
+    aws.fail("DescribeTrainingJob", cut, times=10**6, after=3)
+    before = aws.clock.slept
     with pytest.raises(CloudError, match="could not connect"):
         job.wait()
-    assert fake.clock.slept < before + 1000
+    assert aws.clock.slept < before + 1000

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.validate import ParamValidator
 
 from smpkit import FileSystemInput, InstanceGroup, TrainingInput
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
-from smpkit.testing import FakeSageMaker
-from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.arguments import channels
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.local import plan_local_run
-from smpkit_estimator.sagemaker import request_shape
+from tests.aws import Aws
 from tests.estimator.conftest import MakeEstimator
 
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
@@ -40,8 +40,8 @@ MODEL: dict[str, Any] = {
 
 
 def sent(make: MakeEstimator, inputs: Any, **arguments: Any) -> dict[str, Any]:
-    body = make(FakeSageMaker(), **arguments).plan(inputs).request.body
-    validate(body, SHAPE)
+    body = make(**arguments).plan(inputs).body
+    assert not ParamValidator().validate(body, SHAPE).has_errors()
     assert preflight(body, SHAPE) == []
     return dict(body)
 
@@ -143,7 +143,7 @@ def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
-    estimator = make(FakeSageMaker(), training_repository_access_mode="Vpc")
+    estimator = make(training_repository_access_mode="Vpc")
     with pytest.raises(ConfigError) as caught:
         estimator.plan({"train": FileSystemInput("fs-0123456789abcdef0", "EFS", "/data")})
     assert [problem.where for problem in caught.value.problems] == [
@@ -154,11 +154,11 @@ def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
 
 def test_limits_of_a_file_system_have_its_name(make: MakeEstimator) -> None:
     with pytest.raises(ConfigError, match=r"inputs.train.file_system.id: .* does not fit"):
-        make(FakeSageMaker(), **VPC).plan({"train": FileSystemInput("volume-12345", "EFS", "/data")})
+        make(**VPC).plan({"train": FileSystemInput("volume-12345", "EFS", "/data")})
 
 
 def test_a_local_run_wants_data_of_this_machine(make: MakeEstimator) -> None:
-    estimator = make(FakeSageMaker())
+    estimator = make()
     job = estimator.config.model_copy(update={"inputs": {"train": FileSystemInput("fs-01234567", "EFS", "/data")}})
     from pathlib import Path
 
@@ -179,7 +179,7 @@ def test_a_private_registry_is_named(make: MakeEstimator) -> None:
         "TrainingRepositoryAuthConfig": {"TrainingRepositoryCredentialsProviderArn": LAMBDA},
     }
     with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: requires registry_access"):
-        make(FakeSageMaker(), training_repository_credentials_provider_arn=LAMBDA)
+        make(training_repository_credentials_provider_arn=LAMBDA)
     with pytest.raises(ConfigError, match=r"container\.registry_credentials: .* does not fit"):
         sent(
             make,
@@ -190,10 +190,9 @@ def test_a_private_registry_is_named(make: MakeEstimator) -> None:
         )
 
 
-def test_an_experiment_is_named_as_in_the_sdk(make: MakeEstimator) -> None:
-    fake = FakeSageMaker()
+def test_an_experiment_is_named_as_in_the_sdk(make: MakeEstimator, aws: Aws) -> None:
     config = {"ExperimentName": "e", "TrialName": "t", "TrialComponentDisplayName": "d", "RunName": "r"}
-    make(fake).fit(wait=False, job_name="job", experiment_config=config)
-    assert fake.jobs["job"].request["ExperimentConfig"] == config
+    make().fit(wait=False, job_name="job", experiment_config=config)
+    assert aws.jobs["job"].request["ExperimentConfig"] == config
     with pytest.raises(ConfigError, match="did you mean `ExperimentName`"):
-        make(fake).fit(experiment_config={"ExperimentNmae": "e"})
+        make().fit(experiment_config={"ExperimentNmae": "e"})

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sagemaker import request_shape
 
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 

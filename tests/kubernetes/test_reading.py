@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from smpkit.testing import FakeClock
 from smpkit_estimator.kubernetes.log import PodLog
 from smpkit_estimator.kubernetes.status import status_of
+from tests.clock import FakeClock
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 SPEC = {"nodes": 2, "places": {"checkpoints": "/data/c"}}

@@ -14,11 +14,11 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit_estimator.aws import Cloud, Session, StandIns, open_session
 from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
 from smpkit_estimator.batch.plan import BatchPlan, plan_job, plan_resumed
 from smpkit_estimator.batch.requests import PLACE, QUEUE, definition, submission
 from smpkit_estimator.batch.status import state_of, status_of
-from smpkit_estimator.cloud import Cloud, DryCloud
 from smpkit_estimator.described import shown_spec
 from smpkit_estimator.doctor import check_cloud
 from smpkit_estimator.files import Files, folder_here
@@ -26,7 +26,6 @@ from smpkit_estimator.finding import Finding, tried
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.run_folder import run_in_volume
-from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.sources import pack
 from smpkit_estimator.status import FINAL, JobStatus
 
@@ -40,8 +39,8 @@ _OLDEST = timedelta(days=30)
 class AwsBatch:
     """Jobs of one account and region."""
 
-    def __init__(self, session: Session | Cloud) -> None:
-        self.cloud = session if isinstance(session, Cloud) else Cloud(session)
+    def __init__(self, session: Session) -> None:
+        self.cloud = Cloud(session)
         self.clock = self.cloud.clock
         self.pace = Pace()
 
@@ -57,7 +56,7 @@ class AwsBatch:
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
     ) -> BatchPlan:
         now = self.clock.now()
-        region = DryCloud(self.cloud).region if dry else self.cloud.region
+        region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
         return plan_job(job, folder, name or unique_name(job.name, now), now, region, script_only=script_only)
 
     def submit(self, plan: BatchPlan) -> dict[str, Any]:

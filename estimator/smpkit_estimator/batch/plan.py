@@ -17,6 +17,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.wire import REGION, SECRETS, TOKEN_FILE
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
+from smpkit_estimator.aws import request_shape
 from smpkit_estimator.batch.requests import BatchFacts, definition, submission
 from smpkit_estimator.described import (
     described_job,
@@ -29,7 +30,6 @@ from smpkit_estimator.described import (
     world_problems,
 )
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 
 __all__ = ["BatchPlan", "plan_job", "plan_resumed"]

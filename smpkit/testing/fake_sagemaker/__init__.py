@@ -1,1 +1,0 @@
-"""A SageMaker in memory: jobs, their logs, S3, and the services around them, on one clock."""
