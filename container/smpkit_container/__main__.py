@@ -8,6 +8,7 @@ Any other arguments are a command to run instead, so that `docker run IMAGE bash
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -32,11 +33,12 @@ from smpkit_container.environment import (
 )
 from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
-from smpkit_container.rank import die_with_parent
 from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
 
 __all__ = ["main"]
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 _OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS", "SMPKIT_LOG_TIMES", "SMPKIT_SHOW_LOG")
 """Variables for this process alone: a launcher that the script starts must not inherit them."""
@@ -107,7 +109,7 @@ def _train(
         lost_code: the exit code if the ranks ended because another host was lost.
     """
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
-        die_with_parent(signal.SIGTERM)
+        _die_with_parent()
     base = base_folder(environ)
     more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
     console = Console.of_process(environ)
@@ -139,6 +141,12 @@ def _train(
         sys.stderr.write(f"error: {plain(reason)}; details: {Folders(base).failure}\n")
         _leave_reason(base, f"{reason}\n{traceback.format_exc()[-800:]}")
         return 3
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to send this process SIGTERM when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,15 +14,15 @@ from smpkit.observe.status import RankStatus
 from smpkit.observe.summary import KindBytes
 from smpkit.observe.summary_text import amount
 from smpkit_container.hints import hint_of, ran_out_of_memory
-from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RootCause, signal_name
+from smpkit_container.supervise import Outcome
 from smpkit_container.topology import Topology
 
 __all__ = [
     "MAX_FAILURE_CHARACTERS",
     "Failure",
-    "launcher_failure",
+    "mpirun_failure",
     "peer_failure",
     "rank_failure",
     "stop_failure",
@@ -77,25 +77,24 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
 
 
-def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failure:
-    """Describe a run in which no rank failed, but torchrun or mpirun did, or ranks never started."""
-    status = outcome.launcher_status
+def mpirun_failure(outcome: Outcome, start_seconds: float) -> Failure:
+    """Describe a run in which no rank failed, but mpirun did, or ranks never started."""
+    status = outcome.mpirun_status
+    ended = f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
     if outcome.late:
-        headline = f"{_ranks(outcome.missing)} did not start within {start_seconds:g} s of starting {name}"
+        headline = f"{_ranks(outcome.missing)} did not start within {start_seconds:g} s of starting mpirun"
     elif outcome.missing and outcome.ends:
-        headline = f"{_ranks(outcome.missing)} did not start; {name} {_how_it_ended(status)}"
+        headline = f"{_ranks(outcome.missing)} did not start; mpirun {ended}"
     elif outcome.missing:
-        headline = f"{name} could not start the ranks; it {_how_it_ended(status)}"
+        headline = f"mpirun could not start the ranks; it {ended}"
     else:
-        headline = f"{name} {_how_it_ended(status)}, though no rank failed"
-    said = outcome.launcher_output.splitlines()
+        headline = f"mpirun {ended}, though no rank failed"
+    said = outcome.mpirun_output.splitlines()
     screen = [
         f"Failed after {duration(outcome.seconds)}: {headline}",
-        *(["", f"{name} said:", *(f"    {line}" for line in said)] if said else []),
+        *(["", "mpirun said:", *(f"    {line}" for line in said)] if said else []),
     ]
-    exit_code = status or 1
-    if status < 0:
-        exit_code = 128 - status
+    exit_code = 128 - status if status < 0 else status or 1
     return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
 
 
@@ -254,10 +253,6 @@ def _is_below(file: str, code: Path) -> bool:
 
 def _short(file: str, code: Path) -> str:
     return file.removeprefix(f"{code}/") if code.name else file
-
-
-def _how_it_ended(status: int) -> str:
-    return f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def _fitted(lines: Iterable[str]) -> str:

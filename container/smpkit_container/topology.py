@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
+import socket
+import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +22,7 @@ __all__ = [
     "Launcher",
     "Topology",
     "distribution_hosts",
+    "interface_with",
     "read_topology",
 ]
 
@@ -32,6 +38,7 @@ TORCHRUN_PROCESSES_PER_HOST = "sagemaker_smpkit_processes_per_host"
 INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
 """The groups of hosts that the ranks are on, in a job with different machines."""
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _LAUNCHER_SWITCHES = ("sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled")
 
 _PROCESSES_PER_HOST: Mapping[str, str] = {
@@ -190,3 +197,17 @@ def _whole_number(value: Any, path: tuple[str, ...], lowest: int, highest: int) 
         message = f"must be a whole number from {lowest} to {highest}, got {value!r}"
         raise ConfigError([Problem(path, message)], subject="job files")
     return number
+
+
+def interface_with(address: str) -> str:
+    """Return the network interface that has an address (IPv4, on Linux); empty if none is found."""
+    if sys.platform != "linux" or ":" in address.removeprefix("::ffff:"):
+        return ""
+    wanted = socket.inet_aton(address.removeprefix("::ffff:"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address of this kind
+                answer = fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    return name
+    return ""
