@@ -31,8 +31,8 @@ from smpkit_container.environment import (
     count_gpus,
     find_efa,
 )
-from smpkit_container.failure import MAX_FAILURE_CHARACTERS
-from smpkit_container.launch import launch, write_failure
+from smpkit_container.failure import write_failure
+from smpkit_container.launch import launch
 from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
 
@@ -166,7 +166,7 @@ def _become(command: Sequence[str]) -> int:
 
 def _leave_reason(base: Path, reason: str) -> None:
     try:
-        write_failure(Folders(base).failure, plain(reason)[:MAX_FAILURE_CHARACTERS])
+        write_failure(Folders(base).failure, reason)
     except OSError as error:
         sys.stderr.write(f"the failure file could not be written: {error}\n")
 

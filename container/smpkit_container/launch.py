@@ -18,17 +18,15 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit_container.arguments import script_arguments
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
-from smpkit_container.failure import Failure, mpirun_failure, peer_failure, rank_failure, stop_failure, stop_words
-from smpkit_container.log_files import LogFiles
+from smpkit_container.failure import explain, stop_words, write_failure
 from smpkit_container.mpi import Ssh, find_mpirun, mpirun_command
 from smpkit_container.peers import News, Peers, meet
-from smpkit_container.root_cause import find_root_cause
 from smpkit_container.supervise import ADDRESS_VARIABLE, STAND_IN, Host, Outcome, Starter, Timeouts, meeting_place
 from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, interface_with, read_topology
 from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
 
-__all__ = ["explain", "gpu_notice", "launch", "meeting_port", "timeouts_from", "with_smdistributed"]
+__all__ = ["gpu_notice", "launch", "meeting_port", "timeouts_from", "with_smdistributed"]
 
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH")
 """What Python needs to start a stand-in on another host; its rank gets the variables of that host's launcher."""
@@ -76,7 +74,7 @@ class _Launch:
         self._console = console
         if environ.get(RUN_DIR):
             host = self.topology.name or self.topology.host
-            console.files = LogFiles(Path(environ[RUN_DIR]), "" if self.topology.node_rank == 0 else host)
+            console.keep_logs(Path(environ[RUN_DIR]), "" if self.topology.node_rank == 0 else host)
         self._environ = with_smdistributed(environment, environ, console)
         self._token = job_token(environment)
 
@@ -223,36 +221,6 @@ def gpu_notice(environment: Environment, topology: Topology, environ: Mapping[st
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
     return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl"
-
-
-def explain(
-    outcome: Outcome,
-    topology: Topology,
-    code: Path,
-    timeouts: Timeouts,
-    news: News | None = None,
-    checkpoints: Path = Path(),
-    lost_code: int = 1,
-) -> Failure | None:
-    """Return why a run failed; None if every rank ended with 0, whatever the exit code of mpirun."""
-    cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
-    if outcome.clean and not cut_short:
-        return None
-    cause = find_root_cause(outcome.ends)
-    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
-        return peer_failure(news, outcome, topology, lost_code)
-    if outcome.stop_signal and (cause is None or cause.culprit.error is None):
-        return stop_failure(outcome, topology, timeouts.grace, checkpoints)
-    if cause is None:
-        return mpirun_failure(outcome, timeouts.start)
-    return rank_failure(cause, outcome, topology, code)
-
-
-def write_failure(path: Path, reason: str) -> None:
-    """Leave the reason where the platform looks for it, unless the script has left its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(reason, encoding="utf-8", errors="replace")
 
 
 def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
