@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import MutableMapping, Sequence
 
-from smpkit_container.debugger import install
 from smpkit_container.script import run_script, run_shell_script
 
 __all__ = ["LINK", "main"]
@@ -40,7 +39,12 @@ def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
     if program[0].endswith(".sh"):
         run_shell_script(program[0], program[1:], environ)  # keeps the life line
     os.set_inheritable(life_line, False)
-    run_script(program[0], program[1:], report, install(environ))
+    debug = None
+    if "SMPKIT_PDB" in environ:
+        from smpkit_container.debugger import install  # pdb is half of what a rank's start takes
+
+        debug = install(environ)
+    run_script(program[0], program[1:], report, debug)
 
 
 def _die_with_launcher(life_line: int) -> None:
