@@ -269,13 +269,8 @@ class Host:
         peers: Peers | None = None,
     ) -> None:
         self._expected, self._program, self._folder, self._environ_of = ranks, program, folder, environ_of
-        self._place, self._console, self._timeouts, self._starter, self._peers = (
-            place,
-            console,
-            timeouts,
-            starter,
-            peers,
-        )
+        self._place, self._console, self._timeouts = place, console, timeouts
+        self._starter, self._peers = starter, peers
         self._live = Live(place, ranks, terminal=console.is_terminal)
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
@@ -379,13 +374,16 @@ class Host:
     def _enter(self, phase: Phase, seconds: float) -> None:
         self._phase, self._deadline = phase, time.monotonic() + seconds
 
+    def _signal(self, number: int, phase: Phase, seconds: float) -> None:
+        for rank in self._running():
+            rank.signal(number)
+        self._enter(phase, seconds)
+
     def _terminate(self) -> None:
-        self._signal_ranks(signal.SIGTERM)
-        self._enter(Phase.ENDING, self._timeouts.end)
+        self._signal(signal.SIGTERM, Phase.ENDING, self._timeouts.end)
 
     def _kill(self) -> None:
-        self._signal_ranks(signal.SIGKILL)
-        self._enter(Phase.KILLING, self._timeouts.end)
+        self._signal(signal.SIGKILL, Phase.KILLING, self._timeouts.end)
 
     def _stop(self, number: int) -> None:
         """Ask the ranks to end within the grace period; a run that is failing already ends faster than that."""
@@ -400,12 +398,7 @@ class Host:
                 f"{signal.Signals(number).name}: asked {running} rank{'s' * (running != 1)} to end, "
                 f"waiting at most {self._timeouts.grace:g} s"
             )
-            self._signal_ranks(signal.SIGTERM)
-            self._enter(Phase.STOPPING, self._timeouts.grace)
-
-    def _signal_ranks(self, number: int) -> None:
-        for rank in self._running():
-            rank.signal(number)
+            self._signal(signal.SIGTERM, Phase.STOPPING, self._timeouts.grace)
 
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.running]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from smpkit.errors import ConfigError, Problem
-from smpkit_container.environment import Environment, Resources
+from smpkit_container.environment import Environment
 
 __all__ = [
     "DEFAULT_PORT",
@@ -65,7 +65,7 @@ class Topology:
     name: str = ""
     """What this host calls itself, if `hosts` are stand-ins for names that the hosts tell each other when they meet."""
     address: str = ""
-    """Where the first host is reached, if not by its name."""
+    """Where the first host is reached; default: by its name."""
 
     @property
     def world_size(self) -> int:
@@ -94,37 +94,24 @@ def read_topology(environment: Environment) -> Topology:
     """
     resources = environment.resources
     hosts = distribution_hosts(environment)
-    is_shell = environment.script.endswith(".sh")
-    if resources.current_host not in hosts:
-        alone: Launcher = "shell" if is_shell else "torchrun"
-        return Topology((resources.current_host,), 0, 1, alone, interface=resources.interface)
-    if is_shell:
+    alone = resources.current_host not in hosts
+    launcher: Launcher = "shell" if environment.script.endswith(".sh") else "torchrun"
+    if alone:
+        hosts = (resources.current_host,)
+    elif launcher == "shell":
         _refuse_launchers(environment)
-        return Topology(
-            hosts,
-            hosts.index(resources.current_host),
-            1,
-            "shell",
-            port=resources.port,
-            interface=resources.interface,
-            name=resources.name,
-            address=_address(resources),
-        )
-    launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
+    elif _is_on(environment, "sagemaker_mpi_enabled"):
+        launcher = "mpirun"
     return Topology(
         hosts=hosts,
         node_rank=hosts.index(resources.current_host),
-        processes_per_host=_processes_per_host(environment, launcher),
+        processes_per_host=1 if alone or launcher == "shell" else _processes_per_host(environment, launcher),
         launcher=launcher,
-        port=_port(environment.mp_parameters) or resources.port,
+        port=(None if launcher == "shell" else _port(environment.mp_parameters)) or (None if alone else resources.port),
         interface=resources.interface,
         name=resources.name,
-        address=_address(resources),
+        address=hosts[0],
     )
-
-
-def _address(resources: Resources) -> str:
-    return resources.hosts[0] if resources.name else ""
 
 
 def distribution_hosts(environment: Environment) -> tuple[str, ...]:

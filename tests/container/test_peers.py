@@ -25,6 +25,7 @@ from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import News, Peers, meet
 from smpkit_container.token import TOKEN_FILE, job_token
 from smpkit_container.topology import Topology
+from tests.leftovers import processes_with
 
 HOSTS = ["localhost", "127.0.0.2"]
 
@@ -132,15 +133,21 @@ def test_a_rank_that_fails_on_one_host_ends_the_other_with_its_reason(tmp_path: 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_that_vanishes_ends_the_other(tmp_path: Path, lost: int) -> None:
+def test_a_host_whose_launcher_is_killed_ends_the_other_and_leaves_nothing(tmp_path: Path, lost: int) -> None:
+    mark = f"SMPKIT_TEST_MARK={tmp_path}"
+    script = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + WAIT
     with free_ports() as port:
-        processes = [start(tmp_path, number, WAIT, port) for number in range(2)]
+        processes = [start(tmp_path, number, script, port, SMPKIT_TEST_MARK=str(tmp_path)) for number in range(2)]
         for process in processes:
             await_ready(process)
         processes[lost].kill()
         status, _, err = ends(processes)[1 - lost]
     assert status == 1
     assert f"{HOSTS[lost]}: the host was lost: its launcher was killed" in err
+    deadline = time.monotonic() + 30
+    while processes_with(mark):
+        assert time.monotonic() < deadline, "processes were left behind"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
