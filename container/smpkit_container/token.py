@@ -15,7 +15,7 @@ from pathlib import Path
 from smpkit.errors import LaunchError
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.s3 import download
+from smpkit_container.s3 import fetch
 
 __all__ = ["TOKEN_FILE", "digest", "job_token"]
 
@@ -54,7 +54,7 @@ def _read(environment: Environment, place: str) -> bytes:
         path = Path(place)
         if place.startswith("s3://"):
             path = Path(folder) / "token"
-            download(environment, place, path, "the job's token")
+            fetch(place, path, "the job's token", environment.region)
         try:
             found = path.read_bytes()
         except OSError as error:

@@ -158,7 +158,7 @@ def _legacy_variables(environment: Environment, topology: Topology) -> dict[str,
     """Return the variables outside SM_* that the toolkit sets too, and ours."""
     known = {
         "SAGEMAKER_JOB_NAME": environment.job_name,
-        "SAGEMAKER_REGION": str(environment.framework.get("sagemaker_region") or ""),
+        "SAGEMAKER_REGION": environment.region or "",
     }
     return {
         "CURRENT_HOST": topology.host,
