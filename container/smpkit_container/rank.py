@@ -37,7 +37,7 @@ def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
     os.set_inheritable(report, False)
     os.set_inheritable(stack, False)
     if program[0].endswith(".sh"):
-        run_shell_script(program[0], program[1:], environ)  # keeps the life line
+        run_shell_script(program[0], program[1:])  # keeps the life line
     os.set_inheritable(life_line, False)
     debug = None
     if "SMPKIT_PDB" in environ:
