@@ -1,7 +1,7 @@
 """Show the ranks' output: whole lines with the rank before them, and progress updates without flooding a log.
 
-What others wrote (ranks, other hosts, torchrun) is shown with its colours, and with all other control characters
-escaped: printed data must not set a terminal's title, clipboard or cursor.
+What others wrote (ranks, other hosts, mpirun) is shown with its colours, and with all other control characters escaped:
+printed data must not set a terminal's title, clipboard or cursor.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import BinaryIO, Protocol
+from pathlib import Path
+from typing import BinaryIO
 
 from smpkit.config.words import coloured, plain
-from smpkit_container.lines import Piece
-from smpkit_container.log_files import LogFiles
+from smpkit.observe.runs import LOGS
 
-__all__ = ["Console"]
+__all__ = ["Console", "LineSplitter", "Piece"]
 
 _PROGRESS_SECONDS = 10.0
 """In a log, a rank's progress bar gives at most one line in this time."""
@@ -27,84 +28,123 @@ _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _CLEAR_LINE = b"\r\x1b[K"
 
 
-class Stream(Protocol):
-    """What is used of a binary stream."""
+@dataclass(frozen=True)
+class Piece:
+    """One line of text without its end; a `passing` one is a progress update that the next piece replaces."""
 
-    def write(self, data: bytes, /) -> int:
-        """Write."""
-
-    def flush(self) -> None:
-        """Write out what is buffered."""
-
-    def fileno(self) -> int:
-        """The file below."""
+    text: str
+    passing: bool = False
 
 
-class _Stamped:
-    """Writes lines with their time before them, so that the logs of several nodes can be merged."""
+class LineSplitter:
+    """Cuts bytes into lines, and tells progress updates, ended by a carriage return, from lines.
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    Text that is not UTF-8 gets replacement characters. A line longer than `max_bytes` is given out in parts, so that a
+    rank that never ends a line cannot fill the memory.
+    """
 
-    def write(self, data: bytes) -> int:
-        """Write whole lines."""
-        stamp = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ ").encode()
-        return self._stream.write(b"".join(stamp + line for line in data.splitlines(keepends=True)))
+    def __init__(self, max_bytes: int = 4 * 2**20) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._max_bytes = max_bytes
+        self._overwritten = False
 
-    def flush(self) -> None:
-        """Write out what is buffered."""
-        self._stream.flush()
+    def feed(self, data: bytes) -> list[Piece]:
+        """Add `data`; return the lines that became whole, and last, if it is one, the present progress update."""
+        *ended, rest = data.split(b"\n")
+        pieces = [Piece(_last_version(self._take() + part)) for part in ended]
+        if rest:
+            self._parts.append(rest)
+            self._size += len(rest)
+            self._overwritten = self._overwritten or b"\r" in rest
+        if self._overwritten and rest:
+            pieces += self._progress()
+        if self._size > self._max_bytes:
+            pieces.append(Piece(_last_version(self._take())))
+        return pieces
 
-    def fileno(self) -> int:
-        """The file below."""
-        return self._stream.fileno()
+    def close(self) -> list[Piece]:
+        """Return what was left without an end of line."""
+        rest = self._take()
+        return [Piece(_last_version(rest))] if rest.strip(b"\r") else []
+
+    def _take(self) -> bytes:
+        taken = b"".join(self._parts)
+        self._parts, self._size, self._overwritten = [], 0, False
+        return taken
+
+    def _progress(self) -> list[Piece]:
+        """Return the visible version of an unfinished, overwritten line, and forget the versions before it."""
+        raw = self._take()
+        kept = raw[raw.rstrip(b"\r").rfind(b"\r") + 1 :]
+        self._parts, self._size, self._overwritten = [kept], len(kept), True
+        text = _last_version(kept)
+        return [Piece(text, passing=True)] if text else []
+
+
+def _last_version(raw: bytes) -> str:
+    """Return what a terminal shows of a line that carriage returns have overwritten."""
+    visible = raw.rstrip(b"\r").rpartition(b"\r")[2]
+    return visible.decode("utf-8", errors="replace")
 
 
 class Console:
-    """Writes to a pair of streams; on a terminal, the last progress update stays on the bottom line."""
+    """Writes to a pair of streams; on a terminal, the last progress update stays on the bottom line.
+
+    Args:
+        stamped: whether lines have their time before them, so that the logs of several nodes can be merged.
+    """
 
     def __init__(
         self,
-        out: Stream,
-        err: Stream,
+        out: BinaryIO,
+        err: BinaryIO,
         *,
         terminal: bool,
         colour: bool,
+        stamped: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._streams = {"out": out, "err": err}
-        self._terminal = terminal
-        self._colour = colour
+        self._terminal, self._colour, self._stamped = terminal, colour, stamped
         self._clock = clock
         self._status = ""
         self._status_rank = -1
         self._last_progress: dict[int, float] = {}
-        self.files: LogFiles | None = None
-        """Where lines are kept, too."""
+        self._logs: Path | None = None
+        self._merged_log = ""
+        self._files: dict[str, int] = {}
         self.broken = False
         """Whether nobody reads the output any more."""
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str]) -> Console:
         """Return the console of this process's own stdout and stderr."""
-        terminal = sys.stdout.isatty() and sys.stderr.isatty() and environ.get("TERM") != "dumb"
+        stamped = environ.get("SMPKIT_LOG_TIMES") == "1"
+        terminal = sys.stdout.isatty() and sys.stderr.isatty() and environ.get("TERM") != "dumb" and not stamped
         colour = terminal and not environ.get("NO_COLOR")
-        out, err = sys.stdout.buffer, sys.stderr.buffer
-        if environ.get("SMPKIT_LOG_TIMES") == "1":
-            return cls(_Stamped(out), _Stamped(err), terminal=False, colour=False)
-        return cls(out, err, terminal=terminal, colour=colour)
+        return cls(sys.stdout.buffer, sys.stderr.buffer, terminal=terminal, colour=colour, stamped=stamped)
 
     @property
     def is_terminal(self) -> bool:
         return self._terminal
+
+    def keep_logs(self, run: Path, host: str = "") -> None:
+        """Keep lines in the folder of a run, too: a file for each rank, and one of everything as it was shown.
+
+        Args:
+            host: of another host than the first, to name its file of everything after it.
+        """
+        self._logs = run / LOGS
+        self._merged_log = f"launcher-{host}" if host else "launcher"
 
     def show(self, rank: int, stream: str, piece: Piece) -> None:
         """Show one piece of a rank's output."""
         if not piece.passing:
             if self._status_rank == rank:
                 self.clear()  # the progress bar ended, or its rank printed something else
-            if self.files is not None:
-                self.files.rank_line(rank, piece.text)
+            self._keep(f"rank-{rank}", piece.text)
+            self._keep(self._merged_log, f"[rank {rank}] {piece.text}")
             self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
         elif self._terminal:
             self._set_status(f"[rank {rank}] {plain(piece.text)}")
@@ -122,16 +162,32 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print words of the launcher itself, on stderr; some quote what a rank or another host said."""
-        if self.files is not None:
-            self.files.own_line(text)
+        self._keep(self._merged_log, text)
         self._print("err", "\n".join(map(coloured, text.split("\n"))))
 
     def clear(self) -> None:
         """Take the progress update off the terminal."""
         self._set_status("")
 
+    def _keep(self, name: str, text: str) -> None:
+        """Add a line to a log; a full disk, or a folder that is gone, ends the logs with a word, and never the run."""
+        if self._logs is None:
+            return
+        try:
+            if name not in self._files:
+                self._logs.mkdir(parents=True, exist_ok=True)
+                # Without a buffer: what a job printed before the machine went down is there.
+                self._files[name] = os.open(self._logs / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(self._files[name], text.encode("utf-8", errors="replace") + b"\n")
+        except OSError as error:
+            self._logs = None
+            sys.stderr.write(f"warning: the log files end here: {error}\n")
+
     def _print(self, stream: str, text: str) -> None:
         status, line = self._status, text.encode("utf-8", errors="replace") + b"\n"
+        if self._stamped:
+            stamp = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ ").encode()
+            line = b"".join(stamp + part for part in line.splitlines(keepends=True))
         if status:
             self._write("err", _CLEAR_LINE)
         self._write(stream, line)
@@ -165,5 +221,5 @@ class Console:
         return due
 
     def _prefix(self, rank: int) -> str:
-        plain = f"[rank {rank}] "
-        return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{plain}\x1b[0m" if self._colour else plain
+        prefix = f"[rank {rank}] "
+        return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m" if self._colour else prefix

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TextIO
 
-__all__ = ["PDB", "install"]
-
-PDB = "SMPKIT_PDB"
+__all__ = ["install"]
 
 AfterError = Callable[[BaseException], None]
 
@@ -26,7 +24,7 @@ def install(environ: Mapping[str, str]) -> AfterError | None:
     Returns:
         What is to be called with an exception that nobody catches; None on other ranks.
     """
-    rank, _, terminal = environ.get(PDB, "").partition(":")
+    rank, _, terminal = environ.get("SMPKIT_PDB", "").partition(":")
     if not terminal:
         return None
     if environ.get("RANK", "0") != rank:

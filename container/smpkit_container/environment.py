@@ -181,6 +181,11 @@ class Environment:
         return parameters
 
     @property
+    def region(self) -> str | None:
+        """The AWS region of the job, where it is known."""
+        return str(self.framework.get("sagemaker_region") or "") or None
+
+    @property
     def script(self) -> str:
         """The entry point, relative to `code`."""
         return str(self.framework.get("sagemaker_program") or "")

@@ -1,4 +1,4 @@
-"""Describe why a run failed: in full for the screen, in 1,024 characters for the platform."""
+"""Tell why a run failed: in full for the screen, in 1,024 characters for the platform."""
 
 from __future__ import annotations
 
@@ -13,29 +13,40 @@ from smpkit.config.words import duration, plain
 from smpkit.observe.status import RankStatus
 from smpkit.observe.summary import KindBytes
 from smpkit.observe.summary_text import amount
-from smpkit_container.hints import hint_of, ran_out_of_memory
-from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
-from smpkit_container.root_cause import RankEnd, RootCause, signal_name
+from smpkit_container.root_cause import RankEnd, RootCause, find_root_cause, signal_name
+from smpkit_container.supervise import Outcome, Timeouts
 from smpkit_container.topology import Topology
 
 __all__ = [
-    "MAX_FAILURE_CHARACTERS",
     "Failure",
-    "launcher_failure",
-    "peer_failure",
+    "explain",
+    "mpirun_failure",
     "rank_failure",
     "stop_failure",
     "stop_words",
+    "write_failure",
 ]
 
-MAX_FAILURE_CHARACTERS = 1024
+_MAX_REASON_CHARACTERS = 1024
 """SageMaker returns this much of `/opt/ml/output/failure` as FailureReason, so the news must come first."""
-
 _MAX_MESSAGE_CHARACTERS = 600
 _MAX_NAME_CHARACTERS = 256
 _STACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _OUR_FOLDER = str(Path(__file__).parent)
+
+_MEMORY_HINT = (
+    "use more microbatches, checkpoint or offload activations, or raise a degree; `smpkit plan --model` shows what a"
+    " rank needs"
+)
+_NO_GPU_HINT = (
+    'torch has no GPU here: leave `.to("cuda")` out, as `smp.DistributedModel` moves the model and the step its inputs'
+    " to the rank's device, or write `.to(smp.state.device)`"
+)
+_NO_GPU = re.compile(r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
+_OUT_OF_MEMORY = re.compile(r"(?:^|\.)OutOfMemoryError$|^MemoryError$|DefaultCPUAllocator: can't allocate memory")
+_UNKNOWN_ARGUMENT = re.compile(r"(?:unrecognized arguments|[Nn]o such option):? (--?[\w-]+)")
+_MISSING_ARGUMENT = re.compile(r"error: the following arguments are required: (--?[\w-]+)")
 
 
 @dataclass(frozen=True)
@@ -49,14 +60,67 @@ class Failure:
     """For stderr; with the whole traceback."""
 
 
+def explain(
+    outcome: Outcome,
+    topology: Topology,
+    code: Path,
+    timeouts: Timeouts,
+    news: News | None = None,
+    checkpoints: Path = Path(),
+    lost_code: int = 1,
+) -> Failure | None:
+    """Return why a run failed; None if every rank ended with 0, whatever the exit code of mpirun.
+
+    Args:
+        code: the script's folder; frames in it are the user's.
+        news: of another host that failed.
+        checkpoints: the folder in which `smp.save_checkpoint` keeps the name of the newest one.
+        lost_code: the exit code if another host was lost.
+    """
+    cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
+    if outcome.clean and not cut_short:
+        return None
+    cause = find_root_cause(outcome.ends)
+    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
+        return peer_failure(news, outcome, topology, lost_code)
+    if outcome.stop_signal and (cause is None or cause.culprit.error is None):
+        return stop_failure(outcome, topology, timeouts.grace, checkpoints)
+    if cause is None:
+        return mpirun_failure(outcome, timeouts.start)
+    return rank_failure(cause, outcome, topology, code)
+
+
+def stop_words(outcome: Outcome, checkpoints: Path) -> str:
+    """Say that a run was stopped, and with which checkpoint if it saved one."""
+    newest, saved = checkpoints / "newest", ""
+    try:
+        if newest.stat().st_mtime >= time.time() - outcome.seconds:  # else it is of an earlier run
+            with newest.open(encoding="utf-8", errors="replace") as file:
+                name = file.read(_MAX_NAME_CHARACTERS).strip().removesuffix("_partial")
+            saved = f" with checkpoint `{plain(name)}`"
+    except OSError:
+        pass
+    return f"Stopped after {duration(outcome.seconds)}{saved}"
+
+
+def write_failure(path: Path, reason: str) -> None:
+    """Leave the reason where the platform looks for it, unless the script has left its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(_fitted([reason]), encoding="utf-8", errors="replace")
+
+
+# ---- the four stories ----------------------------------------------------------------------------------------------
+
+
 def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: Path) -> Failure:
-    """Describe a run that ended because a rank failed. `code` is the script's folder; frames in it are the user's."""
+    """Describe a run that ended because a rank failed."""
     end = cause.culprit
     headline = end.headline
     notes = _notes(cause, code)
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
-    hint = hint_of(end)
+    hint = _hint_of(end)
     notes += _memory_lines(end)
     reason = [
         _cut(plain(headline), _MAX_MESSAGE_CHARACTERS),
@@ -71,49 +135,39 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
         *(f"    {line}" for line in _story(end, headline)),
         "",
         *notes,
-        *([_followers(cause.followers)] if cause.followers else []),
+        *([f"{_ranks(cause.followers)} stopped because of it"] if cause.followers else []),
         *([f"hint: {hint}"] if hint and f"hint: {hint}" not in _story(end, headline) else []),
     ]
     return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
 
 
-def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failure:
-    """Describe a run in which no rank failed, but torchrun or mpirun did, or ranks never started."""
-    status = outcome.launcher_status
+def mpirun_failure(outcome: Outcome, start_seconds: float) -> Failure:
+    """Describe a run in which no rank failed, but mpirun did, or ranks never started."""
+    status = outcome.mpirun_status
+    ended = f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
     if outcome.late:
-        headline = f"{_ranks(outcome.missing)} did not start within {start_seconds:g} s of starting {name}"
+        headline = f"{_ranks(outcome.missing)} did not start within {start_seconds:g} s of starting mpirun"
     elif outcome.missing and outcome.ends:
-        headline = f"{_ranks(outcome.missing)} did not start; {name} {_how_it_ended(status)}"
+        headline = f"{_ranks(outcome.missing)} did not start; mpirun {ended}"
     elif outcome.missing:
-        headline = f"{name} could not start the ranks; it {_how_it_ended(status)}"
+        headline = f"mpirun could not start the ranks; it {ended}"
     else:
-        headline = f"{name} {_how_it_ended(status)}, though no rank failed"
-    said = outcome.launcher_output.splitlines()
+        headline = f"mpirun {ended}, though no rank failed"
+    said = outcome.mpirun_output.splitlines()
     screen = [
         f"Failed after {duration(outcome.seconds)}: {headline}",
-        *(["", f"{name} said:", *(f"    {line}" for line in said)] if said else []),
+        *(["", "mpirun said:", *(f"    {line}" for line in said)] if said else []),
     ]
-    exit_code = status or 1
-    if status < 0:
-        exit_code = 128 - status
+    exit_code = 128 - status if status < 0 else status or 1
     return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
 
 
-def peer_failure(news: News, outcome: Outcome, topology: Topology, lost_code: int = 1) -> Failure:
+def peer_failure(news: News, outcome: Outcome, topology: Topology, lost_code: int) -> Failure:
     """Describe a run that ended here because it failed on another host, or that was lost."""
     what = f"the run failed on another host, {news}"
     screen = f"Failed after {duration(outcome.seconds)}: {what}"
     code = lost_code if news.lost else 1
     return Failure(code, _fitted([news.reason, f"on {news.host}; {topology.host} ended because of it"]), screen)
-
-
-def stop_words(outcome: Outcome, checkpoints: Path) -> str:
-    """Say that a run was stopped, and with which checkpoint if it saved one.
-
-    Args:
-        checkpoints: the folder in which `smp.save_checkpoint` keeps the name of the newest one.
-    """
-    return f"Stopped after {duration(outcome.seconds)}{_saved(outcome, checkpoints)}"
 
 
 def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, checkpoints: Path) -> Failure:
@@ -141,16 +195,7 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, che
     return Failure(exit_code, _fitted(lines), "\n".join(screen))
 
 
-def _saved(outcome: Outcome, checkpoints: Path) -> str:
-    newest = checkpoints / "newest"
-    try:
-        if newest.stat().st_mtime < time.time() - outcome.seconds:
-            return ""  # of an earlier run
-        with newest.open(encoding="utf-8", errors="replace") as file:
-            name = file.read(_MAX_NAME_CHARACTERS).strip().removesuffix("_partial")
-    except OSError:
-        return ""
-    return f" with checkpoint `{plain(name)}`"
+# ---- their words ---------------------------------------------------------------------------------------------------
 
 
 def _story(end: RankEnd, headline: str) -> list[str]:
@@ -175,7 +220,7 @@ def _notes(cause: RootCause, code: Path) -> list[str]:
 def _memory_lines(end: RankEnd) -> list[str]:
     """Say what a rank that ran out of memory held, what was planned, and where it was."""
     doing = end.doing
-    if doing is None or not ran_out_of_memory(end):
+    if doing is None or not _ran_out_of_memory(end):
         return []
     lines = []
     if doing.held is not None:
@@ -199,10 +244,6 @@ def _whereabouts(doing: RankStatus) -> str:
     if doing.layer:
         places.append(f"`{plain(doing.layer)}`")
     return ", ".join(places)
-
-
-def _followers(ranks: Sequence[int]) -> str:
-    return f"{_ranks(ranks)} stopped because of it"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -256,14 +297,49 @@ def _short(file: str, code: Path) -> str:
     return file.removeprefix(f"{code}/") if code.name else file
 
 
-def _how_it_ended(status: int) -> str:
-    return f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
-
-
 def _fitted(lines: Iterable[str]) -> str:
     """Return lines as they go into the failure file, which is read on terminals: without control sequences."""
-    return _cut(plain("\n".join(lines)), MAX_FAILURE_CHARACTERS)
+    return _cut(plain("\n".join(lines)), _MAX_REASON_CHARACTERS)
 
 
 def _cut(text: str, size: int) -> str:
     return text if len(text) <= size else f"{text[: size - 1]}…"
+
+
+# ---- what to try ---------------------------------------------------------------------------------------------------
+
+
+def _hint_of(end: RankEnd) -> str | None:
+    """Return the hint of the rank's own error, or what is known to help after such an end."""
+    error = end.error
+    if error is not None and error.hint:
+        return error.hint
+    if error is not None and error.name == "SystemExit" and end.exit_code == 2:
+        return _argument_hint("\n".join(end.last_lines))
+    if error is not None and _NO_GPU.search(error.message):
+        return _NO_GPU_HINT
+    if not _ran_out_of_memory(end):
+        return None
+    return _MEMORY_HINT if end.doing is None or not end.doing.remedy else end.doing.remedy
+
+
+def _ran_out_of_memory(end: RankEnd) -> bool:
+    """Tell whether a rank ended for want of memory, or probably did: the kernel kills without a word."""
+    error = end.error
+    if error is None:
+        return end.status == -signal.SIGKILL
+    return any(_OUT_OF_MEMORY.search(text) for text in (error.name, error.message))
+
+
+def _argument_hint(said: str) -> str | None:
+    """Explain an argument that the script does not know, or misses: the launcher made them of hyperparameters."""
+    if (missing := _MISSING_ARGUMENT.search(said)) is not None:
+        name = missing[1].lstrip("-").replace("-", "_")
+        return f"the job's hyperparameters become arguments: write `hyperparameters: {{{name}: ...}}` in the job file"
+    if (unknown := _UNKNOWN_ARGUMENT.search(said)) is not None:
+        name = unknown[1].lstrip("-")
+        return (
+            f"the job's hyperparameters become arguments: let the script take `{unknown[1]}`, or remove `{name}` from"
+            " `hyperparameters`"
+        )
+    return None

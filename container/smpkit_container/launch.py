@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
-from smpkit.modules import module_command
 from smpkit.observe.runs import RUN_DIR
 from smpkit_container.arguments import script_arguments
-from smpkit_container.channel import ADDRESS_VARIABLE
-from smpkit_container.command import (
-    RANK_MODULE,
-    find_mpirun,
-    mpirun_command,
-    runs_as_root,
-    torchrun_command,
-)
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
-from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure, stop_words
-from smpkit_container.gathering import Gathered, gather
-from smpkit_container.host import run_host
-from smpkit_container.log_files import LogFiles
-from smpkit_container.outcome import Outcome, Timeouts
-from smpkit_container.peers import News
-from smpkit_container.root_cause import find_root_cause
+from smpkit_container.failure import explain, stop_words, write_failure
+from smpkit_container.mpi import Ssh, find_mpirun, mpirun_command
+from smpkit_container.peers import News, Peers, meet
+from smpkit_container.supervise import ADDRESS_VARIABLE, STAND_IN, Host, Outcome, Starter, Timeouts, meeting_place
 from smpkit_container.token import digest, job_token
-from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
-from smpkit_container.variables import export, platform_variables, process_variables
+from smpkit_container.topology import DEFAULT_PORT, Topology, interface_with, read_topology
+from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
 
-__all__ = ["explain", "gpu_notice", "launch", "timeouts_from", "with_smdistributed"]
+__all__ = ["gpu_notice", "launch", "meeting_port", "timeouts_from", "with_smdistributed"]
 
-_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
-"""What Python needs when it starts on another host; all other variables come from that host's launcher."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """All that is decided before anything is started."""
-
-    topology: Topology
-    command: tuple[str, ...]
-    program: tuple[str, ...]
-    """The script and its arguments."""
-    code: Path
-    environ: Mapping[str, str]
-    variables: Mapping[str, str]
+_EXPORTED = ("PATH", "LD_LIBRARY_PATH")
+"""What Python needs to start a stand-in on another host; its rank gets the variables of that host's launcher."""
 
 
 def launch(
@@ -73,51 +50,153 @@ def launch(
     Raises:
         SmpkitError: the job cannot be started as described.
     """
-    timeouts = timeouts_from(environ)
-    topology = read_topology(environment)
-    if environ.get(RUN_DIR):
-        host = topology.name or topology.host
-        console.files = LogFiles(Path(environ[RUN_DIR]), "" if topology.node_rank == 0 else host)
-    environ = with_smdistributed(environment, environ, console)
-    with _meeting_port(topology) as port:
-        token = job_token(environment)
-        plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
-        notice = gpu_notice(environment, topology, plan.environ)
-        if notice:
-            console.say(f"warning: {notice}")
-        environment.folders.make_writable_ones()
-        environment.folders.failure.unlink(missing_ok=True)
-        with gather(topology, timeouts.start, token) as gathered:
-            if gathered.topology is not None:
-                environment = _with_hosts(environment, gathered.topology)
-                plan = _planned(environment, gathered.topology, port, token, environ, extra, console.is_terminal)
-            outcome = _run(plan, gathered, console, timeouts)
-            news = gathered.peers.news if gathered.peers else None
-    failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints, lost_code)
+    job = _Launch(environment, environ, console)
+    outcome, news = job.run(extra)
+    code, checkpoints = environment.code.resolve(), environment.checkpoints
+    failure = explain(outcome, job.topology, code, job.timeouts, news, checkpoints, lost_code)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code
     if outcome.stop_signal:
-        console.say(f"\n{stop_words(outcome, environment.checkpoints)}")
+        console.say(f"\n{stop_words(outcome, checkpoints)}")
         return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else stopped_code
     return 0
 
 
-def _with_hosts(environment: Environment, topology: Topology) -> Environment:
-    """Return the environment with the names that the hosts told each other."""
-    hosts = list(topology.hosts)
-    raw = {**environment.resources.raw, "hosts": hosts, "current_host": topology.host}
-    raw["network_interface_name"] = topology.interface
-    resources = replace(
-        environment.resources,
-        hosts=topology.hosts,
-        current_host=topology.host,
-        groups=tuple({**group, "hosts": hosts} for group in environment.resources.groups),
-        interface=topology.interface,
-        raw=raw,
-    )
-    return replace(environment, resources=resources)
+class _Launch:
+    """What is known of a job, which is more after its hosts have met."""
+
+    def __init__(self, environment: Environment, environ: Mapping[str, str], console: Console) -> None:
+        self.timeouts = timeouts_from(environ)
+        self.topology = read_topology(environment)
+        self._environment = environment
+        self._console = console
+        if environ.get(RUN_DIR):
+            host = self.topology.name or self.topology.host
+            console.keep_logs(Path(environ[RUN_DIR]), "" if self.topology.node_rank == 0 else host)
+        self._environ = with_smdistributed(environment, environ, console)
+        self._token = job_token(environment)
+
+    def run(self, extra: Sequence[str]) -> tuple[Outcome, News | None]:
+        """Meet the other hosts, and run the ranks of this one."""
+        self._environment.folders.make_writable_ones()
+        self._environment.folders.failure.unlink(missing_ok=True)
+        with contextlib.ExitStack() as stack:
+            port = stack.enter_context(meeting_port(self.topology))
+            place = meeting_place()
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            ssh = peers = None
+            if not self.topology.single_host:
+                if self.topology.launcher == "mpirun":
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="smpkit-ssh-"))
+                    ssh = Ssh(Path(folder), place, port + 2)
+                facts = ssh.facts if ssh else {}
+                with _stoppable():
+                    peers = stack.enter_context(meet(self.topology, facts, self.timeouts.start, port + 1, self._token))
+                if self.topology.name:
+                    self._take_names(peers)
+            program = self._program(extra)
+            variables = self._variables(program[1:], port)
+            starter = None
+            if ssh is not None and peers is not None and not peers.is_first:
+                command, place = ssh.server(peers)
+                stack.callback(shutil.rmtree, place, ignore_errors=True)
+                starter = Starter(command, self._environ, serves=True)
+            elif self.topology.launcher == "mpirun":
+                agent = ssh.client_environment(peers) if ssh and peers else {}
+                starter = self._mpirun({**self._environ, **variables, **agent})
+
+            def environ_of(rank: int, theirs: Mapping[str, str]) -> Mapping[str, str]:
+                if starter is None:
+                    return {**self._environ, **variables, **self._torchrun_variables(rank)}
+                # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), whose options may set some.
+                own = {**self._environ, **variables} if starter.serves else variables
+                return {**theirs, **own, **mpi_rank_variables(theirs)}
+
+            first = self.topology.node_rank * self.topology.processes_per_host
+            try:
+                outcome = Host(
+                    range(first, first + self.topology.processes_per_host),
+                    program,
+                    self._environment.code.resolve(),
+                    environ_of,
+                    place,
+                    self._console,
+                    self.timeouts,
+                    starter,
+                    peers,
+                ).run()
+            except OSError as error:
+                raise LaunchError(f"the ranks could not be started: {error}") from error
+            return outcome, peers.news if peers else None
+
+    def _take_names(self, peers: Peers) -> None:
+        """Take over what only the meeting told: the hosts' names, and the network interface between them."""
+        interface = self.topology.interface or interface_with(peers.own_address)
+        self.topology = replace(self.topology, hosts=peers.hosts, name="", interface=interface)
+        hosts = list(peers.hosts)
+        resources = self._environment.resources
+        known = {"hosts": hosts, "current_host": self.topology.host, "network_interface_name": interface}
+        resources = replace(
+            resources,
+            hosts=peers.hosts,
+            current_host=self.topology.host,
+            groups=tuple({**group, "hosts": hosts} for group in resources.groups),
+            interface=interface,
+            raw={**resources.raw, **known},
+        )
+        self._environment = replace(self._environment, resources=resources)
+
+    def _program(self, extra: Sequence[str]) -> tuple[str, ...]:
+        """Return the script and its arguments: hyperparameters, then `extra`."""
+        script, code = self._environment.script, self._environment.code.resolve()
+        if not script:
+            raise LaunchError("the job names no entry point", hint="set `entry_point` to the training script")
+        if not (code / script).is_file():
+            raise LaunchError(
+                f"the entry point `{script}` is not in {code}", hint="`entry_point` is relative to `source_dir`"
+            )
+        if not script.endswith((".py", ".sh")):
+            raise UnsupportedError(
+                f"the entry point `{script}` is neither a Python nor a shell script",
+                hint="name a file that ends in `.py` or `.sh`",
+            )
+        passed = self._environ.get("SMPKIT_PASS_MP_PARAMETERS") == "1"
+        return script, *script_arguments(self._environment.hyperparameters, extra, pass_mp_parameters=passed)
+
+    def _variables(self, arguments: Sequence[str], port: int) -> dict[str, str]:
+        """Return what all ranks of this host have beyond the launcher's own variables, and warn of shared GPUs."""
+        environment, topology = self._environment, self.topology
+        variables = {
+            **platform_variables(environment, topology, arguments),
+            **process_variables(self._environ, topology, environment.num_cpus, has_efa=environment.has_efa),
+            "SMPKIT_JOB_TOKEN": digest(self._token, "ranks"),
+        }
+        if self._console.is_terminal:
+            variables["SMPKIT_TERMINAL"] = "1"
+        if topology.launcher != "shell":
+            variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
+        notice = gpu_notice(environment, topology, {**self._environ, **variables})
+        if notice:
+            self._console.say(f"warning: {notice}")
+        return variables
+
+    def _torchrun_variables(self, rank: int) -> dict[str, str]:
+        if self.topology.launcher == "shell":
+            return {}
+        return torchrun_variables(self.topology, rank, digest(self._token, "agents"), self._environ)
+
+    def _mpirun(self, environ: Mapping[str, str]) -> Starter:
+        command = mpirun_command(
+            find_mpirun(environ.get("PATH")),
+            self.topology,
+            STAND_IN,
+            custom_options=str(self._environment.framework.get("sagemaker_mpi_custom_mpi_options") or ""),
+            exported=sorted([ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]),
+            environ=environ,
+        )
+        return Starter(tuple(command), environ)
 
 
 def with_smdistributed(environment: Environment, environ: Mapping[str, str], console: Console) -> Mapping[str, str]:
@@ -144,36 +223,6 @@ def gpu_notice(environment: Environment, topology: Topology, environ: Mapping[st
     return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl"
 
 
-def explain(
-    outcome: Outcome,
-    topology: Topology,
-    code: Path,
-    timeouts: Timeouts,
-    news: News | None = None,
-    checkpoints: Path = Path(),
-    lost_code: int = 1,
-) -> Failure | None:
-    """Return why a run failed; None if every rank ended with 0, whatever the exit code of torchrun or mpirun."""
-    cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
-    if outcome.clean and not cut_short:
-        return None
-    cause = find_root_cause(outcome.ends)
-    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
-        return peer_failure(news, outcome, topology, lost_code)
-    if outcome.stop_signal and (cause is None or cause.culprit.error is None):
-        return stop_failure(outcome, topology, timeouts.grace, checkpoints)
-    if cause is None:
-        return launcher_failure(topology.launcher, outcome, timeouts.start)
-    return rank_failure(cause, outcome, topology, code)
-
-
-def write_failure(path: Path, reason: str) -> None:
-    """Leave the reason where the platform looks for it, unless the script has left its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(reason, encoding="utf-8", errors="replace")
-
-
 def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     """Return how long to wait; `SMPKIT_GRACE_SECONDS`, `..._SETTLE_...` and `..._START_...` override the defaults.
 
@@ -198,92 +247,22 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     return Timeouts(**found)
 
 
-def _planned(
-    environment: Environment,
-    topology: Topology,
-    port: int,
-    token: bytes,
-    environ: Mapping[str, str],
-    extra: Sequence[str],
-    terminal: bool,
-) -> _Plan:
-    code = environment.code.resolve()
-    script = _checked_script(environment.script, code)
-    passed = environ.get("SMPKIT_PASS_MP_PARAMETERS") == "1"
-    arguments = script_arguments(environment.hyperparameters, extra, pass_mp_parameters=passed)
+def _variables(
+    environment: Environment, topology: Topology, environ: Mapping[str, str], arguments: Sequence[str], port: int
+) -> dict[str, str]:
+    """Return what every rank of this host has, beyond `environ`."""
     variables = {
         **platform_variables(environment, topology, arguments),
         **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
-        **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
-        "SMPKIT_JOB_TOKEN": digest(token, "ranks"),
     }
-    if topology.launcher == "mpirun":
+    if topology.launcher != "shell":
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
-    if topology.launcher == "shell":
-        variables["RANK"] = str(topology.node_rank)  # for the launcher; the script does not get it
-    # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
-    full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
-    command = _command(environment, topology, token, full)
-    return _Plan(topology, tuple(command), (script, *arguments), code, full, variables)
-
-
-def _command(environment: Environment, topology: Topology, token: bytes, environ: Mapping[str, str]) -> list[str]:
-    program = module_command(RANK_MODULE)
-    if topology.launcher == "shell":
-        return program
-    if topology.launcher == "torchrun":
-        return torchrun_command(topology, program, job=digest(token, "agents"))
-    names = [ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]
-    return mpirun_command(
-        find_mpirun(environ.get("PATH")),
-        topology,
-        program,
-        custom_options=str(environment.framework.get("sagemaker_mpi_custom_mpi_options") or ""),
-        exported=sorted(names),
-        environ=environ,
-        as_root=runs_as_root(),
-    )
-
-
-def _checked_script(script: str, code: Path) -> str:
-    if not script:
-        raise LaunchError("the job names no entry point", hint="set `entry_point` to the training script")
-    if not (code / script).is_file():
-        raise LaunchError(
-            f"the entry point `{script}` is not in {code}", hint="`entry_point` is relative to `source_dir`"
-        )
-    if not script.endswith((".py", ".sh")):
-        raise UnsupportedError(
-            f"the entry point `{script}` is neither a Python nor a shell script",
-            hint="name a file that ends in `.py` or `.sh`",
-        )
-    return script
-
-
-def _run(plan: _Plan, gathered: Gathered, console: Console, timeouts: Timeouts) -> Outcome:
-    first = plan.topology.node_rank * plan.topology.processes_per_host
-    command = gathered.server or plan.command
-    try:
-        return run_host(
-            command,
-            program=plan.program,
-            ranks=range(first, first + plan.topology.processes_per_host),
-            folder=plan.code,
-            environ={**plan.environ, **gathered.environ},
-            # What ssh starts gets mpirun's variables, those of the first host; this one's own are given at the welcome.
-            variables=plan.variables if gathered.place is None else plan.environ,
-            console=console,
-            timeouts=timeouts,
-            peers=gathered.peers,
-            place=gathered.place,
-        )
-    except OSError as error:
-        raise LaunchError(f"`{shlex.join(command[:3])} ...` could not be started: {error}") from error
+    return variables
 
 
 @contextlib.contextmanager
-def _meeting_port(topology: Topology) -> Iterator[int]:
-    """Yield the port at which ranks under mpirun meet; one that was chosen here stays reserved while they run.
+def meeting_port(topology: Topology) -> Iterator[int]:
+    """Yield the port at which ranks meet; one that was chosen here stays reserved while they run.
 
     The reservation is a bound socket that never listens: nobody else is given the port, and rank 0 can still listen on
     it, because both set SO_REUSEADDR.
@@ -295,3 +274,17 @@ def _meeting_port(topology: Topology) -> Iterator[int]:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind((topology.master, 0))
         yield int(reservation.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM end the wait for other hosts: the first process of a container ignores it without a handler."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise LaunchError(f"stopped by {signal.Signals(number).name} while waiting for the other hosts")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from smpkit.observe.status import RankStatus
 
@@ -51,6 +52,12 @@ class RankError:
     exit_code: int = 1
     seconds: float = 0.0
 
+    @classmethod
+    def of_report(cls, report: dict[str, Any]) -> RankError:
+        """Return the error that a rank reported as JSON."""
+        frames = tuple((file, line, function) for file, line, function in report.pop("frames"))
+        return cls(chain=tuple(report.pop("chain")), frames=frames, **report)
+
     @property
     def is_consequence(self) -> bool:
         """Whether it says only that another rank is gone or silent."""
@@ -74,8 +81,6 @@ class RankEnd:
     """Where it was when it was asked, or when it crashed: Python frames, innermost first."""
     peak_bytes: int = 0
     """The most memory of the host that its process held at once; 0 if that is not known."""
-    status_is_lost: bool = False
-    """Whether nobody knows how it ended, because its watcher was killed for not telling."""
     doing: RankStatus | None = None
     """What it did as it ended, if it uses smpkit."""
 
@@ -113,8 +118,6 @@ class RankEnd:
             said = self.error.message.removeprefix("SystemExit").removeprefix(": ")
             more = f": {said}" if said and not said.isdigit() else ""
             return f"the script exited with code {self.exit_code}{more}"
-        if self.status_is_lost:
-            return "the process ended, and its watcher, which was stopped or hung, did not say how"
         if self.status is None:
             return "the process did not end, not even after SIGKILL"
         if self.status >= 0:

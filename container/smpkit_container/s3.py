@@ -1,4 +1,4 @@
-"""Download what was submitted beside the request, and upload what the script leaves, as the job's role."""
+"""Download what was submitted beside the request, and upload why a job failed, as the job's role."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from smpkit.errors import LaunchError
-from smpkit_container.environment import Environment
 
-__all__ = ["download", "fetch", "put"]
+__all__ = ["fetch", "put"]
 
 
-def download(environment: Environment, uri: str, target: Path, what: str) -> None:
+def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
     """Download an object to a file.
 
     Args:
@@ -20,11 +19,6 @@ def download(environment: Environment, uri: str, target: Path, what: str) -> Non
     Raises:
         LaunchError: it cannot be downloaded.
     """
-    fetch(uri, target, what, _region(environment))
-
-
-def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
-    """Download an object to a file, as `download` does, before the job's own region is known."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -32,9 +26,8 @@ def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
     try:
         boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
     except (BotoCoreError, ClientError, OSError) as error:
-        raise LaunchError(
-            f"{what} {uri} cannot be downloaded: {error}", hint="the job's role needs s3:GetObject for it"
-        ) from error
+        hint = "the job's role needs s3:GetObject for it"
+        raise LaunchError(f"{what} {uri} cannot be downloaded: {error}", hint=hint) from error
 
 
 def put(path: Path, uri: str, region: str | None = None) -> None:
@@ -56,7 +49,3 @@ def put(path: Path, uri: str, region: str | None = None) -> None:
     except (Boto3Error, BotoCoreError, ClientError, OSError, ValueError) as error:
         hint = "the job's role needs s3:PutObject for it"
         raise LaunchError(f"{path} cannot be uploaded to {uri}: {error}", hint=hint) from error
-
-
-def _region(environment: Environment) -> str | None:
-    return str(environment.framework.get("sagemaker_region") or "") or None

@@ -14,7 +14,7 @@ import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,8 +22,6 @@ from typing import Any, NoReturn
 __all__ = ["run_script", "run_shell_script"]
 
 _MAX_TEXT = 60_000  # characters of a traceback, message or error that are sent: the last ones, which say most
-
-_OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 
 _LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
@@ -65,12 +63,11 @@ def run_script(
         raise SystemExit(_exit_code(error)) from None
 
 
-def run_shell_script(script: str, arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Become the shell that runs `script`, without the variables of a rank: a launcher in it sets its own."""
+def run_shell_script(script: str, arguments: Sequence[str]) -> NoReturn:
+    """Become the shell that runs `script`."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher asks ranks for their stacks by it; a shell has none
     shell = shutil.which("bash") or "/bin/sh"
-    kept = {name: value for name, value in environ.items() if name not in _OF_A_RANK}
-    os.execve(shell, [shell, script, *arguments], kept)  # noqa: S606  the user's script is a shell's
+    os.execv(shell, [shell, script, *arguments])  # noqa: S606  the user's script is a shell's
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

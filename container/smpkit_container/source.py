@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from smpkit.config.wire import MAX_UNPACKED_BYTES
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
-from smpkit_container.s3 import download
+from smpkit_container.s3 import fetch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,7 @@ def fetch_source(environment: Environment) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="smpkit-source-") as folder:
         archive = Path(folder) / "source.tar.gz"
-        download(environment, submitted, archive, "the source archive")
+        fetch(submitted, archive, "the source archive", environment.region)
         unpack(archive, code)
 
 

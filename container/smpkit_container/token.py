@@ -16,7 +16,7 @@ from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import LaunchError
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.s3 import download
+from smpkit_container.s3 import fetch
 
 __all__ = ["digest", "job_token"]
 
@@ -52,7 +52,7 @@ def _read(environment: Environment, place: str) -> bytes:
         path = Path(place)
         if place.startswith("s3://"):
             path = Path(folder) / "token"
-            download(environment, place, path, "the job's token")
+            fetch(place, path, "the job's token", environment.region)
         try:
             found = path.read_bytes()
         except OSError as error:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
+import socket
+import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from smpkit.config.wire import INSTANCE_GROUPS, MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
 from smpkit.errors import ConfigError, Problem
-from smpkit_container.environment import Environment, Resources
+from smpkit_container.environment import Environment
 
 __all__ = [
     "DEFAULT_PORT",
     "Launcher",
     "Topology",
     "distribution_hosts",
+    "interface_with",
     "read_topology",
 ]
 
@@ -25,6 +31,7 @@ Launcher = Literal["mpirun", "torchrun", "shell"]
 DEFAULT_PORT = 7777
 """The port at which the ranks of several hosts meet; the one that AWS's PyTorch images use."""
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _LAUNCHER_SWITCHES = (MPI_ENABLED, TORCHRUN_ENABLED)
 
 
@@ -46,7 +53,7 @@ class Topology:
     name: str = ""
     """What this host calls itself, if `hosts` are stand-ins for names that the hosts tell each other when they meet."""
     address: str = ""
-    """Where the first host is reached, if not by its name."""
+    """Where the first host is reached; default: by its name."""
 
     @property
     def world_size(self) -> int:
@@ -75,37 +82,24 @@ def read_topology(environment: Environment) -> Topology:
     """
     resources = environment.resources
     hosts = distribution_hosts(environment)
-    is_shell = environment.script.endswith(".sh")
-    if resources.current_host not in hosts:
-        alone: Launcher = "shell" if is_shell else "torchrun"
-        return Topology((resources.current_host,), 0, 1, alone, interface=resources.interface)
-    if is_shell:
+    alone = resources.current_host not in hosts
+    launcher: Launcher = "shell" if environment.script.endswith(".sh") else "torchrun"
+    if alone:
+        hosts = (resources.current_host,)
+    elif launcher == "shell":
         _refuse_launchers(environment)
-        return Topology(
-            hosts,
-            hosts.index(resources.current_host),
-            1,
-            "shell",
-            port=resources.port,
-            interface=resources.interface,
-            name=resources.name,
-            address=_address(resources),
-        )
-    launcher: Launcher = "mpirun" if _is_on(environment, MPI_ENABLED) else "torchrun"
+    elif _is_on(environment, MPI_ENABLED):
+        launcher = "mpirun"
     return Topology(
         hosts=hosts,
         node_rank=hosts.index(resources.current_host),
-        processes_per_host=_processes_per_host(environment, launcher),
+        processes_per_host=1 if alone or launcher == "shell" else _processes_per_host(environment, launcher),
         launcher=launcher,
-        port=_port(environment.mp_parameters) or resources.port,
+        port=(None if launcher == "shell" else _port(environment.mp_parameters)) or (None if alone else resources.port),
         interface=resources.interface,
         name=resources.name,
-        address=_address(resources),
+        address=hosts[0],
     )
-
-
-def _address(resources: Resources) -> str:
-    return resources.hosts[0] if resources.name else ""
 
 
 def distribution_hosts(environment: Environment) -> tuple[str, ...]:
@@ -178,3 +172,17 @@ def _whole_number(value: Any, path: tuple[str, ...], lowest: int, highest: int) 
         message = f"must be a whole number from {lowest} to {highest}, got {value!r}"
         raise ConfigError([Problem(path, message)], subject="job files")
     return number
+
+
+def interface_with(address: str) -> str:
+    """Return the network interface that has an address (IPv4, on Linux); empty if none is found."""
+    if sys.platform != "linux" or ":" in address.removeprefix("::ffff:"):
+        return ""
+    wanted = socket.inet_aton(address.removeprefix("::ffff:"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address of this kind
+                answer = fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    return name
+    return ""

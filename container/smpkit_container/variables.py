@@ -11,9 +11,15 @@ from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
 from smpkit_container.topology import DEFAULT_PORT, Topology, distribution_hosts
 
-__all__ = ["export", "platform_variables", "process_variables"]
+__all__ = ["mpi_rank_variables", "platform_variables", "process_variables", "torchrun_variables"]
 
 _LEVEL_INFO = 20
+_FROM_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 
 
 def platform_variables(environment: Environment, topology: Topology, arguments: Sequence[str]) -> dict[str, str]:
@@ -58,12 +64,29 @@ def process_variables(
     return {name: value for name, value in variables.items() if name not in environ}
 
 
-def export(environ: Mapping[str, str], *layers: Mapping[str, str]) -> dict[str, str]:
-    """Lay variables over an environment; later layers win."""
-    merged = dict(environ)
-    for layer in layers:
-        merged |= layer
-    return merged
+def torchrun_variables(topology: Topology, rank: int, run_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun sets for one rank, beside the address where ranks meet."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % topology.processes_per_host),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_WORLD_SIZE": str(topology.processes_per_host),
+        "GROUP_RANK": str(topology.node_rank),
+        "GROUP_WORLD_SIZE": str(len(topology.hosts)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(topology.world_size),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def mpi_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Name a rank of mpirun as torchrun does, so that `init_process_group()` needs no MPI."""
+    return {name: environ[mpi_name] for name, mpi_name in _FROM_MPI.items() if mpi_name in environ}
 
 
 def _mapping(environment: Environment, topology: Topology, arguments: Sequence[str]) -> dict[str, Any]:
@@ -136,7 +159,7 @@ def _legacy_variables(environment: Environment, topology: Topology) -> dict[str,
     """Return the variables outside SM_* that the toolkit sets too, and ours."""
     known = {
         "SAGEMAKER_JOB_NAME": environment.job_name,
-        "SAGEMAKER_REGION": str(environment.framework.get("sagemaker_region") or ""),
+        "SAGEMAKER_REGION": environment.region or "",
     }
     return {
         "CURRENT_HOST": topology.host,

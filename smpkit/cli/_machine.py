@@ -15,7 +15,7 @@ import smpkit
 from smpkit import compilers
 from smpkit.cli._run_folder import version_of
 from smpkit.config.job import JobConfig
-from smpkit_container.command import find_mpirun
+from smpkit_container.mpi import find_mpirun
 from smpkit_estimator.docker import engine
 from smpkit_estimator.finding import Finding, tried
 

@@ -38,7 +38,7 @@ _STARTING_SECONDS: Final = 240
 def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) -> None:
     """Measure this machine, for `smpkit tune` and `smpkit plan`.
 
-    Ranks are started as `smpkit run` starts them. They measure matrix products and attention by size and dtype, memory,
+    They measure matrix products and attention by size and dtype, memory,
     the link between device and host, messages and collectives by size and group, and the optimizer on the CPU.
     """
     from smpkit.plan.tune.calibration import read_calibration
@@ -63,19 +63,21 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
 def _measure(ranks: int, seconds: float, path: Path) -> None:
     """Run the measurement on so many ranks and wait for its file."""
     from smpkit.modules import module_command
-    from smpkit_container.command import torchrun_command
+    from smpkit_container.launch import meeting_port
     from smpkit_container.topology import Topology
 
     _require_torch()
     topology = Topology(hosts=("localhost",), node_rank=0, processes_per_host=ranks, launcher="torchrun")
     program = [*module_command("smpkit.torch.calibrate"), str(path), str(seconds)]
-    command = torchrun_command(topology, program, job="calibrate")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SM_HP_", "SMPKIT_JOB"))}
     variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     deadline = seconds + _STARTING_SECONDS
+    torchrun = [*module_command("torch.distributed.run"), "--nproc-per-node", str(ranks), "--no-python"]
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
+        with meeting_port(topology) as port:
+            command = [*torchrun, "--master-addr", topology.master, "--master-port", str(port), *program]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
     _console.current().detail(done.stderr.rstrip())

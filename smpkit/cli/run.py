@@ -217,7 +217,7 @@ def _end_of(exit_code: int, failure: str | None, *, stopped: bool) -> str:
 def _check_launcher(plan: LocalPlan) -> None:
     """Find what would stop the launcher before anything is started."""
     if plan.job.distribution.launcher == "mpirun":
-        from smpkit_container.command import find_mpirun
+        from smpkit_container.mpi import find_mpirun
 
         find_mpirun(plan.job.environment.get("PATH"))
     elif not plan.job.is_shell_script and importlib.util.find_spec("torch") is None:

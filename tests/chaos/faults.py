@@ -48,13 +48,35 @@ class Fault:
     in_background: bool = False
     victims: tuple[str, Sequence[int]] | None = None
     """The only configuration in which it is a fault, and the ranks there; None: any rank of any."""
+    launcher: str | None = None
+    """The only launcher with which it can happen; None: any."""
 
 
-RANK, WATCHER, LAUNCHER, HOST_LAUNCHER, COMMAND_LINE = range(5)
+RANK, LAUNCHER, COMMAND_LINE = range(3)
 
 
 def send(who: int, number: int, processes: Sequence[int]) -> None:
     os.kill(processes[who], number)
+
+
+def send_mpirun(number: int, processes: Sequence[int]) -> None:
+    [mpirun] = [pid for pid in children(processes[LAUNCHER]) if b"--host" in words(pid, "cmdline")]
+    os.kill(mpirun, number)
+
+
+def send_stand_in(number: int, processes: Sequence[int]) -> None:
+    [rank] = [word for word in words(processes[RANK], "environ") if word.startswith(b"OMPI_COMM_WORLD_RANK=")]
+    [mpirun] = [pid for pid in children(processes[LAUNCHER]) if b"--host" in words(pid, "cmdline")]
+    [stand_in] = [pid for pid in children(mpirun) if rank in words(pid, "environ")]
+    os.kill(stand_in, number)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def words(pid: int, file: str) -> list[bytes]:
+    return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
 
 
 def raise_in(place: str, training: Training) -> None:
@@ -140,15 +162,23 @@ OLDER = (r"`step_\d+_partial` in .* is used", r"`{newest}_partial`: ")
 FAULTS = {
     # processes: what is killed or stopped from outside
     "kill rank": Fault(KILLED, from_outside=partial(send, RANK, signal.SIGKILL)),
-    "kill watcher": Fault((r"rank {rank}",), from_outside=partial(send, WATCHER, signal.SIGKILL)),
-    "kill launcher": Fault((r"(torchrun|mpirun)", "SIGKILL"), from_outside=partial(send, LAUNCHER, signal.SIGKILL)),
-    "kill host launcher": Fault(
-        ("the launcher was killed by SIGKILL",), from_outside=partial(send, HOST_LAUNCHER, signal.SIGKILL)
+    "kill stand-in": Fault(
+        ("mpirun ended with exit code 137, though no rank failed",),
+        from_outside=partial(send_stand_in, signal.SIGKILL),
+        launcher="mpirun",
+    ),
+    "kill mpirun": Fault(
+        ("mpirun was killed by SIGKILL, though no rank failed",),
+        from_outside=partial(send_mpirun, signal.SIGKILL),
+        launcher="mpirun",
+    ),
+    "kill launcher": Fault(
+        ("the launcher was killed by SIGKILL",), from_outside=partial(send, LAUNCHER, signal.SIGKILL)
     ),
     "kill command line": Fault((), from_outside=partial(send, COMMAND_LINE, signal.SIGKILL), code=-signal.SIGKILL),
     "terminate": Fault((r"Stopped|stopped",), from_outside=partial(send, COMMAND_LINE, signal.SIGTERM), code=None),
     "stop rank": Fault(WAITED, from_outside=partial(send, RANK, signal.SIGSTOP)),
-    "stop watcher": Fault((r"{rank}",), from_outside=partial(send, WATCHER, signal.SIGSTOP), code=0),
+    "stop stand-in": Fault((), from_outside=partial(send_stand_in, signal.SIGSTOP), code=0, launcher="mpirun"),
     # what a script does on one rank
     "raise in forward": Fault((r"rank {rank} on", "the forward of this rank"), partial(raise_in, "forward")),
     "raise in backward": Fault((r"rank {rank} on", "the backward of this rank"), partial(raise_in, "backward")),

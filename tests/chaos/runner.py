@@ -64,6 +64,7 @@ class Case:
         chance = random.Random(seed)
         fault = list(FAULTS)[seed % len(FAULTS)]
         launcher, config = chance.choice(launchers), _SMALL if small else chance.choice(_LARGE)
+        launcher = FAULTS[fault].launcher or launcher
         # A checkpoint before it to go on from, an older one for damage, and steps left to notice it.
         at = chance.randrange(2 * SAVE_EVERY + 1, STEPS - 2)
         config, victims = FAULTS[fault].victims or (config, range(CONFIGS[config].ranks))

@@ -25,7 +25,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
     for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("smpkit_container.command.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("smpkit_container.mpi.sys.executable", str(tmp_path / "python"))
     monkeypatch.setattr(machine, "version_of", lambda _: None)
     (tmp_path / "train.py").touch()
 

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from smpkit_container.console import Console
-from smpkit_container.lines import Piece
+from smpkit_container.console import Console, LineSplitter, Piece
 
 
 class Screen:
@@ -83,3 +86,80 @@ def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
         console.show(0, "out", Piece("a"))
         assert console.broken
         console.show(0, "out", Piece("b"))
+
+
+def test_lines_are_kept_in_the_folder_of_a_run_until_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen()
+    screen.console.keep_logs(tmp_path, "node2")
+    screen.console.show(3, "out", Piece("data"))
+    screen.console.show(3, "out", Piece("passing", passing=True))
+    screen.console.say("words")
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs == {"rank-3.log": "data\n", "launcher-node2.log": "[rank 3] data\nwords\n"}
+    (tmp_path / "logs" / "rank-4.log").mkdir()
+    screen.console.show(4, "out", Piece("lost"))
+    assert "warning: the log files end here: " in capsys.readouterr().err
+    assert screen.text(screen.out) == "[rank 3] data\n[rank 4] lost\n"
+
+
+def test_lines_of_several_nodes_have_their_time_before_them() -> None:
+    out = io.BytesIO()
+    Console(out, out, terminal=False, colour=False, stamped=True).say("a\nb")
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z )a\n\1b\n", out.getvalue().decode())
+
+
+# ---- lines ---------------------------------------------------------------------------------------------------------
+
+
+def fed(*chunks: bytes) -> list[Piece]:
+    splitter = LineSplitter()
+    return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.close()
+
+
+def test_lines_are_whole_however_they_arrive() -> None:
+    assert fed(b"a", b"b\nc", b"\n\nd") == [Piece("ab"), Piece("c"), Piece(""), Piece("d")]
+
+
+def test_characters_may_be_cut_anywhere() -> None:
+    assert fed("größe".encode()[:3], "größe".encode()[3:] + b"\n") == [Piece("größe")]
+
+
+def test_what_is_not_text_is_replaced() -> None:
+    assert fed(b"\xff\xfe ok\n") == [Piece("\ufffd\ufffd ok")]
+
+
+def test_windows_line_ends_are_line_ends() -> None:
+    assert fed(b"a\r\nb\r\n") == [Piece("a"), Piece("b")]
+
+
+def test_progress_updates_pass_and_the_last_becomes_the_line() -> None:
+    """tqdm writes the carriage return before each update, others after it."""
+    assert fed(b"\r10%", b"\r20%", b"\r100%\n") == [Piece("10%", True), Piece("20%", True), Piece("100%")]
+    assert fed(b"10%\r", b"20%\r\n") == [Piece("10%", True), Piece("20%")]
+
+
+def test_progress_without_an_end_is_kept_at_the_close() -> None:
+    assert fed(b"\r10%\r20%") == [Piece("20%", True), Piece("20%")]
+
+
+def test_long_lines_are_given_out_in_parts() -> None:
+    splitter = LineSplitter(max_bytes=10)
+    assert splitter.feed(b"x" * 8) == []
+    assert splitter.feed(b"x" * 8) == [Piece("x" * 16)]
+    assert splitter.close() == []
+
+
+def test_long_progress_does_not_fill_the_memory() -> None:
+    splitter = LineSplitter(max_bytes=10)
+    pieces = splitter.feed(b"\r" + b"x" * 20)
+    assert pieces[-1] == Piece("x" * 20)
+    assert splitter.close() == []
+
+
+@given(st.lists(st.text(alphabet="ab\u00e9 ", max_size=5), max_size=6), st.integers(min_value=1, max_value=7))
+def test_no_text_is_lost_at_any_chunk_size(lines: list[str], size: int) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    assert [piece.text for piece in fed(*chunks)] == lines

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from smpkit.config.words import duration
-from smpkit_container.failure import launcher_failure, rank_failure, stop_failure
-from smpkit_container.outcome import Outcome
+from smpkit_container.failure import mpirun_failure, rank_failure, stop_failure
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
+from smpkit_container.supervise import Outcome
 from smpkit_container.topology import Topology
 
 CODE = Path("/job/code")
@@ -164,24 +164,22 @@ def test_waited_for_ranks_are_named_with_their_place() -> None:
     assert notes in failure.reason
 
 
-def test_launchers_own_words_are_shown_if_no_rank_tells() -> None:
-    failure = launcher_failure("mpirun", outcome(missing=(0, 1), status=213, said="----\nno such option\n----"), 900)
+def test_mpiruns_own_words_are_shown_if_no_rank_tells() -> None:
+    failure = mpirun_failure(outcome(missing=(0, 1), status=213, said="----\nno such option\n----"), 900)
     assert failure.exit_code == 213
     assert failure.reason == "mpirun could not start the ranks; it ended with exit code 213\nno such option"
     assert "mpirun said:\n    ----\n    no such option" in failure.screen
 
 
 def test_ranks_that_never_started_are_named() -> None:
-    failure = launcher_failure("torchrun", outcome(RankEnd(0, -15, 1.0, stopped=True), missing=(1, 2), status=-15), 900)
-    assert failure.reason == "ranks 1, 2 did not start; torchrun was killed by SIGTERM"
+    failure = mpirun_failure(outcome(RankEnd(0, -15, 1.0, stopped=True), missing=(1, 2), status=-15), 900)
+    assert failure.reason == "ranks 1, 2 did not start; mpirun was killed by SIGTERM"
     assert failure.exit_code == 143
 
 
 def test_ranks_that_are_late_are_named_with_the_deadline() -> None:
     late = Outcome((RankEnd(0, -15, 1.0, stopped=True),), (1, 2), -15, "", late=True)
-    assert (
-        launcher_failure("torchrun", late, 900).reason == "ranks 1, 2 did not start within 900 s of starting torchrun"
-    )
+    assert mpirun_failure(late, 900).reason == "ranks 1, 2 did not start within 900 s of starting mpirun"
 
 
 @pytest.mark.parametrize(

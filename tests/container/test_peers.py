@@ -14,17 +14,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import ConfigError, LaunchError
-from smpkit_container.channel import packed
 from smpkit_container.environment import Environment, Folders, Resources
-from smpkit_container.peers import Peers, meet
+from smpkit_container.peers import News, Peers, meet
 from smpkit_container.token import job_token
 from smpkit_container.topology import Topology
+from tests.leftovers import processes_with
 
 HOSTS = ["localhost", "127.0.0.2"]
 
@@ -132,15 +134,21 @@ def test_a_rank_that_fails_on_one_host_ends_the_other_with_its_reason(tmp_path: 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_that_vanishes_ends_the_other(tmp_path: Path, lost: int) -> None:
+def test_a_host_whose_launcher_is_killed_ends_the_other_and_leaves_nothing(tmp_path: Path, lost: int) -> None:
+    mark = f"SMPKIT_TEST_MARK={tmp_path}"
+    script = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + WAIT
     with free_ports() as port:
-        processes = [start(tmp_path, number, WAIT, port) for number in range(2)]
+        processes = [start(tmp_path, number, script, port, SMPKIT_TEST_MARK=str(tmp_path)) for number in range(2)]
         for process in processes:
             await_ready(process)
         processes[lost].kill()
         status, _, err = ends(processes)[1 - lost]
     assert status == 1
     assert f"{HOSTS[lost]}: the host was lost: its launcher was killed" in err
+    deadline = time.monotonic() + 30
+    while processes_with(mark):
+        assert time.monotonic() < deadline, "processes were left behind"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -182,19 +190,12 @@ def knock(port: int, data: bytes) -> socket.socket:
         time.sleep(0.01)
 
 
-def hello(**values: object) -> bytes:
-    return packed("hello", **{"host": "127.0.0.2", "facts": {}, "nonce": "n", "proof": "p", **values})
-
-
 STRANGERS = {
-    "another host": hello(host="somebody"),
-    "an impostor": hello(),
-    "no proof": b'{"type": "hello", "host": "127.0.0.2", "facts": {}}\n',
-    "no message": b'{"x"\n',
-    "a list": b"[1]\n",
-    "nested": b"[" * 60_000 + b"\n",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "impostor": b"\x00\x00\x00\x10" + b"x" * 16,
+    "huge": b"\x7f\xff\xff\xff",
+    "negative": b"\xff\xff\xff\xfe",
     "endless": b"x" * 100_000,
-    "binary": b"\xff\xfe\n",
     "silent": b"",
 }
 
@@ -208,15 +209,16 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
             for data in [*STRANGERS.values(), b"", b"", b""]:
                 stack.callback(knock(port, data).close)
             with meet(SECOND, {"key": "value"}, 60.0, port, TOKEN) as peers:
-                come.append(peers.facts)
+                come.extend(peers.facts)
 
         thread = threading.Thread(target=second, daemon=True)
         thread.start()
         began = time.monotonic()
+        facts = [{"name": "localhost", "place": "here"}, {"name": "127.0.0.2", "key": "value"}]
         with meet(FIRST, {"place": "here"}, 60.0, port, TOKEN) as peers:
-            assert peers.facts == {"127.0.0.2": {"key": "value"}}
+            assert peers.facts == facts
             thread.join(60)
-        assert come == [{"localhost": {"place": "here"}}]
+        assert come == facts
         assert time.monotonic() - began < 50  # each silent one alone was waited for for 10 s
 
 
@@ -236,30 +238,72 @@ def test_hosts_of_two_jobs_do_not_meet(topology: Topology) -> None:
         thread.join(60)
 
 
+@contextmanager
+def connected(index: int = 0, hosts: int = 2) -> Iterator[tuple[Peers, list[Connection]]]:
+    """Yield what one host knows of the others, and the other ends of its connections."""
+    pipes = {other: Pipe() for other in (range(1, hosts) if index == 0 else [0])}
+    facts = [{"name": f"host-{number}"} for number in range(hosts)]
+    try:
+        yield Peers(index, facts, {other: ours for other, (ours, _) in pipes.items()}), [p[1] for p in pipes.values()]
+    finally:
+        for pair in pipes.values():
+            for end in pair:
+                end.close()
+
+
 @pytest.mark.parametrize(
     "data",
-    [
-        b"not json\n",
-        b"[1]\n",
-        b"[" * 100_000 + b"\n",
-        b'{"type": "stop", "number": 999}\n',
-        b'{"type": "failed"}\n',
-        b"\xff\n",
-    ],
-    ids=["text", "list", "nested", "signal", "half", "binary"],
+    [b"not json", b"[1]", b"[" * 100_000, b'{"stop": 999}', b'{"failed": ["a"]}', b"\xff", b"x" * (1 << 24)],
+    ids=["text", "list", "nested", "signal", "half", "binary", "huge"],
 )
 def test_a_host_that_sends_garbage_is_given_up(data: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.settimeout(10)
-        threading.Thread(target=theirs.sendall, args=(data,), daemon=True).start()
-        ours.setblocking(False)
-        peers = Peers("localhost", True, {"other": ours})
-        deadline = time.monotonic() + 60
-        while peers.hear(ours) and peers.news is None:
-            assert time.monotonic() < deadline
-        assert str(peers.news) == "other: the host was given up: it sent what is no message"
+    with connected() as (peers, [theirs]):
+        ours = peers.connections[1]
+        thread = threading.Thread(target=send, args=(theirs, data), daemon=True)
+        thread.start()
+        assert not peers.hear(1)
+        ours.close()
+        thread.join(60)
+        assert peers.news == News("host-1", "gave up on the host: it sent garbage", lost=False)
         assert not peers.stop_signal
+        assert not peers.connections
+
+
+def send(connection: Connection, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(data)
+
+
+def test_the_first_host_passes_bad_news_on_to_all_others() -> None:
+    with connected(hosts=3) as (peers, [theirs, others]), connected(index=2, hosts=3) as (third, _):
+        theirs.send_bytes(b'{"failed": ["host-1", "ValueError", false]}')
+        assert not peers.hear(1)
+        third.connections[0] = others
+        assert not third.hear(0)
+        assert third.news == peers.news == News("host-1", "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "lost"),
+    [
+        (TimeoutError(110, "timed out"), "the host was lost: it fell silent", True),
+        (OSError(113, "no route to host"), "the host was lost: it fell silent", True),
+        (ConnectionResetError(104, "reset"), "the host was lost: its launcher was killed", False),
+        (EOFError(), "the host was lost: its launcher was killed", False),
+    ],
+    ids=["silent", "no way", "reset", "closed"],
+)
+def test_only_a_host_whose_machine_or_network_is_gone_is_lost(error: Exception, reason: str, lost: bool) -> None:
+    """A scheduler starts a host again that ended because another one was lost; what was killed fails the job."""
+
+    class Broken:
+        def recv_bytes(self, most: int) -> bytes:
+            raise error
+
+    with connected() as (peers, _):
+        peers.connections[1] = Broken()  # type: ignore[assignment]
+        assert not peers.hear(1)
+        assert peers.news == News("host-1", reason, lost=lost)
 
 
 def test_the_token_is_the_same_on_all_hosts_and_random_where_there_is_one() -> None:
@@ -319,12 +363,6 @@ def test_hosts_that_are_only_counted_tell_each_other_their_names(tmp_path: Path)
     assert second[1] == '[rank 1] node9 1 2.0\n[rank 1] ["node7","node9"] lo\n'
 
 
-def test_counted_hosts_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    with free_ports() as port:
-        found = ends([count(tmp_path, n, "import os; print(os.environ['SM_HOSTS'])", port, "pod") for n in range(2)])
-    assert [out for _, out, _ in found] == ['[rank 0] ["pod-1","pod-2"]\n', '[rank 1] ["pod-1","pod-2"]\n']
-
-
 def test_a_failure_on_a_counted_host_has_its_name(tmp_path: Path) -> None:
     fails = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(600)"
     with free_ports() as port:
@@ -352,7 +390,7 @@ def test_counted_hosts_of_another_job_stay_out(tmp_path: Path) -> None:
             [count(tmp_path, n, "", port, f"node{n}", SMPKIT_START_SECONDS="3", token=str(tokens[n])) for n in range(2)]
         )
     assert [status for status, _, _ in found] == [1, 1]
-    assert "host 2 of 2 came and does not know this job's token" in found[0][2]
+    assert "host 2 of 2 to come; somebody at 127.0.0.1 does not know this job's token" in found[0][2]
 
 
 @pytest.mark.parametrize("index", [-1, 2, None, "1"])

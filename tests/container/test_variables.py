@@ -9,7 +9,7 @@ import pytest
 
 from smpkit_container.environment import Environment, Folders, Resources, find_efa
 from smpkit_container.topology import Topology, read_topology
-from smpkit_container.variables import export, platform_variables, process_variables
+from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
 
 GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
 
@@ -137,8 +137,39 @@ def test_several_hosts_talk_over_the_platforms_interface() -> None:
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
 
 
-def test_later_layers_win() -> None:
-    assert export({"a": "1", "b": "1"}, {"b": "2"}, {"c": "3"}) == {"a": "1", "b": "2", "c": "3"}
+def test_ranks_see_what_torchrun_sets() -> None:
+    """Beside MASTER_ADDR and MASTER_PORT, which every rank of a host has."""
+    topology = Topology(("a", "b"), 1, 2, "torchrun")
+    assert torchrun_variables(topology, 3, "job", {}) == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    assert torchrun_variables(topology, 3, "job", chosen)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_ranks_of_mpirun_get_torchruns_names() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "RANK": "of a launcher around this one",
+    }
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [mpi_rank_variables(environ)[name] for name in names] == ["3", "4", "1", "2"]
 
 
 def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The launcher with real torchrun, real mpirun, real processes: what it shows, returns and leaves when ranks fail."""
+"""The launcher with real ranks, real mpirun: what it shows, returns and leaves when ranks fail."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ if __name__ == "__main__":
     assert os.path.isabs(__file__) and sys.argv[0] == "train.py"
     assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
     assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
-    assert "SMPKIT_LAUNCHER" not in os.environ
+    assert not {"SMPKIT_LAUNCHER", "SMPKIT_RANK_LINK"} & set(os.environ)
     assert sys.stdin.read() == ""
     atexit.register(print, "exit handler ran")
     if os.environ["RANK"] == "0":
@@ -149,10 +149,7 @@ TAKEN = (
 
 @pytest.mark.slow
 def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make_job: MakeJob) -> None:
-    """Without a port race or a host name.
-
-    torchrun's rendezvous listened on every address and unpickled what it read there, from whoever wrote it.
-    """
+    """Without a port race or a host name."""
     meets = "import smpkit.torch as smp\nsmp.init({'ddp': True})\nprint(sum(smp.allgather(1 + rank)))\n"
     ends = "while not os.path.exists('end'): time.sleep(0.05)\n"
     job = make_job(RANK + meets + READY + ends)
@@ -456,33 +453,23 @@ def test_second_ctrl_c_kills_at_once(make_mpi_job: MakeJob) -> None:
 
 
 def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
-    job = make_job(RANK + READY + "time.sleep(600)\n")
+    job = make_job(RANK + "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + READY + "time.sleep(600)\n")
     with job.running() as process:
-        assert len(job.processes()) > 2
+        assert len(job.processes()) > 4
         process.kill()
         process.communicate(timeout=60)
     job.assert_nothing_left()
 
 
-def test_stopped_watcher_does_not_keep_a_run_from_ending(make_mpi_job: MakeJob) -> None:
-    """Whoever can stop the watcher, by mistake or to look at it, must not make the launcher wait without end."""
-    job = make_mpi_job(
-        RANK + "import signal\nos.kill(os.getppid(), signal.SIGSTOP)\nif rank: raise ValueError('boo')\n"
-    )
-    done = job.run()
-    assert done.code == 1, done.err
-    assert "ValueError: boo" in done.err
-
-
-def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:
-    job = make_job(RANK + READY + "time.sleep(600)\n")
+def test_killed_mpirun_ends_the_run(make_mpi_job: MakeJob) -> None:
+    job = make_mpi_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
         began = time.monotonic()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        [mpirun] = [pid for pid, command in job.processes().items() if "--host localhost:2" in command]
+        os.kill(mpirun, signal.SIGKILL)
         done = job.finish(process, began)
     assert done.code == 137, done.err
-    assert "was killed by SIGKILL" in done.err
+    assert "mpirun was killed by SIGKILL, though no rank failed" in done.err
     assert done.seconds < 300
 
 

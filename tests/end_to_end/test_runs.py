@@ -164,7 +164,6 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     summary = read_summary(run)
     assert summary.exit_reason.startswith("failed: ")
-    assert (summary.steps, summary.ranks[0].peak.weights > 48 * 1024) == (1, True)
     listed = smpkit(tmp_path, "runs").stdout
     assert re.search(r"failed: ", listed)
 
