@@ -170,23 +170,26 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # an empty tensor has no largest value
     norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
     squares = norm_type == 2.0
-    for group, divided in _sharded_over(parameters):
-        # All tensors in one message; the sums of those that are not divided are thrown away.
-        whole = norms.square() if squares else norms.clone()
+    for group, divided in _divided_over(parameters):
+        positions = torch.tensor(divided, device=norms.device)
+        whole = norms[positions].square() if squares else norms[positions]
         with waiting("the norms of divided tensors", group):
             dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
-        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
+        norms[positions] = whole.sqrt() if squares else whole
     return norms
 
 
-def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
-    """Yield groups of ranks, each with whether it holds the pieces of each parameter: innermost division first."""
-    dtensors = [is_dtensor(each) for each in parameters]
+def _divided_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
+    """Yield groups of ranks, each with the positions of the parameters whose pieces it holds: innermost first.
+
+    With sharded optimizer states a rank has some of the parameters, and of the pieces those that the others have.
+    """
+    dtensors = [position for position, each in enumerate(parameters) if is_dtensor(each)]
     mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
     if mesh is not None:
         yield mesh.get_group("shard"), dtensors
-    tp_shards = [is_tp_shard(each) for each in parameters]
-    if state.initialized and state.tp_size > 1 and any(tp_shards):
+    tp_shards = [position for position, each in enumerate(parameters) if is_tp_shard(each)]
+    if state.initialized and state.tp_size > 1 and tp_shards:
         yield state.process_group(CommGroup.TP_GROUP), tp_shards
 
 
