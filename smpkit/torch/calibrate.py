@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from smpkit.plan.tune.calibration import (
     Attention,
@@ -61,29 +62,21 @@ class _Measurement:
     """One calibration; every rank calls the same methods in the same order."""
 
     def __init__(self, seconds: float) -> None:
-        self._device, self._world = state.device, dist.group.WORLD
+        self._device = state.device
         self._began = time.perf_counter()
         fast = devices.is_asynchronous(self._device)
         self._dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if fast else [])]
         self._sizes = (1024, 4096, 8192) if fast else (128, 512, 1024)
         self._tokens = (1024, 4096) if fast else (256, 1024)
-        self._groups = sorted({size for size in (2, 4, 8, 16, state.size) if 2 <= size <= state.size})
-        self._message_bytes = (4096, _MIB, 16 * _MIB)
-        num_matmuls = 2 * len(self._dtypes) * len(self._sizes)
-        num_others = len(self._dtypes) * len(self._tokens) + 5 + (4 if fast else 0)
-        num_messages = len(self._message_bytes) * (1 + 3 * len(self._groups)) if state.size > 1 else 0
+        self._groups = [size for size in sorted({2, 4, 8, 16, state.size}) if 2 <= size <= state.size]
+        self._message_bytes = (4096, _MIB, 16 * _MIB) if state.size > 1 else ()
+        num_measured = len(self._dtypes) * (2 * len(self._sizes) + len(self._tokens))
+        num_measured += len(self._message_bytes) * (1 + 3 * len(self._groups)) + (9 if fast else 5)
         # Processes start and warm up in the rest.
-        self._slot = 0.7 * seconds / (num_matmuls + num_others + num_messages)
+        self._slot = 0.7 * seconds / num_measured
 
     def calibration(self) -> Calibration:
-        """Measure everything."""
-        matmul, attention = list(self._matmuls()), list(self._attentions())
-        memory = self._memory()
-        link = self._link() if devices.is_asynchronous(self._device) else None
-        messages, collectives = list(self._messages()), list(self._collectives())
-        updates = self._updates()
-        elementwise, (operation, split) = self._elementwise(), self._operation()
-        action = self._action()
+        """Measure everything, in this order."""
         machine = this_machine().model_copy(
             update={
                 "device": devices.device_name(self._device),
@@ -96,70 +89,66 @@ class _Measurement:
             machine=machine,
             ranks=state.size,
             cores_per_rank=machine.cores / state.size,
+            matmul=list(self._matmuls()),
+            attention=list(self._attentions()),
+            memory_bytes_per_second=self._memory(),
+            link=self._link() if devices.is_asynchronous(self._device) else None,
+            messages=list(self._messages()),
+            collectives=list(self._collectives()),
+            updates_per_second=self._updates(),
+            elementwise_bytes_per_second=self._elementwise(),
+            **self._operation(),
+            action_seconds=self._action(),
             seconds=time.perf_counter() - self._began,
-            matmul=matmul,
-            attention=attention,
-            memory_bytes_per_second=memory,
-            link=link,
-            messages=messages,
-            collectives=collectives,
-            updates_per_second=updates,
-            action_seconds=action,
-            operation_seconds=operation,
-            split_seconds=split,
-            elementwise_bytes_per_second=elementwise,
         )
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
-    def _barrier(self) -> None:
-        dist.barrier()
-
-    def _run(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of a run on this rank, within one slot of the time."""
-        work()  # what is left of it when the first run begins does not change the median
-        taken: list[float] = []
-        end = time.perf_counter() + self._slot
-        while len(taken) < _FEWEST_RUNS or time.perf_counter() < end:
-            start = time.perf_counter()
-            work()
-            devices.wait_for_stream(self._device)
-            taken.append(time.perf_counter() - start)
-        return median(taken)
+    def _now(self) -> float:
+        devices.wait_for_stream(self._device)
+        return time.perf_counter()
 
     def _alone(self, work: Callable[[], object]) -> float:
         """Return the seconds of a run on rank 0 while the others wait; all ranks get it."""
-        self._barrier()
+        dist.barrier()
         return self._from_rank_0(self._run(work) if state.rank == 0 else 0.0)
-
-    def _from_rank_0(self, seconds: float) -> float:
-        shared = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, 0)
-        return float(shared)
 
     def _together(self, work: Callable[[], object]) -> float:
         """Return the mean over ranks of the seconds of a run while all do it."""
-        self._barrier()
+        dist.barrier()
         shared = torch.tensor([self._run(work)], dtype=torch.float64, device=self._device)
         dist.all_reduce(shared)
         return float(shared) / state.size
 
-    def _in_step(self, work: Callable[[], object], group: Any) -> float:
-        """Return the seconds of a run that waits for other ranks; each rank makes as many runs as rank 0 decides."""
-        work()
-        start = time.perf_counter()
-        work()
-        devices.wait_for_stream(self._device)
-        each = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=self._device)
-        dist.broadcast(each, 0, group=group)
-        runs = max(_FEWEST_RUNS, min(200, int(self._slot / max(float(each), 1e-6))))
-        taken: list[float] = []
-        for _ in range(runs):
-            start = time.perf_counter()
+    def _run(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of a run on this rank, within one slot of the time."""
+        timer = Timer("work()", timer=self._now, globals={"work": work}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=self._slot).median)
+
+    def _in_step(self, work: Callable[[], object], ranks: Sequence[int]) -> float:
+        """Return the seconds of a run for which ranks wait for each other; it makes as many runs as rank 0 decides.
+
+        Args:
+            ranks: that call `work`, with their group; the others only learn the result.
+        """
+        dist.barrier()
+        seconds = 0.0
+        if state.rank in ranks:
             work()
-            devices.wait_for_stream(self._device)
-            taken.append(time.perf_counter() - start)
-        return median(taken)
+            first = self._from_rank_0(self._once(work), extra_group(tuple(ranks)))
+            num_runs = max(_FEWEST_RUNS, min(200, int(self._slot / max(first, 1e-6))))
+            seconds = median(self._once(work) for _ in range(num_runs))
+        return self._from_rank_0(seconds)
+
+    def _once(self, work: Callable[[], object]) -> float:
+        start = self._now()
+        work()
+        return self._now() - start
+
+    def _from_rank_0(self, seconds: float, group: Any = None) -> float:
+        shared = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.broadcast(shared, 0, group=group)
+        return float(shared)
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device=self._device).to(dtype)
@@ -170,30 +159,20 @@ class _Measurement:
         for dtype in self._dtypes:
             for size in self._sizes:
                 one, other = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
-                target = torch.empty_like(one)
-
-                def multiply(one: torch.Tensor = one, other: torch.Tensor = other, out: torch.Tensor = target) -> None:
-                    torch.mm(one, other, out=out)
-
+                multiply = partial(torch.mm, one, other, out=torch.empty_like(one))
                 flops = 2.0 * size**3
-                alone, together = self._alone(multiply), self._together(multiply)
                 yield Matmul(
                     dtype=dtype_name(dtype),
                     size=size,
-                    flops_per_second=flops / alone,
-                    shared_flops_per_second=flops / together,
+                    flops_per_second=flops / self._alone(multiply),
+                    shared_flops_per_second=flops / self._together(multiply),
                 )
 
     def _attentions(self) -> Iterator[Attention]:
         for dtype in self._dtypes:
             for tokens in self._tokens:
                 query, key, value = (self._random(1, _HEADS, tokens, _HEAD_SIZE, dtype=dtype) for _ in range(3))
-
-                def attend(
-                    query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value
-                ) -> torch.Tensor:
-                    return scaled_dot_product_attention(query, key, value, is_causal=True)
-
+                attend = partial(scaled_dot_product_attention, query, key, value, is_causal=True)
                 # Half of the products are masked, and what is counted elsewhere counts all of them.
                 flops = 4.0 * _HEADS * tokens**2 * _HEAD_SIZE
                 yield Attention(dtype=dtype_name(dtype), tokens=tokens, flops_per_second=flops / self._alone(attend))
@@ -216,6 +195,10 @@ class _Measurement:
         def back() -> None:
             there[1].copy_(host[1], non_blocking=True)
 
+        def latent() -> None:
+            tiny[1].copy_(tiny[0], non_blocking=True)
+            devices.wait_for_stream(self._device)
+
         def both() -> None:
             for stream, copy in zip(streams, (out, back), strict=True):
                 with devices.on_stream(stream):
@@ -227,36 +210,26 @@ class _Measurement:
             out_bytes_per_second=num_bytes / self._together(out),
             back_bytes_per_second=num_bytes / self._together(back),
             both_bytes_per_second=2 * num_bytes / self._together(both),
-            latency_seconds=self._alone(lambda: tiny[1].copy_(tiny[0], non_blocking=True)),
+            latency_seconds=self._alone(latent),
         )
 
     def _messages(self) -> Iterator[Message]:
         """Send from the first rank to the next one and back."""
-        if state.size == 1:
-            return
-        group = extra_group((0, 1)) if state.rank < 2 else None
         for num_bytes in self._message_bytes:
-            self._barrier()
-            seconds = 0.0
-            if group is not None:
-                value = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                seconds = self._in_step(partial(_ping, value, group), group) / 2
-            yield Message(num_bytes=num_bytes, seconds=self._from_rank_0(seconds))
+            value = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            yield Message(num_bytes=num_bytes, seconds=self._in_step(partial(_ping, value), (0, 1)) / 2)
 
     def _collectives(self) -> Iterator[Collective]:
         for size in self._groups:
-            group = extra_group(tuple(range(size))) if state.rank < size else None
+            ranks = tuple(range(size))
+            group = extra_group(ranks) if state.rank in ranks else None
             for name, operation in _OPERATIONS.items():
                 for num_bytes in self._message_bytes:
-                    self._barrier()
-                    count, seconds = num_bytes // 4 // size * size, 0.0
-                    if group is not None:
-                        whole = torch.zeros(count, dtype=torch.float32, device=self._device)
-                        part = torch.zeros(count // size, dtype=torch.float32, device=self._device)
-                        seconds = self._in_step(partial(operation, whole, part, group), group)
-                    seconds = self._from_rank_0(seconds)
+                    whole = torch.zeros(num_bytes // 4 // size * size, dtype=torch.float32, device=self._device)
+                    part = torch.zeros(len(whole) // size, dtype=torch.float32, device=self._device)
+                    seconds = self._in_step(partial(operation, whole, part, group), ranks)
                     yield Collective.model_validate(
-                        {"operation": name, "ranks": size, "num_bytes": 4 * count, "seconds": seconds}
+                        {"operation": name, "ranks": size, "num_bytes": whole.nbytes, "seconds": seconds}
                     )
 
     def _updates(self) -> float:
@@ -279,7 +252,7 @@ class _Measurement:
         moved = (3 + 2 + 2) * value.numel() * value.element_size()
         return moved / self._alone(lambda: [operator() for operator in operators])
 
-    def _operation(self) -> tuple[float, float]:
+    def _operation(self) -> dict[str, float]:
         """Return what an operator costs the host, and how much more a product with a weight does if backward is split.
 
         Modules of small operators run, forward and, for twice of it, backward.
@@ -297,7 +270,10 @@ class _Measurement:
             weights.run()
 
         plain = self._alone(lambda: model(value).sum().backward())
-        return plain / (3 * num_operators), max(0.0, self._alone(split) - plain) / _TINY
+        return {
+            "operation_seconds": plain / (3 * num_operators),
+            "split_seconds": max(0.0, self._alone(split) - plain) / _TINY,
+        }
 
     def _action(self) -> float:
         """Return what the runtime itself spends on an action, with its message.
@@ -313,12 +289,12 @@ class _Measurement:
         return median(seconds[3:]) / (2 * stages)
 
     def _run_step(self, model: DistributedModel, inputs: torch.Tensor) -> float:
-        self._barrier()
-        start = time.perf_counter()
+        dist.barrier()
+        start = self._now()
         _step(model, inputs)
-        devices.wait_for_stream(self._device)
-        self._barrier()
-        return time.perf_counter() - start
+        self._now()
+        dist.barrier()
+        return self._now() - start
 
 
 @step
@@ -328,13 +304,10 @@ def _step(model: DistributedModel, inputs: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _ping(value: torch.Tensor, group: Any) -> None:
-    if state.rank == 0:
-        dist.send(value, 1, group=group)
-        dist.recv(value, 1, group=group)
-    else:
-        dist.recv(value, 0, group=group)
-        dist.send(value, 0, group=group)
+def _ping(value: torch.Tensor) -> None:
+    group, other = extra_group((0, 1)), 1 - state.rank
+    for call in (dist.send, dist.recv) if state.rank == 0 else (dist.recv, dist.send):
+        call(value, other, group=group)
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: Any) -> None:

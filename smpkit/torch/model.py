@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,8 +31,7 @@ from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOpti
 from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offloading import Offloading, offloads
-from smpkit.torch.optim.empty_updates import UpdateCheck
-from smpkit.torch.optim.gradient_norm import warn_of_torch_clipping
+from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch
 from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
@@ -168,8 +167,8 @@ class DistributedModel(nn.Module):
         self.participants.add(self._hooks)
         if state.is_v1_script:
             self.participants.add(UnwrittenCheck(module, self.holds))
-        self.updates = UpdateCheck(module)
-        self.participants.add(self.updates)
+        self.num_passes = self.num_backwards = 0
+        """Calls with gradients while training, in steps or outside, and backwards: `check_backward` compares them."""
         self.offloading = Offloading(self.module) if offloads() else None
         if self.offloading is not None:
             self.participants.add(self.offloading)
@@ -187,6 +186,7 @@ class DistributedModel(nn.Module):
         refuse_assignment(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
+        clip_whole_models_with_torch()
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
@@ -207,6 +207,7 @@ class DistributedModel(nn.Module):
                     "the model was called outside a step, but it lies on several pipeline ranks",
                     hint="call it inside a function decorated with @smp.step",
                 )
+            self._count_pass()
             number = random_number() if state.tp_size > 1 and self.training else 0
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             for begin in self.participants.begin_outside_step:
@@ -252,7 +253,7 @@ class DistributedModel(nn.Module):
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
-        self.updates.num_backwards += 1
+        self.num_backwards += 1
         self.engine.backward(roots, grads, state.loss_scale * (1.0 if run is None else self._microbatch_scale(run)))
 
     # --- the life of a step ------------------------------------------------------------------------------------
@@ -261,12 +262,40 @@ class DistributedModel(nn.Module):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
+        self._count_pass()
         if self.pipeline is None and state.tp_size == 1:
             return args, kwargs  # no other rank takes part in this rank's step
         args, kwargs = self.engine.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
         # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
         return args, kwargs
+
+    def _count_pass(self) -> None:
+        if self.training and torch.is_grad_enabled():
+            self.num_passes += 1
+
+    def check_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Find scripts that do not train: an update of `parameters` after passes, without a backward or a gradient.
+
+        A forgotten `model.backward(loss)` costs nothing but the training: losses are printed, checkpoints saved, and
+        torch's optimizers skip parameters without a gradient and say nothing. Called by `DistributedOptimizer.step`.
+
+        Raises:
+            UsageError: there were passes for training, and the job's first backward is still to come.
+        """
+        if self.num_passes == 0 or self.num_backwards:
+            return
+        if any(isinstance(module, OffloadModel) for module in self.modules()):
+            return  # hands gradients to its optimizer by another way than `.grad`
+        own = {id(each): each for each in self.parameters()}
+        known = list(parameters)
+        trains = any(each.requires_grad for each in own.values()) and any(id(each) in own for each in known)
+        if trains and all(each.grad is None for each in (*known, *own.values())):
+            raise UsageError(
+                "optimizer.step() was called after training passes, but no backward has run: no weight would change",
+                hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"
+                " training run under `torch.no_grad()` or `model.eval()`",
+            )
 
     def prepare(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
         """Prepare for the first step (called by `@smp.step`); over a pipeline, partition the model."""
@@ -602,9 +631,7 @@ def _place_weights(module: nn.Module) -> nn.Module:
 def _make_pipeline(module: nn.Module, participants: StepParticipants, measured: MeasureOptions) -> Pipeline | None:
     if state.pp_size == 1:
         return None
-    pipeline = Pipeline(module, participants, measured, _prepare_checkpointing)
-    warn_of_torch_clipping()
-    return pipeline
+    return Pipeline(module, participants, measured, _prepare_checkpointing)
 
 
 def _shards_data() -> bool:

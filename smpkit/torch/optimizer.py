@@ -20,7 +20,7 @@ from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.precision.cast import half_dtype
-from smpkit.torch.precision.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
+from smpkit.torch.precision.loss_scale import StaticLossScaler, loss_scaler_of
 from smpkit.torch.state_dict import (
     PARTIAL_KEY,
     gather_all,
@@ -101,44 +101,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
-        inside = own.get("optimizer")
-        is_own = inside is None or name in own or hasattr(type(self), name) or not hasattr(inside, name)
-        # Of half precision, each has its members: smpkit's master weights, or a script's own optimizer.
-        if is_own and not (name in _OF_HALF_PRECISION and self.masters is None):
+        is_own = "optimizer" not in own or name in own or hasattr(type(self), name)
+        part = None if is_own else self._part_with(name)
+        if part is None:
             object.__setattr__(self, name, value)
         else:
-            setattr(inside, name, value)
+            setattr(part, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle look for methods before __init__ has run: an endless recursion
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        if name == "fp16_groups" and state.cfg.sharded_data_parallel_degree > 1:
+            # All of them, in any precision: a part in float32 is its own master weight.
+            return [[self.model_parameter(each) for each in group["params"]] for group in self.param_groups]
+        part = self._part_with(name)
+        return getattr(self.optimizer if part is None else part, name)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        defaults: dict[str, Any] = getattr(self.optimizer, "defaults", {})
-        return defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+    def _part_with(self, name: str) -> Any:
+        """Return the master weights or the optimizer inside, whichever has a member of this name first; else None."""
+        parts = (None if name.startswith("_") else self.masters, self.optimizer)
+        return next((part for part in parts if part is not None and hasattr(part, name)), None)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -162,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
         if state.model is not None:
-            state.model.updates.check(self)
+            state.model.check_backward(self._model_parameters())
             state.model.run_post_step_hooks()
         if self.masters is not None and closure is not None:
             raise UsageError(
@@ -175,15 +157,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 closure = self._clip_after(closure, state.cfg.sdp_gradient_clipping)
         zero1 = _zero1_partition()
-        if isinstance(self.optimizer, torch.optim.LBFGS) and state.pp_size * state.tp_size > 1:
+        if isinstance(self.optimizer, torch.optim.LBFGS) and (zero1 is not None or state.pp_size * state.tp_size > 1):
             raise UnsupportedError(
-                "LBFGS looks at all parameters at once, but each pipeline and tensor-parallel rank has some of them",
-                hint="use another optimizer, or degrees of 1",
-            )
-        if zero1 is not None and isinstance(self.optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                "LBFGS looks at all parameters at once, but shard_optimizer_state gives each rank some of them",
-                hint="remove shard_optimizer_state, or use another optimizer",
+                "LBFGS looks at all parameters at once, but a rank of a pipeline, of tensor parallelism or with"
+                " shard_optimizer_state has some of them",
+                hint="use another optimizer, or degrees of 1 without shard_optimizer_state",
             )
         with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
             if self.masters is not None:
@@ -206,7 +184,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in _NAMES_OF_SET_TO_NONE:
             set_to_none = options.pop(name, set_to_none)
         method = self.optimizer.zero_grad
-        method(**{_name_of_set_to_none(getattr(method, "__func__", method)): set_to_none}, **options)
+        own_name = _name_of_set_to_none(getattr(method, "__func__", method))
+        method(**({} if own_name is None else {own_name: set_to_none}), **options)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
 
@@ -235,10 +214,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return clipped
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
-        if self.masters is None:
-            self._norm = float(clip_grad_norm_(self._model_parameters(), max_norm, norm_type))
-        else:
-            self._norm = self.masters.clip(max_norm, norm_type)
+        norm = float(clip_grad_norm_(self._model_parameters(), max_norm, norm_type))
+        self._norm = -1.0 if self.masters is not None and self.masters.overflow else norm
         return self._norm
 
     @property
@@ -246,65 +223,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The norm of the whole model's gradient before it was last clipped, under the name by which scripts log it."""
         return getattr(self.optimizer, "_global_grad_norm", None) if self._norm is None else self._norm
 
-    @property
-    def overflow(self) -> bool:
-        """Whether the latest step was skipped because a gradient was not finite (with `fp16` or `bf16` only)."""
-        return self._masters_or_raise.overflow
-
-    @overflow.setter
-    def overflow(self, value: bool) -> None:
-        self._masters_or_raise.overflow = value
-
-    @property
-    def loss_scaler(self) -> LossScaler:
-        """What chooses the loss scale; may be replaced by another one with the same members."""
-        return self._masters_or_raise.scaler
-
-    @loss_scaler.setter
-    def loss_scaler(self, scaler: Any) -> None:
-        self._masters_or_raise.scaler = scaler
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with (with `fp16` or `bf16` only; 1 with `bf16`)."""
-        return self._masters_or_raise.scaler.loss_scale
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The master weights by parameter group; empty lists before the first step of a pipeline."""
-        return self._masters_or_raise.fp32_from_fp16_groups
-
-    @property
-    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The model's parameters that have master weights, by parameter group.
-
-        With sharded data parallelism that is all of them, in any precision: a part in float32 is its own master weight.
-        """
-        if state.cfg.sharded_data_parallel_degree > 1:
-            return [[self.model_parameter(each) for each in group["params"]] for group in self.param_groups]  # type: ignore[misc]
-        return self._masters_or_raise.fp16_groups
-
     def init_master_params(self, *args: Any, **kwargs: Any) -> Any:
         """Make the master weights now; without this call they are made when they are first needed."""
-        if self.masters is None:
-            return self._call_inside("init_master_params", *args, **kwargs)
-        self.masters.create_missing()
-        return None
+        if self.masters is not None:
+            self.masters.create_missing()
+            return None
+        own = getattr(self.optimizer, "init_master_params", None)  # of a script's own optimizer for half precision
+        return None if own is None else own(*args, **kwargs)
 
     def reload_model_params(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the model's weights into the master weights, after the script has changed them itself.
 
         After `model.load_state_dict` that is done already.
         """
-        if self.masters is None:
-            return self._call_inside("reload_model_params", *args, **kwargs)
-        self.masters.copy_from_model()
-        return None
-
-    def _call_inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a script's own optimizer for half precision; without one there is nothing to do."""
-        method = getattr(self.optimizer, name, None)
-        return None if method is None else method(*args, **kwargs)
+        if self.masters is not None:
+            self.masters.copy_from_model()
+            return None
+        own = getattr(self.optimizer, "reload_model_params", None)
+        return None if own is None else own(*args, **kwargs)
 
     def refresh_masters(self) -> None:
         """Copy weights that were loaded into the model into their masters (called by `model.load_state_dict`)."""
@@ -314,12 +250,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def scale_for_backward(self) -> float:
         """Return the loss scale of the coming backward (called by `model.backward`)."""
         return 1.0 if self.masters is None else self.masters.scale_for_backward()
-
-    @property
-    def _masters_or_raise(self) -> MasterWeights:
-        if self.masters is None:  # then the attribute may be one of the optimizer inside
-            raise AttributeError("without fp16 and bf16 there are no master weights")
-        return self.masters
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -438,7 +368,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError("there are no shards of parameters without sharded data parallelism")
         return model.data_parallel.shard_group
 
-    # Members that public scripts of 2021 and 2022 reach into, and some of which they replace.
+    # Members that public scripts reach into, and some of which they replace.
+
+    def save_optimizer_backcompat(self, *, gather_if_shard: bool = True, **_: Any) -> dict[str, Any]:
+        """Return `local_state_dict`, under a name of v1's last versions; their other arguments change nothing here."""
+        return self.local_state_dict(gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], **_: Any) -> None:
+        """Load what `save_optimizer_backcompat` returned."""
+        self.load_state_dict(state_dict)
 
     redefined_params = False
     """Whether the parameters of the groups are others than the model's: they never are, but for master weights."""
@@ -459,15 +397,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return parameter if self.masters is None else self.masters.model_parameter_of(parameter)
 
 
-_OF_HALF_PRECISION: Final = frozenset({"overflow", "loss_scaler", "loss_scale", "fp16_groups", "fp32_from_fp16_groups"})
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
 @functools.lru_cache(maxsize=8)  # to read a signature takes longer than to clear the gradients
-def _name_of_set_to_none(zero_grad: Callable[..., Any]) -> str:
-    """Return what an optimizer's `zero_grad` calls the argument that torch calls `set_to_none`."""
+def _name_of_set_to_none(zero_grad: Callable[..., Any]) -> str | None:
+    """Return what an optimizer's `zero_grad` calls the argument that torch calls `set_to_none`; None if it has none."""
     parameters = inspect.signature(zero_grad).parameters
-    return next((name for name in _NAMES_OF_SET_TO_NONE if name in parameters), "set_to_none")
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = ("set_to_none", *_NAMES_OF_SET_TO_NONE)
+    return next((name for name in names if name in parameters), "set_to_none" if takes_any else None)
 
 
 def _zero1_partition() -> Zero1Partition | None:

@@ -1,22 +1,20 @@
 """`smp.optimizers`: Adam, LAMB and NovoGrad that update many tensors at once.
 
-SMP v1 had them in place of Apex's, with Apex's names and arguments; here they are built on torch's fused kernels and
-operations on lists of tensors. The norms in their rules are those of the whole model and of whole tensors, on however
-many ranks these lie.
+SMP v1 had them in place of Apex's, with Apex's names and arguments. Adam is torch's fused one; LAMB and NovoGrad, which
+torch does not have, are built on its operations on lists of tensors. The norms in their rules are those of the whole
+model and of whole tensors, on however many ranks these lie.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 import torch
-from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
@@ -27,6 +25,47 @@ from smpkit.torch.placement.dtensor import local_tensor_of
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 Tensors = list[torch.Tensor]
+
+
+class FusedAdam(torch.optim.Adam):
+    """`torch.optim.AdamW(fused=True)`, or with `adam_w_mode=False` `torch.optim.Adam(fused=True)`, as Apex names it.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        bias_correction: must be True.
+        adam_w_mode: decay weights and not gradients.
+        amsgrad: must be False.
+        set_grad_none: let `zero_grad()` set gradients to None, not to zero.
+
+    Raises:
+        UsageError: a value out of its range.
+        UnsupportedError: amsgrad, or moments that are not corrected.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _check("FusedAdam", amsgrad, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if not bias_correction:
+            raise UnsupportedError(
+                "FusedAdam is torch's, which always corrects the moments of the first steps",
+                hint="leave out bias_correction=False",
+            )
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients; `set_grad_none` of the constructor says how if the argument does not."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 @dataclass(frozen=True)
@@ -62,11 +101,7 @@ class _Fused(torch.optim.Optimizer, ABC):
     """Counts steps per parameter, keeps moments, and updates parameters of equal counts together."""
 
     def __init__(self, params: ParamsT, *, set_grad_none: bool, amsgrad: bool, **defaults: Any) -> None:
-        if amsgrad:
-            raise UnsupportedError(
-                f"{type(self).__name__} has no amsgrad variant", hint="use torch.optim.AdamW(..., amsgrad=True)"
-            )
-        _check(type(self).__name__, defaults)
+        _check(type(self).__name__, amsgrad, defaults)
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
 
@@ -85,6 +120,10 @@ class _Fused(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
+            raise UnsupportedError(
+                f"{type(self).__name__} does not take sparse gradients", hint="make embeddings with sparse=False"
+            )
         self._before_update()
         for group in self.param_groups:
             for same_step in self._by_step_count(group):
@@ -104,10 +143,6 @@ class _Fused(torch.optim.Optimizer, ABC):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            if parameter.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{type(self).__name__} does not take sparse gradients", hint="make embeddings with sparse=False"
-                )
             own = self.state[parameter]
             if not own:
                 # On the host, as torch's optimizers keep it: reading it must not wait for a GPU.
@@ -120,62 +155,6 @@ class _Fused(torch.optim.Optimizer, ABC):
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-
-class FusedAdam(_Fused):
-    """Adam with decoupled weight decay (AdamW), or with `adam_w_mode=False` with L2 regularisation.
-
-    Args:
-        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        bias_correction: divide the moments by what they lack in the first steps.
-        adam_w_mode: decay weights and not gradients.
-        amsgrad: must be False.
-        set_grad_none: let `zero_grad()` set gradients to None, not to zero.
-
-    Raises:
-        UsageError: a value out of its range.
-        UnsupportedError: amsgrad.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        self.adam_w_mode = adam_w_mode
-        settings = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
-
-    def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
-        beta1, beta2 = group["betas"]
-        if not group["bias_correction"]:
-            updates = _adam_updates(group, same_step, same_step.gradients, 1.0 - beta1, self.adam_w_mode)
-            torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
-            return
-        adam(
-            same_step.weights,
-            same_step.gradients,
-            same_step.state("exp_avg"),
-            same_step.state("exp_avg_sq"),
-            [],
-            _step_counts(same_step.weights, same_step.steps - 1.0),  # torch's kernel counts this step itself
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            decoupled_weight_decay=self.adam_w_mode,
-        )
 
 
 class FusedLAMB(_Fused):
@@ -236,8 +215,7 @@ class FusedLAMB(_Fused):
         if self._norm is not None and group["max_grad_norm"] > 0:
             excess = (self._norm / group["max_grad_norm"]).clamp(min=1.0)
             gradients = list(torch._foreach_div(gradients, excess.to(gradients[0])))
-        weight = 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
-        updates = _adam_updates(group, same_step, gradients, weight, self.adam_w_mode)
+        updates = self._adam_updates(group, same_step, gradients)
         if self.use_nvlamb or group["weight_decay"] != 0:
             weight_norms = norms_of(same_step.weights, same_step.parameters, 2.0)
             update_norms = norms_of(updates, same_step.parameters, 2.0)
@@ -245,6 +223,26 @@ class FusedLAMB(_Fused):
             ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
             torch._foreach_mul_(updates, list(ratios.unbind()))
         torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
+
+    def _adam_updates(self, group: dict[str, Any], same_step: _SameStepParameters, gradients: Tensors) -> Tensors:
+        """Update Adam's moments, and return the change of the parameters before the learning rate."""
+        beta1, beta2 = group["betas"]
+        first, second = same_step.state("exp_avg"), same_step.state("exp_avg_sq")
+        decay, corrects = group["weight_decay"], group["bias_correction"]
+        if decay and not self.adam_w_mode:
+            gradients = list(torch._foreach_add(gradients, same_step.weights, alpha=decay))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, value=1.0 - beta2)
+        divisors = list(torch._foreach_sqrt(second))
+        torch._foreach_div_(divisors, math.sqrt(1.0 - beta2**same_step.steps) if corrects else 1.0)
+        torch._foreach_add_(divisors, group["eps"])
+        updates = list(torch._foreach_div(first, divisors))
+        torch._foreach_div_(updates, 1.0 - beta1**same_step.steps if corrects else 1.0)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(updates, same_step.weights, alpha=decay)
+        return updates
 
 
 FusedLamb = FusedLAMB
@@ -329,49 +327,6 @@ class FusedNovoGrad(_Fused):
         return divisors
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
-def _step_counts(weights: Tensors, count: float) -> Tensors:
-    """Return a tensor of one number for each weight, on its device."""
-    # One tensor per device, cut into numbers: a kernel for each weight would take longer than the update.
-    of_device = {
-        device: iter(torch.full((number,), count, dtype=torch.float32, device=device).unbind())
-        for device, number in Counter(weight.device for weight in weights).items()
-    }
-    return [next(of_device[weight.device]) for weight in weights]
-
-
-def _adam_updates(
-    group: dict[str, Any], same_step: _SameStepParameters, gradients: Tensors, weight: float, decoupled: bool
-) -> Tensors:
-    """Update Adam's moments, and return the change of the parameters before the learning rate.
-
-    Args:
-        weight: of the new gradient in the first moment.
-        decoupled: decay weights (AdamW); else gradients.
-    """
-    beta1, beta2 = group["betas"]
-    first, second = same_step.state("exp_avg"), same_step.state("exp_avg_sq")
-    steps, decay = same_step.steps, group["weight_decay"]
-    if decay and not decoupled:
-        gradients = list(torch._foreach_add(gradients, same_step.weights, alpha=decay))
-    torch._foreach_mul_(first, beta1)
-    torch._foreach_add_(first, gradients, alpha=weight)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, gradients, gradients, value=1.0 - beta2)
-    divisors = list(torch._foreach_sqrt(second))
-    if group["bias_correction"]:
-        torch._foreach_div_(divisors, math.sqrt(1.0 - beta2**steps))
-    torch._foreach_add_(divisors, group["eps"])
-    updates = list(torch._foreach_div(first, divisors))
-    if group["bias_correction"]:
-        torch._foreach_div_(updates, 1.0 - beta1**steps)
-    if decay and decoupled:
-        torch._foreach_add_(updates, same_step.weights, alpha=decay)
-    return updates
-
-
 def _model_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Return the model's parameter whose master weight this may be: that one is marked with its place."""
     return parameter if state.optimizer is None else state.optimizer.model_parameter(parameter)
@@ -381,7 +336,9 @@ _POSITIVE: Final = ("eps",)
 _NOT_NEGATIVE: Final = ("lr", "weight_decay", "max_grad_norm")
 
 
-def _check(name: str, defaults: dict[str, Any]) -> None:
+def _check(name: str, amsgrad: bool, defaults: dict[str, Any]) -> None:
+    if amsgrad:
+        raise UnsupportedError(f"{name} has no amsgrad variant", hint="use torch.optim.AdamW(..., amsgrad=True)")
     for key in (*_POSITIVE, *_NOT_NEGATIVE):
         value = defaults.get(key, 1.0)
         if value < 0 or (value == 0 and key in _POSITIVE):

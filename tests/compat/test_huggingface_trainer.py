@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import smpkit.torch as smp
 from smpkit.torch.compat.devices_in_calls import to_cpu
+from smpkit.torch.compat.trainer import SmpTrainer
 from tests.compat.commands import run_on_ranks, run_script
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
@@ -97,3 +101,32 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
 )
 def test_a_device_is_understood_in_every_form(given: Any, meant: Any) -> None:
     assert to_cpu(given) == meant
+
+
+class _Original:
+    """What a `transformers.Trainer` is to the mixin."""
+
+    def __init__(self, model: nn.Module, _args: Any) -> None:
+        self.model = model
+        self.optimizer: Any = None
+
+
+class _Own(SmpTrainer, _Original):
+    """A public fork's, with `create_optimizer` in the form that Trainer itself had since 4.4."""
+
+    def create_optimizer(self) -> Any:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = smp.DistributedOptimizer(self.optimizer)
+        return self.optimizer
+
+
+def _asked_twice() -> bool:
+    smp.init()
+    trainer: Any = _Own(nn.Linear(1, 1))
+    optimizer = trainer.create_optimizer()
+    return isinstance(optimizer, smp.DistributedOptimizer) and trainer.create_optimizer() is optimizer
+
+
+def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
+    assert run_ranks(_asked_twice, 1) == [True]

@@ -140,6 +140,17 @@ def test_it_is_the_half_precision_optimizer_of_the_script() -> None:
     assert not hasattr(plain, "note")
 
 
+def test_an_optimizer_whose_zero_grad_takes_nothing_may_be_wrapped() -> None:
+    class Plain(OwnHalfPrecision):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            self.calls.append(("zero_grad",))
+
+    smp.init()
+    optimizer: Any = smp.DistributedOptimizer(Plain(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)))
+    optimizer.zero_grad()
+    assert optimizer.calls == [("zero_grad",)]
+
+
 def test_gradients_are_cleared_by_the_names_that_scripts_use() -> None:
     module, optimizer = make()
     for name in ("set_to_none", "set_grads_to_None", "set_grads_to_none"):
@@ -173,6 +184,7 @@ def test_trap_14_its_local_state_is_marked_partial_and_loads_again() -> None:
     optimizer.load_state_dict(local)
     assert list(local) == keys
     optimizer.load_state_dict({**optimizer.orig_state_dict(), "_smp_is_partial": False})
+    optimizer.load_optimizer_backcompat(optimizer.save_optimizer_backcompat(gather_if_shard=False))
 
 
 def test_param_groups_state_and_hooks_are_shared_with_the_optimizer_inside() -> None:

@@ -135,3 +135,9 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
 def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, optimize: str) -> None:
     name, way = row("encoder and decoder", (1, 2, 1), prescaled, optimize)
     same(MODELS[name], replace(way, stepwise=False, microbatches=1, prepare=divide_different))
+
+
+@pytest.mark.parametrize(("copies", "prescaled"), [(1, False), (2, True)])
+def test_norms_of_divided_weights_are_those_of_the_whole_with_sharded_states(copies: int, prescaled: bool) -> None:
+    name, way = row("language model", (1, 2, copies), prescaled, "speed", sharded=True)
+    same(MODELS[name], replace(way, optimizer="LAMB"))

@@ -224,7 +224,7 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
 def load_loss_scale(optimizer: WrappedOptimizer, reader: PieceReader) -> None:
     """Load only the loss scale of an optimizer's state, if the checkpoint and the optimizer have one."""
     if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
-        optimizer.masters.scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
+        optimizer.masters.loss_scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
 
 
 def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:

@@ -22,11 +22,12 @@ resuming from `model.safetensors` looks for `pytorch_model.bin`
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -55,11 +56,15 @@ class SmpTrainer:
     accelerator: Any
     optimizer: Any
     model_wrapped: Any
+    create_optimizer: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if args is not None:
             _set_device(args)
         super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
+        self.create_optimizer = functools.partial(
+            self._create_optimizer_once, self.create_optimizer
+        )  # a subclass's too
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one of a world that has a process for every replica of the model."""
@@ -75,10 +80,10 @@ class SmpTrainer:
             self.create_optimizer()
         return self.model_wrapped
 
-    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+    def _create_optimizer_once(self, create: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Make the optimizer once: transformers 4 asks for it after the model is wrapped, transformers 5 never."""
         if not isinstance(self.optimizer, DistributedOptimizer):
-            super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+            create(*arguments, **options)
         return self.optimizer
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -1,11 +1,14 @@
-"""What looks at parameters before somebody clips their gradients, and optimizers that hold gradients themselves.
+"""torch's own clipping, where `parameter.grad` is not what the optimizer will use.
 
-Such an optimizer takes gradients as they come, so `parameter.grad` is None: clipping would find none, and return 0.
+Scripts import `clip_grad_norm_` and `clip_grad_value_` by name, so these cannot be replaced; the helpers that they look
+up on every call can. An optimizer that holds gradients itself takes them as they come, so `parameter.grad` is None, and
+clipping would find none: that is refused here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -14,12 +17,7 @@ from torch import Tensor
 
 from smpkit.errors import UsageError
 
-__all__ = ["GradientHolder", "before_torch_clips", "check_not_held", "hold_gradients"]
-
-_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
-"""The helper with which `torch.nn.utils.clip_grad_norm_` scales gradients, in torch 2.6 to 2.13 at least."""
-_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
-_checks: Final[list[Callable[[Sequence[Tensor]], None]]] = []
+__all__ = ["GradientHolder", "check_not_held", "hold_gradients", "replace_in_torch"]
 
 
 class GradientHolder(Protocol):
@@ -32,33 +30,50 @@ class GradientHolder(Protocol):
 _holders: Final[WeakSet[GradientHolder]] = WeakSet()
 
 
-def before_torch_clips(check: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale."""
-    # Scripts import that function by name, so it cannot be replaced; the helper that it looks up on every call can.
-    if check not in _checks:
-        _checks.append(check)
-    if _torch_function is not None:
-        setattr(torch_clip_grad, _TORCH_FUNCTION, _check_and_clip)
+def replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Let torch's clipping call `replacement(original, ...)` for a helper; return what puts the original back.
 
-
-def _check_and_clip(parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
-    for check in _checks:
-        check(parameters)
-    assert _torch_function is not None
-    _torch_function(parameters, *args, **kwargs)
+    Args:
+        name: a private function of `torch.nn.utils.clip_grad`, as torch 2.11 to 2.13 have it; one that another torch
+            does not have is left alone.
+    """
+    original = getattr(torch_clip_grad, name, None)
+    if original is None:
+        return lambda: None
+    setattr(torch_clip_grad, name, functools.partial(replacement, original))
+    return functools.partial(setattr, torch_clip_grad, name, original)
 
 
 def hold_gradients(holder: GradientHolder) -> None:
     """Refuse to clip gradients that `holder` holds, as long as it lives."""
     _holders.add(holder)
-    before_torch_clips(check_not_held)
+    for name, check in (("_clip_grads_with_norm_", _check_norm), ("_group_tensors_by_device_and_dtype", _check_value)):
+        if getattr(getattr(torch_clip_grad, name, None), "func", None) is not check:
+            replace_in_torch(name, check)
 
 
 def check_not_held(parameters: Iterable[Tensor]) -> None:
     """Raise UsageError where an optimizer holds the gradient of a parameter."""
     held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
     if held and any(id(each) in held for each in parameters):
-        raise UsageError(
-            "clip_grad_norm_ would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
-            hint="give it max_grad_norm=...; the norm before clipping is its `grad_norm`",
-        )
+        raise _refusal("clip_grad_norm_")
+
+
+def _check_norm(original: Callable[..., None], parameters: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+    known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    check_not_held(known)
+    original(known, *args, **kwargs)
+
+
+def _check_value(original: Callable[..., Any], lists: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+    # `clip_grad_value_` alone comes here without any gradient.
+    if not any(lists) and any(True for holder in _holders for _ in holder.holds_gradients_of()):
+        raise _refusal("clip_grad_value_")
+    return original(lists, *args, **kwargs)
+
+
+def _refusal(name: str) -> UsageError:
+    return UsageError(
+        f"{name} would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
+        hint="give it max_grad_norm=...; the norm before clipping is its `grad_norm`",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,13 +68,13 @@ class WrappedModel(Protocol):
     pipeline: Any
     data_parallel: Any
     offloading: Any
-    updates: Any
 
     def modules(self) -> Iterator[nn.Module]: ...
     def local_state_dict(self) -> dict[str, Any]: ...
     def local_parameters(self) -> Iterator[nn.Parameter]: ...
     def local_buffers(self) -> Iterator[torch.Tensor]: ...
     def owns(self, parameter: torch.Tensor) -> bool: ...
+    def check_backward(self, parameters: Iterable[torch.Tensor]) -> None: ...
     def run_post_step_hooks(self) -> None: ...
     def step_inputs(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

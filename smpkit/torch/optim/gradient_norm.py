@@ -14,7 +14,7 @@ Every value counts once::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,23 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.core.clipping import before_torch_clips, check_not_held
+from smpkit.torch.core.clipping import check_not_held, replace_in_torch
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
 from smpkit.torch.placement.placement import placement_of
 from smpkit.torch.placement.shards import is_tp_shard
+from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import group_of_all_gradients
 
-__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "norms_of", "warn_of_torch_clipping"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_to_norm",
+    "clip_whole_models_with_torch",
+    "global_norm",
+    "gradients_of",
+    "norms_of",
+]
 
 
 def clip_grad_norm_(
@@ -61,23 +68,32 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
+    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    unique = {id(each): each for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)}
     check_not_held(unique.values())
+    pairs = gradients_of(unique.values())
+    norm = global_norm(pairs, norm_type)
+    if error_if_nonfinite:
+        _check_finite(norm)
+    clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
+    return norm
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use."""
     masters = None if state.optimizer is None else state.optimizer.masters
     if masters is not None:
-        pairs = masters.gradients_of(unique.values())
-    else:
-        pairs = [(each, each.grad) for each in unique.values() if each.grad is not None]
-    norm = global_norm(pairs, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = masters.gradients_of(parameters)
+        return pairs
+    return [(each, each.grad) for each in parameters if each.grad is not None]
+
+
+def _check_finite(norm: torch.Tensor) -> None:
+    if not bool(torch.isfinite(norm)):
         raise UsageError(
             f"the norm of the gradients is {norm.item()}, which they cannot be clipped by",
             hint="pass error_if_nonfinite=False to scale by it anyway, or skip this step",
         )
-    if masters is None or not masters.overflow:
-        clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
-    return norm
 
 
 @torch.no_grad()
@@ -154,40 +170,70 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # an empty tensor has no largest value
     norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
     squares = norm_type == 2.0
-    for group, divided in _sharded_over(parameters):
-        # All tensors in one message; the sums of those that are not divided are thrown away.
-        whole = norms.square() if squares else norms.clone()
+    for group, divided in _divided_over(parameters):
+        positions = torch.tensor(divided, device=norms.device)
+        whole = norms[positions].square() if squares else norms[positions]
         with waiting("the norms of divided tensors", group):
             dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
-        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
+        norms[positions] = whole.sqrt() if squares else whole
     return norms
 
 
-def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
-    """Yield groups of ranks, each with whether it holds the pieces of each parameter: innermost division first."""
-    dtensors = [is_dtensor(each) for each in parameters]
+def _divided_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
+    """Yield groups of ranks, each with the positions of the parameters whose pieces it holds: innermost first.
+
+    With sharded optimizer states a rank has some of the parameters, and of the pieces those that the others have.
+    """
+    dtensors = [position for position, each in enumerate(parameters) if is_dtensor(each)]
     mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
     if mesh is not None:
         yield mesh.get_group("shard"), dtensors
-    tp_shards = [is_tp_shard(each) for each in parameters]
-    if state.initialized and state.tp_size > 1 and any(tp_shards):
+    tp_shards = [position for position, each in enumerate(parameters) if is_tp_shard(each)]
+    if state.initialized and state.tp_size > 1 and tp_shards:
         yield state.process_group(CommGroup.TP_GROUP), tp_shards
 
 
 # --- torch.nn.utils.clip_grad_norm_ -----------------------------------------------------------------------------------
 
 
-def warn_of_torch_clipping() -> None:
-    """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only."""
-    before_torch_clips(_warn_of_one_part)
+def clip_whole_models_with_torch() -> None:
+    """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
+
+    Where ranks or master weights hold them it would clip by another norm on each rank, or clip what nobody uses.
+    """
+    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
+        state.reset_hooks.append(replace_in_torch("_get_total_norm", _total_norm))
+        state.reset_hooks.append(replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
 
 
-def _warn_of_one_part(parameters: Sequence[torch.Tensor]) -> None:
-    model = state.model
-    if model is not None and model.pipeline is not None:
-        held = set(map(id, model.local_parameters()))
-        if any(id(each) in held for each in parameters):
-            warn_user(
-                "torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part only, so each clips by"
-                " another norm; call smp.clip_grad_norm_ with the same arguments for the whole model's",
-            )
+def _total_norm(
+    original: Callable[..., torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    parameters = () if state.model is None else state.model.local_parameters()
+    own = {id(each.grad): each for each in parameters if each.grad is not None}
+    # A rank whose part has no gradients gets none, and takes part all the same.
+    if gradients and not any(id(each) in own for each in gradients):
+        return original(gradients, norm_type, error_if_nonfinite, foreach)
+    norm = global_norm(gradients_of(own[id(each)] for each in gradients if id(each) in own), norm_type)
+    if error_if_nonfinite:
+        _check_finite(norm)
+    return norm
+
+
+def _clip_grads_with_norm(
+    original: Callable[..., None],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    known = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    own = set() if state.model is None else set(map(id, state.model.local_parameters()))
+    if any(id(each) in own for each in known):
+        clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
+    else:
+        original(known, max_norm, total_norm, foreach)

@@ -25,7 +25,6 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.optim.gradient_norm import clip_to_norm, global_norm
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
 from smpkit.torch.precision.loss_scale import LossScaler, all_reduce_found_inf
@@ -49,7 +48,8 @@ class MasterWeights:
     """
 
     def __init__(self, optimizer: Any, dtype: torch.dtype, scaler: LossScaler) -> None:
-        self.scaler = scaler
+        self.loss_scaler: Any = scaler
+        """What chooses the loss scale; may be replaced by another one with the same members."""
         self.overflow = False
         """Whether a gradient of the latest step was not finite, so that nothing was updated."""
         self._optimizer = optimizer
@@ -92,6 +92,11 @@ class MasterWeights:
     def model_parameter_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter behind a member of the optimizer's groups: itself where it has no master."""
         return self._weights.get(parameter, parameter)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 with `bf16`."""
+        return float(self.loss_scaler.loss_scale)
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -142,7 +147,7 @@ class MasterWeights:
                 " divided by the loss scale",
                 hint="clip right before optimizer.step()",
             )
-        return self.scaler.loss_scale
+        return self.loss_scale
 
     def unscale_gradients(self) -> None:
         """Give the masters their unscaled gradients, and agree whether all are finite; does nothing the second time.
@@ -188,15 +193,6 @@ class MasterWeights:
             else:
                 weight.grad.detach_().zero_()
 
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Clip the norm of the whole model's gradient; return it as it was, or -1 after an overflow."""
-        pairs = self.gradients_of(each for group in self._groups for each in group["params"])
-        if self.overflow:
-            return -1.0
-        norm = global_norm(pairs, norm_type)
-        clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
-        return float(norm)
-
     def gradients_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use.
 
@@ -239,7 +235,7 @@ class MasterWeights:
         found = torch.zeros((), device=state.device)
         for (device, _), gradients in by_kind.items():
             here = torch.zeros((), device=device)
-            inverse = torch.full((), 1.0 / self.scaler.loss_scale, device=device)
+            inverse = torch.full((), 1.0 / self.loss_scaler.loss_scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
             found = torch.maximum(found, here.to(found.device))
         return found
@@ -248,11 +244,11 @@ class MasterWeights:
         """Update the loss scale, and log a step that was skipped."""
         if self._dtype is not torch.float16:
             return
-        before, is_at_minimum = self.scaler.loss_scale, self.overflow and self.scaler.at_minimum
-        self.scaler.update_scale(self.overflow)
+        before, is_at_minimum = self.loss_scaler.loss_scale, self.overflow and self.loss_scaler.at_minimum
+        self.loss_scaler.update_scale(self.overflow)
         if state.rank != 0 or not self.overflow:
             return
-        _log.info("step skipped: a gradient is not finite; loss scale %g -> %g", before, self.scaler.loss_scale)
+        _log.info("step skipped: a gradient is not finite; loss scale %g -> %g", before, self.loss_scaler.loss_scale)
         if is_at_minimum and not self._warned:
             self._warned = True
             warn_user(
@@ -271,7 +267,7 @@ class MasterWeights:
         for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
             if parameter in self._weights:
                 states[number] = {**states.get(number, {}), MASTER_KEY: parameter.detach()}
-        return {**plain, "state": states, SCALER_KEY: self.scaler.state_dict()}
+        return {**plain, "state": states, SCALER_KEY: self.loss_scaler.state_dict()}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or an optimizer's own; waits until this rank knows its part of the model."""
@@ -288,7 +284,7 @@ class MasterWeights:
         states = {number: entry for number, entry in states.items() if entry}
         self._optimizer.load_state_dict({"state": states, "param_groups": values["param_groups"]})
         if SCALER_KEY in values:
-            self.scaler.load_state_dict(values[SCALER_KEY])
+            self.loss_scaler.load_state_dict(values[SCALER_KEY])
         with torch.no_grad():
             for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
                 if parameter in self._weights and number in masters:

@@ -19,6 +19,7 @@ back the division of the average by the number of these ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -273,13 +274,19 @@ def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
     """
     owners: dict[str, int] = {}
     bytes_owned: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    for each in sorted(placements, key=lambda each: each.parameter.nbytes, reverse=True):
+    for each in sorted(placements, key=_whole_bytes, reverse=True):
         ranks = each.reduce_ranks
         if len(ranks) == 1:
             continue
         # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
         owned = bytes_owned.setdefault((ranks, each.parameter.requires_grad), [0] * len(ranks))
         index = owned.index(min(owned))
-        owned[index] += each.parameter.nbytes
+        owned[index] += _whole_bytes(each)
         owners[each.name] = ranks[index]
     return owners
+
+
+def _whole_bytes(placement: ParameterPlacement) -> int:
+    """Return the size of a parameter; of a piece, that of the whole, so that all pieces of one have owners alike."""
+    shape = placement.parameter.shape if placement.shard is None else placement.shard.shape
+    return math.prod(shape) * placement.parameter.element_size()

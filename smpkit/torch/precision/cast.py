@@ -8,7 +8,7 @@ positions, what a Hugging Face model asks to keep, the loss, and the master weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -26,9 +26,7 @@ __all__ = [
     "cast_model",
     "cast_outputs",
     "half_dtype",
-    "join_fp16_states",
     "kept_in_float32",
-    "split_fp16_states",
 ]
 
 MASTER_KEY: Final = "master"
@@ -101,30 +99,3 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
     """Return what the model returned with tensors of its precision in float32."""
     return map_tensors(lambda tensor: tensor.to(torch.float32) if tensor.dtype == dtype else tensor, value)
-
-
-def split_fp16_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a state dict of `DistributedOptimizer` into that of the optimizer inside and what half precision adds.
-
-    SMP v1's checkpoints keep the two in files of their own, `optimizer_*.pt` and `fp16_states_*.pt`. The second is
-    `{"loss_scaler": {...}, "masters": {number of the parameter: master weight}}`, and empty without half precision.
-    """
-    plain = {key: value for key, value in state_dict.items() if key != SCALER_KEY}
-    if SCALER_KEY not in state_dict:
-        return plain, {}
-    states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
-    plain["state"] = {
-        number: {key: value for key, value in entry.items() if key != MASTER_KEY} for number, entry in states.items()
-    }
-    masters = {number: entry[MASTER_KEY] for number, entry in states.items() if MASTER_KEY in entry}
-    return plain, {SCALER_KEY: state_dict[SCALER_KEY], "masters": masters}
-
-
-def join_fp16_states(plain: Mapping[str, Any], fp16_states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict that `split_fp16_states` split."""
-    if not fp16_states:
-        return dict(plain)
-    states = {number: dict(entry) for number, entry in plain["state"].items()}
-    for number, master in fp16_states["masters"].items():
-        states.setdefault(number, {})[MASTER_KEY] = master
-    return {**plain, "state": states, SCALER_KEY: fp16_states[SCALER_KEY]}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import Tensor, nn
 
 import smpkit.torch as smp
@@ -80,22 +82,24 @@ def test_pieces_over_tensor_parallel_ranks_clip_as_in_one_process(size: int, max
 CASE = MODELS["tied modules"]
 
 
-def clip_over_a_pipeline(way: Way) -> tuple[list[float], float, float]:
+def clip_over_a_pipeline(way: Way, clip: Callable[..., Tensor]) -> tuple[list[float], float, float]:
     with world(way):
         script = Training(CASE, way)
         script.run(0)
         model = script.model
-        norms = [smp.clip_grad_norm_(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]
-        clipped = smp.clip_grad_norm_(model, 0.25).item()
+        norms = [clip(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]
+        clipped = clip(model.parameters(), 0.25).item()
         return norms, clipped, smp.clip_grad_norm_(model, 1e9).item()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "clip"), [(1, smp.clip_grad_norm_), (2, smp.clip_grad_norm_), (1, nn.utils.clip_grad_norm_)]
+)
+def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(replicas: int, clip: Callable[..., Tensor]) -> None:
     way = Way(pipeline=2, replicas=replicas, batches=(8,))
     gradients = [each for each in reference(CASE, way)[0].gradients.values() if each is not None]
     wanted = [nn.utils.get_total_norm(gradients, norm_type).item() for norm_type in NORMS]
-    for norms, clipped, after in run_ranks(clip_over_a_pipeline, way.ranks, way):
+    for norms, clipped, after in run_ranks(clip_over_a_pipeline, way.ranks, way, clip):
         assert norms == pytest.approx(wanted, rel=1e-13)
         assert clipped == norms[0]
         assert after == pytest.approx(0.25, rel=1e-5)
@@ -120,3 +124,26 @@ def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() 
         assert all(math.isnan(norm) for norm in found[: len(NORMS)])
         assert found[-2] == pytest.approx(math.sqrt(8) * 59968, rel=1e-3)
         assert found[-1] == pytest.approx(2.0)
+
+
+@smp.step
+def halved_step(model: smp.DistributedModel, x: Tensor) -> None:
+    model.backward(model(x).sum())
+
+
+@pytest.mark.usefixtures("world")
+def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() -> None:
+    before = vars(torch_clip_grad).copy()
+    smp.init({"fp16": True})
+    model = smp.DistributedModel(nn.Linear(2, 1, bias=False))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0)
+    halved_step(model, torch.tensor([[3.0, 4.0]]))
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(5.0)
+    assert smp.clip_grad_norm_(model, 1e9).item() == pytest.approx(0.5)
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.tensor([3.0, 4.0])
+    assert nn.utils.clip_grad_norm_([other], 1.0).item() == pytest.approx(5.0)
+    assert other.grad.norm().item() == pytest.approx(1.0)
+    optimizer.step()
+    smp.shutdown()
+    assert vars(torch_clip_grad) == before

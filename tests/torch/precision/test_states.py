@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.precision.cast import join_fp16_states, split_fp16_states
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.test_background_states import held_back
 
@@ -127,23 +126,6 @@ def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("world")
-def test_a_state_dict_comes_apart_and_together() -> None:
-    job = Job()
-    job.train(range(2))
-    whole = job.optimizer.local_state_dict()
-    assert all(entry["master"].dtype is torch.float32 for entry in whole["state"].values())
-    plain, fp16_states = split_fp16_states(whole)
-    assert plain.keys() == {"state", "param_groups", "_smp_is_partial"}
-    assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq"} for entry in plain["state"].values())
-    assert fp16_states.keys() == {"loss_scaler", "masters"}
-    joined = join_fp16_states(plain, fp16_states)
-    assert joined.keys() == whole.keys()
-    assert all(joined["state"][number].keys() == entry.keys() for number, entry in whole["state"].items())
-    assert split_fp16_states(job.optimizer.orig_state_dict())[1] == {}
-    assert join_fp16_states(plain, {}) == plain
 
 
 @pytest.mark.usefixtures("world")
