@@ -236,8 +236,7 @@ class ActivationEngine(Offloader):
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
         if devices.is_capturing(self.link.device):
-            # What a graph captures stays: its replays would read others' memory. Nor may it wait for what is not in it,
-            # or anybody ask for its events.
+            # What a graph captures stays: its replays would read others' memory, and nobody may ask for its events.
             return super().park(name, tensors)
         self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
@@ -343,6 +342,8 @@ class ActivationEngine(Offloader):
 
     def _free_copied(self) -> None:
         """Free device memory whose copy is complete, the oldest first."""
+        if devices.is_capturing(self.link.device):  # a graph may not wait for what is not in it
+            return
         # Without a plan backward may begin any time, and with the latest calls: hold those.
         held = 0 if self.order.is_planned else self.tuner.lead
         held = max(held, _MIN_HELD) if self.link.runs_ahead else held
