@@ -289,5 +289,4 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _without_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    is_partial = isinstance(function, functools.partial)
-    return (function.func, function.args) if is_partial else (function, ())
+    return (function.func, function.args) if isinstance(function, functools.partial) else (function, ())
