@@ -43,7 +43,7 @@ class _Direction:
 
     def __init__(self, name: str, bytes_per_second: float) -> None:
         self.name, self.bytes_per_second = name, bytes_per_second
-        self.pool: ThreadPoolExecutor | None = None
+        self.pool = ThreadPoolExecutor(1, name)
         self.free_at = 0.0
 
 
@@ -115,15 +115,12 @@ class EmulatedLink(Link):
     def close(self) -> None:
         """Complete all copies, and end the threads; a later copy starts them anew."""
         for direction in (self._out, self._back):
-            pool, direction.pool = direction.pool, None
-            if pool is not None:
-                pool.shutdown()
+            direction.pool.shutdown()
+            direction.pool = ThreadPoolExecutor(1, direction.name)
 
     def _queue(self, direction: _Direction, copies: Copies, after: Iterable[Event]) -> Event:
         if math.isinf(direction.bytes_per_second) and not self.latency_seconds + self._jitter_seconds:
             return super().send(copies, after)
-        if direction.pool is None:
-            direction.pool = ThreadPoolExecutor(1, direction.name)
         jitter = self._random.uniform(0, self._jitter_seconds)
         return _CopyEvent(direction.pool.submit(self._copy, direction, list(copies), tuple(after), jitter))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Final
@@ -20,10 +20,12 @@ from smpkit.torch.core.tree import children, rebuild
 
 __all__ = [
     "NON_TENSOR_TYPES",
+    "Structure",
     "TensorSpec",
     "as_layout",
     "dense_spec_of",
     "describe",
+    "flatten",
     "map_tensors",
     "permute_to_memory",
     "signature",
@@ -173,26 +175,30 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply `function` to every tensor in a nested container; a container in which nothing changes stays the same."""
+def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) -> Any:
+    """Apply `function` to every tensor in a nested container; a container in which nothing changes stays the same.
+
+    Args:
+        kind: of what is mapped, if that is something else than tensors.
+    """
     # Common containers are handled here and not by `tree.children`: this runs for every call of every layer.
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, kind):
         return function(value)
-    kind = type(value)
-    if kind in NON_TENSOR_TYPES:
+    container = type(value)
+    if container in NON_TENSOR_TYPES:
         return value
-    if kind is tuple:
-        parts = [map_tensors(function, part) for part in value]
+    if container is tuple:
+        parts = [map_tensors(function, part, kind) for part in value]
         return value if all(map(is_, parts, value)) else tuple(parts)
-    if kind is dict:
-        made = {key: map_tensors(function, part) for key, part in value.items()}
+    if container is dict:
+        made = {key: map_tensors(function, part, kind) for key, part in value.items()}
         return value if all(map(is_, made.values(), value.values())) else made
-    if kind is list:
-        return [map_tensors(function, part) for part in value]
+    if container is list:
+        return [map_tensors(function, part, kind) for part in value]
     inside = children(value)
     if inside is None:
         return value
-    mapped = {key: map_tensors(function, part) for key, part in inside.items()}
+    mapped = {key: map_tensors(function, part, kind) for key, part in inside.items()}
     return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
 
 
@@ -254,3 +260,42 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(note, value)
     return found
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor in a structure."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A nested value without its tensors, so that it holds no memory of the device."""
+
+    skeleton: Any
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with these tensors in it."""
+        return map_tensors(lambda slot: tensors[slot.index], self.skeleton, _Slot)
+
+
+def flatten(value: Any, stays: type[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], Structure]:
+    """Return the tensors of a nested value, each once, and the structure without them.
+
+    Args:
+        stays: a class whose tensors stay in the structure.
+    """
+    tensors: list[torch.Tensor] = []
+    slots: dict[int, _Slot] = {}
+
+    def take(tensor: torch.Tensor) -> Any:
+        if stays is not None and isinstance(tensor, stays):
+            return tensor
+        if id(tensor) not in slots:
+            slots[id(tensor)] = _Slot(len(tensors))
+            tensors.append(tensor)
+        return slots[id(tensor)]
+
+    skeleton = map_tensors(take, value)
+    return tensors, Structure(skeleton)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from enum import Enum
 from itertools import chain
 from statistics import median
 from typing import Any, Final
@@ -53,7 +52,7 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-__all__ = ["Chooser", "Phase", "count_choices", "largest_of"]
+__all__ = ["Chooser", "count_choices", "largest_of"]
 
 _NUM_START: Final = 3
 """Steps at least, before any is measured."""
@@ -63,14 +62,6 @@ _NUM_MEASURED: Final = 3
 """Steps. See [Note: one step is not enough]."""
 _NOT_CALLED: Final = (-1.0,) * 4
 """The numbers of a layer that this rank has not called."""
-
-
-class Phase(Enum):
-    """What the current step is for."""
-
-    START = "wait for the first update"
-    MEASURE = "measure"
-    DONE = "train"
 
 
 class Chooser:
@@ -113,7 +104,9 @@ class Chooser:
         for layer in layers.values():
             layer.choice, layer.watch = self._least, self.run_layer
         self.updates = Updates(tensors, link.device, any_optimizer=any_optimizer)
-        self.phase = Phase.START
+        self.is_done = False
+        """Whether layers do what was chosen for them."""
+        self._is_measuring = False
         self._num_steps = 0
         self._probe: Probe | None = None
         self._probes: list[Probe] = []
@@ -125,11 +118,6 @@ class Chooser:
         self.facts: StepFacts | None = None
         """What the choice was made from, for the largest batch so far; None: nothing was measured."""
         self.pick: ChainChoice | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether layers do what was chosen for them."""
-        return self.phase is Phase.DONE
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -160,15 +148,16 @@ class Chooser:
 
     def begin_step(self) -> None:
         """Begin a step that trains, on all ranks that must choose alike; they agree here and nowhere else."""
-        if self.phase is Phase.START and self._num_steps >= _NUM_START:
+        if self.is_done:
+            return
+        if not self._is_measuring and self._num_steps >= _NUM_START:
             # Ranks without a part of the optimizer's states update nothing.
             (has_updated,) = self._agree((self.updates.num_updates > 0,))
-            if has_updated or self._num_steps >= _LAST_START:
-                self.phase = Phase.MEASURE
-        elif self.phase is Phase.MEASURE and len(self._probes) == _NUM_MEASURED:
+            self._is_measuring = has_updated > 0 or self._num_steps >= _LAST_START
+        elif len(self._probes) == _NUM_MEASURED:
             self._decide()
             self._finish()
-        if self.phase is Phase.MEASURE:
+        if self._is_measuring:
             self._static_bytes = max(self._static_bytes, self._present_bytes())
             self._probe = Probe(self._link, self._tensors(), self._engine)
             devices.reset_peak(self._link.device)
@@ -202,7 +191,7 @@ class Chooser:
             self._choose()
 
     def _finish(self) -> None:
-        self.phase, self._probe, self._probes = Phase.DONE, None, []
+        self.is_done, self._is_measuring, self._probe, self._probes = True, False, None, []
         self.updates.handle.remove()
 
     def _present_bytes(self) -> int:

@@ -178,7 +178,7 @@ class Fitted:
         """Forwards that a backward may still come to."""
         self._last_output: Any = None
         """Of the latest layer of the forward that runs."""
-        self._has_begun = self._had_backward = self._in_forward = False
+        self._had_backward = self._in_forward = False
         for layer in chooser.layers.values():
             layer.watch = self._run_layer
             ModuleCall.on(layer.module).checkpointing = layer
@@ -270,11 +270,10 @@ class Fitted:
     def _begin_step(self) -> None:
         """Begin a step: the first forward after all backwards of the step before."""
         # A forward without a backward, or one that an exception ended, is no step: measure the next one in its place.
-        if self._had_backward or not self._has_begun:
+        if self._had_backward:
             self._engine.end_step()
-        if self._has_begun:
-            self._chooser.end_step(had_backward=self._had_backward)
-        self._has_begun, self._had_backward = True, False
+        self._chooser.end_step(had_backward=self._had_backward)
+        self._had_backward = False
         self._chooser.begin_step()
 
     def _run_layer(self, layer: ChosenCheckpoint, original: OriginalCall, args: Any, kwargs: Any) -> Any:
@@ -354,9 +353,6 @@ def _positive(name: str, value: object) -> float | None:
 
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost items of lists of modules, with their paths."""
-    # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
-    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
-        return
     for name, child in module.named_children():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             yield prefix + name, child

@@ -148,17 +148,13 @@ class Probe:
 def _noting(note: Callable[[Tensor], None]) -> torch.autograd.graph.saved_tensors_hooks:
     """Return a context in which `note` is called with all that autograd saves; the hooks outside it work as before."""
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = outer or (_same, _same)
+    pack, unpack = outer or (lambda value: value,) * 2
 
     def noted(tensor: Tensor) -> Any:
         note(tensor)
         return pack(tensor)
 
     return torch.autograd.graph.saved_tensors_hooks(noted, unpack)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class Updates:

@@ -112,15 +112,13 @@ class _Parked(Parked):
     def __init__(self, engine: ActivationEngine, index: int, name: str, microbatch: int | None) -> None:
         self._engine, self.index, self.name, self.microbatch = engine, index, name, microbatch
         self.tensors: list[_Tensor] = []
+        self.saved: list[_Saved] = []
+        """The memory of those that may leave, each once."""
 
     @property
     def label(self) -> str:
         """The call, as errors and reports name it."""
         return f"`{self.name}`" if self.microbatch is None else f"`{self.name}` (microbatch {self.microbatch})"
-
-    def saved(self) -> Iterator[_Saved]:
-        """Yield the memory of those that may leave."""
-        return (tensor.saved for tensor in self.tensors if tensor.saved is not None)
 
     def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
         """Park one more tensor."""
@@ -206,15 +204,15 @@ class ActivationEngine(Offloader):
         self.order.end()
         for index in self._loaded:  # on a wrong prediction: the host has it all
             if (parked := self._parked.get(index)) is not None:
-                for saved in parked.saved():
+                for saved in parked.saved:
                     if saved.back is not None:
                         saved.free()
         self._loaded.clear()
 
     def footprint(self) -> int:
         """Return the host memory that the live graphs would take if all that they keep were there."""
-        kept = {id(saved): saved for parked in self._parked.values() for saved in parked.saved()}
-        return sum(aligned(saved.num_bytes) for saved in kept.values())
+        kept = {saved for parked in self._parked.values() for saved in parked.saved}
+        return sum(aligned(saved.num_bytes) for saved in kept)
 
     def reserve(self, num_bytes: int) -> None:
         """Take host memory now, so that no step has to ask the system for it."""
@@ -236,8 +234,7 @@ class ActivationEngine(Offloader):
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
         if devices.is_capturing(self.link.device):
-            # What a graph captures stays: its replays would read others' memory. Nor may it wait for what is not in it,
-            # or anybody ask for its events.
+            # What a graph captures stays: its replays would read others' memory, and nobody may ask for its events.
             return super().park(name, tensors)
         self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
@@ -245,7 +242,7 @@ class ActivationEngine(Offloader):
         self.tuner.begin_layer(0)
         self._load_ahead()
         new: list[_Saved] = []
-        parked.tensors = [_Tensor(tensor, self._saved_of(tensor, new, self._min_bytes)) for tensor in tensors]
+        parked.tensors = [_Tensor(tensor, self._saved_of(tensor, parked, new, self._min_bytes)) for tensor in tensors]
         self._parked[parked.index] = parked
         self._begin_leaving(parked, new)
         return parked
@@ -253,7 +250,7 @@ class ActivationEngine(Offloader):
     def add(self, parked: _Parked, tensor: Tensor, must_leave: str | None) -> None:
         """Park one more tensor of a call, an output of an operator that a policy offloads."""
         new: list[_Saved] = []
-        saved = self._saved_of(tensor, new, 1 if must_leave else self._min_bytes)
+        saved = self._saved_of(tensor, parked, new, 1 if must_leave else self._min_bytes)
         reason = None if saved else self._why_not(tensor)
         parked.tensors.append(_Tensor(tensor, saved, alias=tensor))
         if not reason and not self._begin_leaving(parked, new):
@@ -270,8 +267,8 @@ class ActivationEngine(Offloader):
                 f"outputs that a policy offloads stay on the device, in {parked.label} and elsewhere: {reason}",
             )
 
-    def _saved_of(self, tensor: Tensor, new: list[_Saved], min_bytes: int) -> _Saved | None:
-        """Return the record of a tensor's memory; None if that stays on the device."""
+    def _saved_of(self, tensor: Tensor, parked: _Parked, new: list[_Saved], min_bytes: int) -> _Saved | None:
+        """Return the record of a tensor's memory for a call; None if that stays on the device."""
         if not self._can_leave(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -286,7 +283,9 @@ class ActivationEngine(Offloader):
             new.append(saved)
         elif (stream := self.link.stream()) != saved.stream:
             self.link.before_reuse(tensor, DONE, stream)  # this call's work reads the memory when another gives it back
-        saved.num_waiting += 1
+        if saved not in parked.saved:
+            parked.saved.append(saved)
+            saved.num_waiting += 1
         return saved
 
     def _can_leave(self, tensor: Tensor) -> bool:
@@ -343,6 +342,8 @@ class ActivationEngine(Offloader):
 
     def _free_copied(self) -> None:
         """Free device memory whose copy is complete, the oldest first."""
+        if devices.is_capturing(self.link.device):  # a graph may not wait for what is not in it
+            return
         # Without a plan backward may begin any time, and with the latest calls: hold those.
         held = 0 if self.order.is_planned else self.tuner.lead
         held = max(held, _MIN_HELD) if self.link.runs_ahead else held
@@ -372,20 +373,20 @@ class ActivationEngine(Offloader):
             self._loaded.discard(parked.index)
             self._stay(parked)
             self._free_copied()
-            self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved()))
+            self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved))
         self._load(parked)
         self._load_ahead()
-        for event in {saved.back for saved in parked.saved() if saved.back is not None and not saved.back.done()}:
+        for event in {saved.back for saved in parked.saved if saved.back is not None and not saved.back.done()}:
             with self._stall(parked):
                 self.link.wait(event, parked.label)
         stream = self.link.stream()
-        for saved in parked.saved():
+        for saved in parked.saved:
             if saved.stream != stream and saved.data is not None and saved.back is not None:
                 self.link.before_reuse(saved.data, saved.back, stream)  # its allocator does not know of this stream
 
     def let_go(self, parked: _Parked) -> None:
         """Drop the engine's hold on what a call has taken: the host has it, or the graph."""
-        for saved in parked.saved():
+        for saved in parked.saved:
             saved.num_waiting -= 1
             if saved.num_waiting <= 0 and saved.out is not None:
                 self._free(saved, parked.index)
@@ -398,14 +399,14 @@ class ActivationEngine(Offloader):
 
     def _stay(self, parked: _Parked) -> bool:
         """Let what is still on the device stay there, for its load is due; return whether there was any."""
-        leaving = [saved for saved in parked.saved() if saved.is_leaving()]
+        leaving = [saved for saved in parked.saved if saved.is_leaving()]
         for saved in leaving:
             saved.back = DONE
         return bool(leaving)
 
     def _load(self, parked: _Parked) -> bool:
         """Issue one copy for all that a call lacks on the device; return whether there was any."""
-        absent = list({id(saved): saved for saved in parked.saved() if saved.data is None}.values())
+        absent = [saved for saved in parked.saved if saved.data is None]
         if not absent:
             return False
         rooms = [torch.empty(saved.num_bytes, dtype=torch.uint8, device=self.link.device) for saved in absent]

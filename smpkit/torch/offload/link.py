@@ -126,7 +126,7 @@ class _StreamEvent:
 
     def done(self) -> bool:
         """Return whether the stream has reached this event."""
-        self._is_done = self._is_done or self.event.query()
+        self._is_done = self._is_done or _is_complete(self.event)
         return self._is_done
 
 
@@ -180,11 +180,11 @@ class AcceleratorLink(Link):
 
     def synchronize(self, event: Event, what: str) -> None:
         """Block this thread until `event`."""
-        if devices.is_capturing(self.device):  # no event completes until it ends
-            raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
         # Polled with a deadline: a device that hangs must not hang this thread.
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
+            if devices.is_capturing(self.device):  # no event completes until it ends
+                raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
@@ -200,7 +200,7 @@ class AcceleratorLink(Link):
 
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
         """Return the time between two stamps."""
-        return 1e-3 * float(first.elapsed_time(last)) if last.query() else None
+        return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -239,6 +239,11 @@ def _copy(stream: torch.Stream, copies: Copies, after: Iterable[Event]) -> Event
 def _order_after(stream: torch.Stream, event: Event) -> None:
     if isinstance(event, _StreamEvent) and not event.done():
         stream.wait_event(event.event)
+
+
+def _is_complete(event: torch.Event) -> bool:
+    # During the capture of a CUDA graph a query is forbidden, and would make the capture fail.
+    return not devices.is_capturing(event.device) and event.query()
 
 
 def link_for(device: torch.device, deadline_seconds: float) -> Link:

@@ -27,9 +27,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from smpkit.errors import UsageError
 from smpkit.torch.core.buffers import Buffers, all_modules
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
+from smpkit.torch.core.tensor_spec import Structure, flatten
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
-from smpkit.torch.offload_model.values import JoinSpec, Structure, flatten, join, join_gradients, split
+from smpkit.torch.offload_model.values import JoinSpec, join, join_gradients, split
 from smpkit.torch.offload_model.weights import DeviceWeights
 
 __all__ = ["Run", "discarding", "without_weights"]

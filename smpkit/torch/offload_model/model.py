@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
+from smpkit.torch.core.tensor_spec import flatten
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload_model.chain import Balance, check_count, slice_model
 from smpkit.torch.offload_model.counted_link import Traffic
 from smpkit.torch.offload_model.engine import SliceEngine, synchronize_on_state_dict
 from smpkit.torch.offload_model.forward_pass import Run
-from smpkit.torch.offload_model.values import flatten
 
 __all__ = ["OffloadModel", "rename_layers"]
 

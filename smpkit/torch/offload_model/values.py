@@ -1,55 +1,16 @@
-"""Flatten nested values to tensors and rebuild them; split a batch into microbatches and join their outputs."""
+"""Split a batch into microbatches and join their outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.tree import map_leaves
 
-__all__ = ["JoinSpec", "Structure", "flatten", "join", "join_gradients", "split"]
-
-
-class _TensorSlot:
-    """The place of a tensor in a structure."""
-
-    # Not a dataclass: `map_leaves` would take it for one of the user's containers and look inside.
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A nested value without its tensors, so that it holds no memory of the device."""
-
-    skeleton: Any
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors in it."""
-        return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _TensorSlot) else leaf, self.skeleton)
-
-
-def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Return the tensors of a nested value, each once, and the structure without them."""
-    tensors: list[Tensor] = []
-    found: dict[int, _TensorSlot] = {}
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in found:
-            found[id(leaf)] = _TensorSlot(len(tensors))
-            tensors.append(leaf)
-        return found[id(leaf)]
-
-    skeleton = map_leaves(take, value)
-    return tensors, Structure(skeleton)
+__all__ = ["JoinSpec", "join", "join_gradients", "split"]
 
 
 def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:

@@ -21,6 +21,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -36,8 +37,7 @@ from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_p
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import note_checkpoint
-from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
-from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 
@@ -45,6 +45,7 @@ __all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
 
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
+_requires_grad: Final = attrgetter("requires_grad")
 
 
 def run_checkpointed(
@@ -73,7 +74,6 @@ def run_checkpointed(
         return function(*args, **kwargs)
 
 
-@contextlib.contextmanager
 def checkpointing(
     function: Callable[..., Any],
     roots: Iterable[nn.Module],
@@ -82,42 +82,27 @@ def checkpointing(
     name: str,
     keeper: Offloader | None = None,
     **settings: Any,
-) -> Iterator[None]:
-    """Be around a call of `function` that is recomputed in backward, if it has a backward.
+) -> AbstractContextManager[object]:
+    """Return a context for a call of `function` with these arguments, by which it is recomputed in backward.
 
     Args:
         roots: the modules that it calls, as far as they are known.
         settings: of `_Region`.
     """
     note_checkpoint()
+    if not torch.is_grad_enabled():
+        return _NOTHING
     modules = all_modules(roots)
-    weights = _weights_of(modules)
-    # A frozen stem has no backward, so there is nothing to recompute.
-    is_trained = not modules or any(tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *weights))
-    if not torch.is_grad_enabled() or not is_trained:
-        yield
-        return
-    keeper = keeper or offloader.current()
-    with keeper.around(name):
-        region = _Region(function, modules, weights, args, kwargs, name, keeper, **settings)
-        with region.recording():
-            yield
-
-
-def _weights_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     weights: list[Any] = [weight for module in modules for weight in module._parameters.values()]
-    return [weight for weight in weights if weight is not None and not is_lazy(weight)]
-
-
-class _Slot:
-    """Stands for an input tensor."""
-
-    # Not a dataclass: `map_leaves` would take it for one of the user's containers and look inside.
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    weights = [weight for weight in weights if weight is not None and not is_lazy(weight)]
+    tensors, arguments = flatten((args, kwargs), stays=nn.Parameter)  # weights are not offloaded
+    is_trained = any(map(_requires_grad, (*tensors, *weights))) or any(
+        map(_requires_grad, tensors_in(arguments.skeleton))
+    )
+    if modules and not is_trained:
+        return _NOTHING  # a frozen stem has no backward, so there is nothing to recompute
+    region = _Region(function, modules, weights, tensors, arguments, name, keeper or offloader.current(), **settings)
+    return region.recording(tensors)
 
 
 class _Promise:
@@ -141,6 +126,8 @@ class _Region:
         function: called by the caller in `recording`, and by the region in backward.
         modules: that the function runs, the outermost first.
         weights: theirs.
+        tensors: its arguments.
+        arguments: of which these are the tensors.
         name: of the first of them, or of the function, for reports and errors.
         keeper: has the inputs until backward.
         contexts: of the user, around the forward and around its recomputation.
@@ -153,8 +140,8 @@ class _Region:
         function: Callable[..., Any],
         modules: Sequence[nn.Module],
         weights: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        arguments: Structure,
         name: str,
         keeper: Offloader,
         *,
@@ -163,20 +150,7 @@ class _Region:
         stops_early: bool = True,
         compares: bool = True,
     ) -> None:
-        self._function, self._path, self._keeper, self._stops_early = function, name, keeper, stops_early
-        tensors: list[Tensor] = []
-        slots: dict[int, _Slot] = {}
-
-        def slot(tensor: Tensor) -> Any:
-            if isinstance(tensor, nn.Parameter):  # weights are not offloaded
-                return tensor
-            if id(tensor) not in slots:
-                slots[id(tensor)] = _Slot(len(tensors))
-                tensors.append(tensor)
-            return slots[id(tensor)]
-
-        self._args = [map_tensors(slot, value) for value in args]
-        self._kwargs = {key: map_tensors(slot, value) for key, value in kwargs.items()}
+        self._function, self._arguments, self._path, self._keeper = function, arguments, name, keeper
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
         self._random = RandomState(devices) if preserve_rng_state and not state.tracing else None
         self._autocast = AutocastState(devices)
@@ -185,9 +159,7 @@ class _Region:
         self._buffers = Buffers(modules)
         self._modules, self._weights, self._versions = modules, weights, list(map(version_of, weights))
         self._forward_context, self._recompute_context = contexts
-        # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other saved
-        # tensors do.
-        self._inputs: Parked | _Hooked = _Hooked(tensors) if _top_hooks() is not None else keeper.park(name, tensors)
+        self._inputs: Parked | _Hooked
         self._outputs: Parked | None = None
         """With the inputs, if these are parked."""
         self._num_outputs = 0
@@ -195,15 +167,21 @@ class _Region:
         """The outputs of operators that are parked, while the call runs again."""
         self._promises: list[tuple[weakref.ref[_Promise], Any]] = []
         """What the forward has saved, in order."""
+        self._stops_early = stops_early
         self._check = _checksum if is_checked() else _shape if compares else _nothing
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Be around the forward."""
+    def recording(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Be around the forward, which begins with these tensors."""
         outer, recording.region = recording.region, self
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
-                yield
+            with self._keeper.around(self._path):
+                # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
+                # saved tensors do.
+                is_inside = _top_hooks() is not None
+                self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
+                with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
+                    yield
         finally:
             recording.region = outer
         self._buffers.end_forward()
@@ -266,14 +244,7 @@ class _Region:
                 raise _AllSaved
             return tensor
 
-        def original(value: Any) -> Any:
-            return tensors[value.index] if type(value) is _Slot else value
-
-        def filled(value: Any) -> Any:  # fast path: most arguments are tensors, not containers
-            return tensors[value.index] if type(value) is _Slot else map_leaves(original, value)
-
-        args = [filled(value) for value in self._args]
-        kwargs = {key: filled(value) for key, value in self._kwargs.items()}
+        args, kwargs = self._arguments.fill(tensors)
         to_device = self._default_device != _default_device()
         try:
             with (

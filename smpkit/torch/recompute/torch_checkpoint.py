@@ -275,11 +275,8 @@ def patch_torch_checkpoint() -> None:
 
 def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     """Return the module that a function calls, if it can be found."""
-    candidates: list[Any] = [function]
-    while isinstance(function, functools.partial):
-        candidates += [*function.args[:1], function.func]
-        function = function.func
-    candidates.append(getattr(function, "__self__", None))
+    called, arguments = _without_partial(function)
+    candidates = (called, *arguments[:1], getattr(called, "__self__", None))
     return [candidate for candidate in candidates if isinstance(candidate, nn.Module)][:1]
 
 
@@ -287,6 +284,9 @@ def _name_of(function: Callable[..., Any]) -> str:
     """Return the path of the module that a function calls, if it can be found; else the function's own name."""
     if modules := _modules_of(function):
         return name_of(modules[0])
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__qualname__", type(function).__name__)
+    called, _ = _without_partial(function)
+    return getattr(called, "__qualname__", type(called).__name__)
+
+
+def _without_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return (function.func, function.args) if isinstance(function, functools.partial) else (function, ())

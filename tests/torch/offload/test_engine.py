@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -115,8 +116,8 @@ def test_host_memory_is_not_read_before_it_was_written_nor_written_before_it_was
     link.runs_ahead = True
     engine = engine_on(link, budget_bytes=BOUNDARY_BYTES)
     for _ in range(2):
-        parked = engine.park("layer", [inputs()])
-        engine._free(next(parked.saved()), parked.index)
+        parked: Any = engine.park("layer", [inputs()])
+        engine._free(parked.saved[0], parked.index)
         engine._load(parked)
         del parked  # its load is still under way
         gc.collect()

@@ -69,12 +69,25 @@ def test_a_link_that_cannot_be_is_refused(options: tuple[float, ...]) -> None:
 # --- an accelerator's, without one: see also tests/device -------------------------------------------------------------
 
 
-def test_while_a_graph_is_captured_a_wait_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+class Forbidden:
+    """An event while a graph is captured."""
+
+    device = torch.device("cuda", 0)
+
+    def query(self) -> bool:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_while_a_graph_is_captured_no_event_is_asked_for_and_a_wait_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    link = object.__new__(AcceleratorLink)
-    link.device = torch.device("cuda", 0)
+    event, link = object.__new__(links._StreamEvent), object.__new__(AcceleratorLink)
+    event.event, event._is_done = Forbidden(), False  # type: ignore[assignment]
+    link.device, link._deadline_seconds = Forbidden.device, 600.0
+    assert not event.done()
     with pytest.raises(UsageError, match="`layer` would have to wait for a copy, while a CUDA graph is captured"):
-        link.synchronize(DONE, "`layer`")
+        link.synchronize(event, "`layer`")
 
 
 def test_the_speed_of_a_link_is_measured_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
