@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit
-from benchmarks.activation_offload.stage import run_stage
+from benchmarks.activation_offload.simulated import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices
 from smpkit.torch.offload.arena import Arena

@@ -15,6 +15,7 @@ import smpkit
 from smpkit.torch.offload import link
 from smpkit.torch.offload.order import Lead
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same
+from tests.models import WIDTH as FEATURES
 from tests.torch.recompute import test_policies as policies
 
 checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
@@ -97,11 +98,11 @@ def outputs_that_a_policy_offloads(lead: int) -> None:
     with torch.device("cpu"):
         model, plain = policies.Model(policies.MUST), policies.Model(policies.SAVE)
     rows, held = 64, list[int]()
-    bytes_of_layer = 4 * rows * 2 * policies.WIDTH
+    bytes_of_layer = 4 * rows * 2 * FEATURES
 
     def step(model: nn.Module) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
-        x = torch.ones(rows, policies.WIDTH, device=DEVICE)
+        x = torch.ones(rows, FEATURES, device=DEVICE)
         before = torch.accelerator.memory_allocated()
         y = model(x)
         held.append(torch.accelerator.memory_allocated() - before)
