@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit
-from benchmarks.activation_offload.stage import run_stage
+from benchmarks.activation_offload.simulated import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.core import devices
-from smpkit.torch.offload import link
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import make_engine
 from smpkit.torch.offload.order import Lead
@@ -50,7 +49,7 @@ def gradients(model: nn.Module, loss: Tensor | None = None) -> list[Tensor]:
     return [(each.to_local() if isinstance(each, DTensor) else each).clone() for each in found]
 
 
-@pytest.mark.parametrize("lead", [1, 2, "auto"])
+@pytest.mark.parametrize("lead", [1, "auto"])
 def test_steps_on_another_stream_have_the_same_bits(lead: Lead) -> None:
     model, side = layers(), device.new_stream()
     expected = gradients(model)
@@ -115,28 +114,7 @@ def test_what_is_on_its_way_does_not_spoil_a_capture() -> None:
         assert all(map(torch.equal, gradients(model), expected))
 
 
-@in_device_time()
-def test_boundaries_are_not_on_the_device_after_forward() -> None:
-    model, x = layers(), batch()
-
-    def held() -> int:
-        before = device.allocated_bytes()
-        loss = model(x).square().sum()
-        device.synchronize()
-        found = device.allocated_bytes() - before
-        gradients(model, loss)
-        model.zero_grad()
-        return found
-
-    held()
-    plain = held()
-    with smpkit.offload_activations(model, lead=2):
-        held()
-        # The caller's own input is one of the boundaries; at most the latest three are still there, and y.
-        assert plain - held() >= (_LAYERS - 1 - 3) * _BOUNDARY
-
-
-@pytest.mark.parametrize("horizon", [1, 4, None])
+@pytest.mark.parametrize("horizon", [1, None])
 @in_device_time()
 def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
     model = layers()
@@ -183,19 +161,3 @@ def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next
         assert (step.bytes_out, step.kept_bytes) == (0, _LAYERS * _BOUNDARY)
     device.synchronize()
     unregister(mapping.data_ptr())
-
-
-def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that it measures with may be memory that the computing stream is still reading."""
-    monkeypatch.setattr(link, "_speeds", {})  # measured once for a device
-    side = device.new_stream()
-    side.wait_stream(device.current_stream())
-    with device.on_stream(side):
-        source = torch.full((link._MEASURED_BYTES,), 3, dtype=torch.uint8, device=gpu())
-        device.sleep(50_000_000)
-        kept = source.clone()
-        del source  # its memory is the next one's of the same size on this stream
-        measured = link.link_for(gpu(), 60.0)
-    device.current_stream().wait_stream(side)
-    assert bool((kept == 3).all())
-    measured.close()

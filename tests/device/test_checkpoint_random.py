@@ -91,28 +91,25 @@ def found(call: Any, chance: float, kernel: str, degree: int) -> dict[str, Any]:
     return dict(item for rank in ranks for item in rank.items())
 
 
-def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def assert_close(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 0, atol: float = 0) -> None:
     assert ours.keys() == theirs.keys()
-    assert ours["losses"] == theirs["losses"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=rtol / 100, abs=0)
     for name in ours.keys() - {"losses"}:
-        assert torch.equal(ours[name], theirs[name]), name
+        torch.testing.assert_close(ours[name], theirs[name], rtol=rtol, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("degree", [1, 2])
 def test_gradients_are_the_bits_of_a_plain_call(degree: int, kernel: str) -> None:
-    assert_same_bits(found(checkpointed, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
+    assert_close(found(checkpointed, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
     assert found(plainly, 0.3, kernel, degree)["losses"] != found(plainly, 0.0, kernel, 1)["losses"]
 
 
 def test_where_nothing_is_drawn_the_state_need_not_be_kept() -> None:
-    assert_same_bits(found(forgetting, 0.0, "flash", 1), found(plainly, 0.0, "flash", 1))
+    assert_close(found(forgetting, 0.0, "flash", 1), found(plainly, 0.0, "flash", 1))
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_masks_are_the_same_on_one_rank_and_on_two(kernel: str) -> None:
-    one, two = found(plainly, 0.3, kernel, 1), found(plainly, 0.3, kernel, 2)
     # Masks that differ would change the loss by percents; bf16 on the same kernels by nothing, or next to it.
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
-    for name in one.keys() - {"losses"}:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-4, msg=name)
+    assert_close(found(plainly, 0.3, kernel, 2), found(plainly, 0.3, kernel, 1), rtol=1e-2, atol=1e-4)

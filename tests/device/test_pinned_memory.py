@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import time
 import weakref
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from smpkit.torch.distributed.host_memory import LARGE_PAGE, pinned_bytes
 from tests.device.checkpointed import Checkpointed
-from tests.device.device import current_stream, gpu, in_device_time, new_stream, on_stream, scaled, sleep, synchronize
+from tests.device.device import current_stream, gpu, new_stream, on_stream, scaled, sleep, synchronize
 
 _WIDTH = 256
 _LONG = 1_000_000_000
@@ -30,34 +29,16 @@ def network(num_layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)])
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
-
-
-@in_device_time()
-def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_property: Callable[..., None]) -> None:
+def test_large_memory_is_pinned_aligned_and_exact(record_property: Callable[..., None]) -> None:
     num_bytes = scaled(1 << 30, to=64) + 5000
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
-    record_property("seconds to pin 1 GiB", seconds_of(lambda: pinned_bytes(there.device, num_bytes)))
-    ours = pinned_bytes(there.device, num_bytes)
-    torchs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    assert ours.is_pinned()
-    assert ours[-1:].is_pinned()
-    assert ours.nbytes == num_bytes
-    assert ours.data_ptr() % LARGE_PAGE == 0
-    best = dict[tuple[str, str], float]()
-    for name, here in (("ours", ours), ("torch's", torchs)):
-        for way, target, source in (("out", here, there), ("back", there, here)):
-            copying = functools.partial(target.copy_, source, non_blocking=True)
-            runs = [seconds_of(copying) for _ in range(5)]
-            best[name, way] = min(runs)
-            record_property(f"GB/s {way}, {name}", num_bytes / min(runs) / 1e9)
-    for way in ("out", "back"):
-        assert best["ours", way] <= 1.2 * best["torch's", way]
+    pinned_bytes(gpu(), num_bytes)  # the first one is slower
+    start = time.perf_counter()
+    memory = pinned_bytes(gpu(), num_bytes)
+    record_property("seconds to pin 1 GiB", time.perf_counter() - start)
+    assert memory.is_pinned()
+    assert memory[-1:].is_pinned()
+    assert memory.nbytes == num_bytes
+    assert memory.data_ptr() % LARGE_PAGE == 0
 
 
 def test_memory_of_an_object_that_is_gone_is_unpinned_only_after_its_copies() -> None:
@@ -165,7 +146,7 @@ def test_memory_of_a_stream_that_counts_on_the_graph_is_not_used_too_early() -> 
             assert all(map(torch.equal, gradients(), expected))
 
 
-def test_13_workers_of_a_data_loader_are_forked_beside_pinned_memory() -> None:
+def test_workers_of_a_data_loader_are_forked_beside_pinned_memory() -> None:
     model = OffloadModel(network(), gpu(), num_slices=2)
     data = TensorDataset(torch.randn(64, _WIDTH))
     for _ in range(2):

@@ -67,7 +67,7 @@ def memory_without_registration() -> None:
     """A driver that registers nothing: torch pins memory, and copies run as before."""
     with without("host_register", "host_unregister", "is_current_stream_capturing"):
         assert not devices.is_capturing(sim())
-        run_scenario("activations", ORDERS[2])
+        run_scenario("activations, dropout", ORDERS[2])
 
 
 def memory_that_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.arena import arena_for
 from smpkit.torch.offload.link import link_for
-from tests.device.device import gpu, in_device_time, new_event, new_stream, on_stream, scaled, synchronize
+from tests.device.device import gpu, in_device_time, scaled, synchronize
 
 _WIDTH, _LAYERS, _TOKENS = 2048, 16, 16384
 
@@ -85,34 +85,6 @@ def test_throughput_beside_the_plain_model(record_property: Note) -> None:
 def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times: int = 10) -> float:
     copy_once()
     return num_bytes / seconds_of(copy_once, 1, times) / 1e9
-
-
-@in_device_time()
-def test_small_copies_behind_large_ones(record_property: Note) -> None:
-    """Copy engines do not preempt: how long 4 MiB wait behind 1 GiB of the same direction, whole and in chunks."""
-    most = scaled(1 << 30, to=16)
-    large = torch.empty(most, dtype=torch.uint8, pin_memory=True)
-    small = torch.empty(scaled(4 << 20, to=16), dtype=torch.uint8, pin_memory=True)
-    there, little = torch.empty_like(large, device=gpu()), torch.empty_like(small, device=gpu())
-    lanes = [new_stream(), new_stream()]
-
-    def waited(chunk: int) -> float:
-        synchronize()
-        first, last = (new_event() for _ in range(2))
-        with on_stream(lanes[0]):
-            for start in range(0, large.numel(), chunk):
-                there[start : start + chunk].copy_(large[start : start + chunk], non_blocking=True)
-        with on_stream(lanes[1]):
-            first.record()
-            little.copy_(small, non_blocking=True)
-            last.record()
-        synchronize()
-        return float(first.elapsed_time(last))
-
-    for name, chunk in (("whole", most), ("64 MiB", most // 16), ("32 MiB", most // 32)):
-        record_property(f"ms for 4 MiB behind 1 GiB, {name}", min(waited(chunk) for _ in range(5)))
-    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), most))
-    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), most))
 
 
 @in_device_time()

@@ -17,14 +17,14 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import recorder
 from tests.device.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep, synchronize, waits_of
 from tests.device.ranks import run_on_gpu
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
 from tests.torch.tensor_parallel import test_dropout as dropouts
 
 SLEEP_SECONDS = 0.2
 
 
-# --- partitioning (A1) ------------------------------------------------------------------------------------------------
+# --- partitioning----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +81,7 @@ def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str) -> None:
     assert on_gpu[0][2] == []
 
 
-# --- times (A3) -------------------------------------------------------------------------------------------------------
+# --- times-----------------------------------------------------------------------------------------------------------
 
 
 class _Sleep(torch.autograd.Function):
@@ -142,23 +142,7 @@ def test_a_forward_takes_as_long_as_the_gpu_works_on_it(tmp_path: Path) -> None:
     assert spans[-1].end_ns <= whole.end_ns
 
 
-# --- labels (A6) ------------------------------------------------------------------------------------------------------
-
-
-def wrong_label() -> float:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
-    right = smp.nn.cross_entropy(torch.zeros(2, 4, device=gpu()), torch.tensor([7, -100], device=gpu()))
-    assert float(right) == pytest.approx(torch.tensor(8.0).log().item())
-    loss = smp.nn.cross_entropy(torch.zeros(2, 4, device=gpu()), torch.tensor([8, 0], device=gpu()))
-    return float(loss)
-
-
-def test_a_wrong_label_is_an_error_of_the_gpu() -> None:
-    with pytest.raises(RankFailed, match=r"device-side assert|CUDA error|a label is neither"):
-        run_on_gpu(wrong_label)
-
-
-# --- dropout between tensor-parallel ranks (C1) -----------------------------------------------------------------------
+# --- dropout between tensor-parallel ranks---------------------------------------------------------------------------
 
 
 def forward_without_waits(in_step: bool) -> dict[str, int]:

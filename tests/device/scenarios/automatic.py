@@ -76,18 +76,6 @@ def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) ->
     assert set(words.split()) <= set(choices[-1].values()), choices
 
 
-def smp_chosen_over_ranks(**config: Any) -> None:
-    """Compare a training that keeps, recomputes and offloads over two ranks with one that recomputes."""
-    plain = {"microbatches": 4} | config
-    expected, _, _ = smp_choose(plain, "each")
-    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
-        kept, _, choices = smp_choose({**plain, "offload_activations": "auto"}, "auto")
-        none, _, least = smp_choose({**plain, "offload_activations": True, "memory_budget_gib": 1e-6}, "auto")
-    assert_same(kept, expected)
-    assert_same(none, expected)
-    assert (set(choices[-1].values()), set(least[-1].values())) == ({"keep"}, {"offload"})
-
-
 def smp_chosen_by_stages() -> None:
     """Let two stages choose for themselves: the first keeps its only layer, the second two of its three."""
     config: dict[str, Any] = {"microbatches": 4, "pipeline_parallel_degree": 2, "timeout_seconds": 30}
@@ -104,4 +92,3 @@ add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 1.1, "keep off
 add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.9, "keep"))
 add("offloading auto", partial(smp_chosen, "each", "auto", 0.5, ""))
 add("auto, stages", smp_chosen_by_stages, ranks=2, is_quick=True)
-add("auto, a pipeline", partial(smp_chosen_over_ranks, pipeline_parallel_degree=2), ranks=2)

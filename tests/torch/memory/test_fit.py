@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,21 +35,27 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+    """Layers that share a mask; returns what nobody can look into, if asked to."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, layers: Iterable[nn.Module] | None = None, *, opaque: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers or [Layer() for _ in range(3)])
+        self.opaque = opaque
+
+    def forward(self, x: Tensor) -> Any:
         mask = torch.ones(BATCH, WIDTH)
         for layer in self.layers:
             x = layer(x, mask)
-        return x
+        return SimpleNamespace(sum=x.sum) if self.opaque else x
 
 
-def run(model: nn.Module, steps: int = 8) -> None:
-    optimizer = torch.optim.Adam(model.parameters())
+def run(model: nn.Module, steps: int = 8, *, updates: nn.Module | None = None) -> None:
+    """Train a model, and `updates`, if not None, in its place."""
+    optimizer = torch.optim.Adam((updates or model).parameters())
     for _ in range(steps):
         model(torch.ones(BATCH, WIDTH)).sum().backward()
+        if updates is not None:
+            updates(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -89,7 +96,7 @@ class Timed(nn.Module):
         super().__init__()
         self.weight, self.clock = nn.Parameter(torch.ones(1)), clock
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _mask: Tensor) -> Tensor:
         is_again = torch._C._current_graph_task_id() != -1
         self.clock.time += 3 if is_again else 4
 
@@ -102,21 +109,10 @@ class Timed(nn.Module):
         return y
 
 
-class TimedModel(nn.Module):
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Timed(clock) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.mark.parametrize("slow", [None, 0, 1, 2], ids=["even", "first slow", "second slow", "third slow"])
 def test_one_slow_step_changes_no_prediction(slow: int | None) -> None:
     clock = Clock()
-    model, x = TimedModel(clock), torch.ones(BATCH, WIDTH)
+    model, x = Model(Timed(clock) for _ in range(4)), torch.ones(BATCH, WIDTH)
     weights_and_gradients = 2 * 4 * 4
     # Of two layers the input and three results, which have gone when another is computed again; of those the input.
     kept = 2 * (4 + 1) * ROW
@@ -172,28 +168,17 @@ def test_evaluation_is_left_alone() -> None:
 
 
 def test_an_optimizer_of_another_model_is_no_update() -> None:
-    model, other = Model(), nn.Linear(2, 2)
+    model = Model()
     fitted = smpkit.fit(model, device_gib=1)
-    optimizer = torch.optim.Adam(other.parameters())
-    for _ in range(8):
-        model(torch.ones(BATCH, WIDTH)).sum().backward()
-        other(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+    run(model, updates=nn.Linear(2, 2))
     with pytest.raises(UsageError, match="nothing has been chosen yet"):
         fitted.report()
 
 
 def test_a_model_may_return_what_nobody_can_look_into() -> None:
-    class Opaque(Model):
-        def forward(self, x: Tensor) -> Any:
-            return SimpleNamespace(loss=super().forward(x).sum())
-
-    model = Opaque()
+    model = Model(opaque=True)
     fitted = smpkit.fit(model, device_gib=1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(8):
-        model(torch.ones(BATCH, WIDTH)).loss.backward()
-        optimizer.step()
+    run(model)
     assert fitted.report().layers
 
 
@@ -205,37 +190,36 @@ def test_without_updates_that_torch_tells_of_it_begins_all_the_same() -> None:
     assert fitted.report().layers
 
 
-def checkpointed() -> nn.Module:
-    model = Model()
-    smp.set_activation_checkpointing(model.layers)
-    return model
+def changed(change: Callable[[Model], object]) -> Callable[[], nn.Module]:
+    """Return what makes a model that something has been done to."""
 
+    def make() -> nn.Module:
+        model = Model()
+        change(model)
+        return model
 
-def compiled() -> nn.Module:
-    model = Model()
-    model.layers[0].compile(backend="eager")
-    return model
-
-
-def fitted_already() -> nn.Module:
-    model = Model()
-    smpkit.fit(model, device_gib=1)
-    return model
-
-
-def checkpoints_itself() -> nn.Module:
-    model = Model()
-    vars(model)["gradient_checkpointing"] = True
-    return model
+    return make
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no model": (lambda: 3, {}, "fit takes a torch.nn.Module, got int"),
     "no layers": (lambda: nn.Linear(2, 2), {}, "Linear has no list of layers"),
-    "checkpointed": (checkpointed, {}, "`layers.0` of Model is checkpointed, or fitted, already"),
-    "fitted": (fitted_already, {}, "`layers.0` of Model is checkpointed, or fitted, already"),
-    "compiled": (compiled, {}, "`layers.0` is compiled"),
-    "its own": (checkpoints_itself, {}, "`Model` checkpoints its layers itself"),
+    "checkpointed": (
+        changed(lambda model: smp.set_activation_checkpointing(model.layers)),
+        {},
+        "is checkpointed, or fitted, already",
+    ),
+    "fitted": (
+        changed(lambda model: smpkit.fit(model, device_gib=1)),
+        {},
+        "is checkpointed, or fitted, already",
+    ),
+    "compiled": (changed(lambda model: model.layers[0].compile(backend="eager")), {}, "`layers.0` is compiled"),
+    "its own": (
+        changed(lambda model: vars(model).update(gradient_checkpointing=True)),
+        {},
+        "checkpoints its layers itself",
+    ),
     "no device_gib": (Model, {"device_gib": None}, "cpu does not tell how much memory it has"),
     "negative": (Model, {"device_gib": -1}, "device_gib is -1; it must be a number of GiB above 0"),
     "no number": (Model, {"device_gib": "24"}, "device_gib is '24'; it must be a number of GiB above 0"),

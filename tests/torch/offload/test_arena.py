@@ -72,14 +72,6 @@ def test_the_first_range_that_holds_a_block_is_used_and_steps_that_are_alike_map
     assert (arena.mapped_bytes, arena.peak_bytes) == (16 * 1024, aligned(5000) + aligned(300) + aligned(1000))
 
 
-def test_ranges_of_two_slabs_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "_SLAB", 1024)
-    arena = Arena(2048, allocate)
-    blocks = [take(arena, 512) for _ in range(4)]
-    del blocks[3], blocks[0]  # the second half of a slab, and the first half of another
-    assert arena.take(1024) is None
-
-
 def test_a_block_waits_for_the_latest_copy_back_from_any_part_of_it() -> None:
     arena = Arena(4096, allocate)
     assert take(arena, 4096).after is DONE

@@ -1,3 +1,5 @@
+"""What of the order of loads no comparison with the plan shows (`test_simulated.py`), and how the lead is learnt."""
+
 from __future__ import annotations
 
 import pytest
@@ -32,44 +34,13 @@ def test_without_a_plan_backward_is_expected_in_reverse() -> None:
     assert order.upcoming(9) == []
 
 
-def planned(horizon: int | None = None) -> BackwardOrder:
+def planned() -> BackwardOrder:
     """F0 and F1 with three layers each have run: calls 0 1 2 and 3 4 5."""
-    order = BackwardOrder(horizon)
+    order = BackwardOrder()
     follow(order, "F0 F1 F2 B0 F3 B1")
     run(order, "F0", 3)
     run(order, "F1", 3)
     return order
-
-
-def test_a_plan_loads_in_the_last_layers_of_the_forward_before() -> None:
-    order = planned()
-    run(order, "F2")
-    assert order.upcoming(3) == []
-    order.add()
-    assert order.upcoming(3) == [2]
-    order.add()
-    assert order.upcoming(3) == [2, 1]
-
-
-def test_a_plan_looks_over_forwards_to_later_backwards() -> None:
-    order = planned()
-    run(order, "F2", 3)
-    run(order, "B0")
-    for call in (2, 1):
-        order.begin_backward(call)
-    assert order.upcoming(5) == [0, 5]  # three layers of F3 lie between
-
-
-def test_the_horizon_counts_actions() -> None:
-    order = planned(horizon=1)
-    run(order, "F2", 3)
-    run(order, "B0")
-    assert order.upcoming(99) == [2, 1, 0]
-    for call in (2, 1, 0):
-        order.begin_backward(call)
-    assert order.upcoming(99) == []
-    run(order, "F3")
-    assert order.upcoming(99) == [5, 4, 3]
 
 
 def test_what_returns_at_once_is_known() -> None:
