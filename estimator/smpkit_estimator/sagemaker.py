@@ -122,7 +122,7 @@ class SageMaker:
         region = unknown.get(lambda: self.cloud.region, _REGION, "it")
         by_name = not (job.role or "").startswith("arn:")
         account = ""
-        if by_name or job.output is None:
+        if job.output is None or (by_name and unknown.dry):
             account = unknown.get(lambda: self.cloud.identity().account, _ACCOUNT, "the account")
         role = f"arn:aws:iam::{_ACCOUNT}:role/{job.role}" if by_name and account == _ACCOUNT else job.role or ""
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
