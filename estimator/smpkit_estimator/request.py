@@ -167,7 +167,7 @@ def resumed_request(
         UsageError: another type or number of instances is asked for, and the job has instance groups.
     """
     old, shape = description["TrainingJobName"], request_shape(*_OPERATION)
-    body = _known(description, shape)
+    body: dict[str, Any] = _known(description, shape)
     body["TrainingJobName"] = name
     body["HyperParameters"] = {**body.get("HyperParameters", {}), JOB_NAME: json.dumps(name)}
     if body.get("ResourceConfig", {}).get("InstanceGroups"):
