@@ -63,45 +63,22 @@ def not_for_shell_files(sent: Mapping[str, str]) -> Iterator[Problem]:
 
 def distribution_hyperparameters(job: JobConfig) -> dict[str, str]:
     """Return what the job's `distribution` becomes, JSON-encoded; for SDK v2, which makes the other ones itself."""
-    values = {**_launcher(job), **_groups(job), **_model_parallel(job)}
-    return {name: json.dumps(value) for name, value in values.items()}
-
-
-def _launcher(job: JobConfig) -> dict[str, Any]:
     distribution, per_host = job.distribution, job.distribution.processes_per_host
+    instance_type = None if job.compute.instance_groups else job.compute.instance_type  # as the SDK has it
+    values: dict[str, Any] = {}
     if distribution.launcher == "mpirun":
-        return {
-            wire.MPI_ENABLED: True,
-            **({wire.PROCESSES_PER_HOST["mpirun"]: per_host} if per_host else {}),
-            wire.MPI_OPTIONS: distribution.custom_mpi_options,
-        }
-    asked = distribution.torch_distributed is not None and distribution.torch_distributed.enabled
-    instance_type = _instance_type(job)
-    return {
-        **({wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: instance_type} if asked else {}),
-        **({wire.PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
-    }
-
-
-def _instance_type(job: JobConfig) -> str | None:
-    """Return the type of all hosts; None for a job with groups, as the SDK has it."""
-    return None if job.compute.instance_groups else job.compute.instance_type
-
-
-def _groups(job: JobConfig) -> dict[str, Any]:
-    named = job.distribution.instance_groups
-    return {wire.INSTANCE_GROUPS: list(named)} if named else {}
-
-
-def _model_parallel(job: JobConfig) -> dict[str, Any]:
-    """Return the model-parallel block with the user's own keys: Hugging Face looks for the very key `partitions`."""
-    if job.distribution.smdistributed is None:
-        return {}
-    parameters: dict[str, Any] = {}
-    if job.distribution.model_parallel is not None:
-        parameters = {wire.MP_PARAMETERS: job.distribution.parameters_as_written}
-    return {
-        **parameters,
-        wire.DATA_PARALLEL_ENABLED: False,
-        wire.INSTANCE_TYPE: _instance_type(job),
-    }
+        values[wire.MPI_ENABLED] = True
+    elif distribution.torch_distributed is not None and distribution.torch_distributed.enabled:
+        values |= {wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: instance_type}
+    if per_host:
+        values[wire.PROCESSES_PER_HOST[distribution.launcher]] = per_host
+    if distribution.launcher == "mpirun":
+        values[wire.MPI_OPTIONS] = distribution.custom_mpi_options
+    if distribution.instance_groups:
+        values[wire.INSTANCE_GROUPS] = list(distribution.instance_groups)
+    if distribution.model_parallel is not None:
+        # With the user's own keys: Hugging Face looks for the very key `partitions`.
+        values[wire.MP_PARAMETERS] = distribution.parameters_as_written
+    if distribution.smdistributed is not None:
+        values |= {wire.DATA_PARALLEL_ENABLED: False, wire.INSTANCE_TYPE: instance_type}
+    return {name: json.dumps(value) for name, value in values.items()}

@@ -52,7 +52,7 @@ class LogReader:
         self._cloud = cloud
         self._group, self._host_of = group, host_of
         self._prefix = f"{job_name}/"
-        self._bounds = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
+        self._bounds: dict[str, Any] = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
         self._streams: dict[str, _Stream] = {}
         # Lines that the tokens have passed: an error in a later stream or page must not lose them.
         self._unread: list[LogLine] = []
@@ -132,7 +132,7 @@ class LogReader:
     def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
         """Return one page of a stream; an empty one if the stream is not there yet."""
         place: dict[str, Any] = {"startFromHead": startFromHead} if token is None else {"nextToken": token}
-        names = {"logGroupName": self._group, "logStreamName": stream.name}
+        names: dict[str, Any] = {"logGroupName": self._group, "logStreamName": stream.name}
         try:
             return self._cloud.call("logs", "get_log_events", **names, **place, **self._bounds)
         except CloudProblem as error:

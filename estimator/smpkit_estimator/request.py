@@ -25,7 +25,6 @@ from smpkit_estimator.status import machines_of
 
 __all__ = [
     "RESUMED_FROM",
-    "SubmitContext",
     "TrainingPlan",
     "build_request",
     "not_for_sagemaker",
@@ -37,25 +36,6 @@ RESUMED_FROM = "smpkit:resumed-from"
 """Tag of a job that goes on from another: its name."""
 
 _OPERATION = ("sagemaker", "CreateTrainingJob")
-
-
-@dataclass(frozen=True)
-class SubmitContext:
-    """What the job file does not say: who submits where, and under which name."""
-
-    job_name: str
-    region: str
-    role: str
-    """ARN of the role that SageMaker takes."""
-    output: str
-    """S3 URI below which SageMaker puts the results."""
-    source: str
-    """S3 URI of the packed sources."""
-    token: str | None = None
-    """S3 URI of the file that only this job's hosts read, so that nobody else joins them; None for a job on one host.
-
-    It ends with `TOKEN_NAME`.
-    """
 
 
 @dataclass(frozen=True)
@@ -117,14 +97,23 @@ def _masked(name: str, text: str) -> str:
     return text if hidden == value else json.dumps(hidden)
 
 
-def build_request(job: JobConfig, context: SubmitContext) -> dict[str, Any]:
+def build_request(
+    job: JobConfig, *, name: str, region: str, role: str, output: str, source: str, token: str | None = None
+) -> dict[str, Any]:
     """Return the request for `job`, field by field as SageMaker's SDK v2 sends it for the same arguments.
 
     Debugger and profiler are off: they are for AWS's own images. A spot job always says how long it may wait, which the
     service asks for.
+
+    Args:
+        name: the unique name of the job.
+        role: ARN of the role that SageMaker takes.
+        output: S3 URI below which SageMaker puts the results.
+        source: S3 URI of the packed sources.
+        token: S3 URI of the file, called `TOKEN_NAME`, that only this job's hosts read, so that nobody else joins them;
+            None for a job on one host.
     """
     inputs = dict(job.inputs)
-    source, token = context.source, context.token
     if job.network.isolation:
         # The container cannot reach S3, so the platform brings what it would download.
         inputs[CODE_CHANNEL] = Channel(uri=source)
@@ -132,20 +121,20 @@ def build_request(job: JobConfig, context: SubmitContext) -> dict[str, Any]:
         if token is not None:
             inputs[TOKEN_CHANNEL] = Channel(uri=token)
             token = f"{CHANNELS}/{TOKEN_CHANNEL}/{TOKEN_NAME}"
-    sent = hyperparameters(job, submit_directory=source, job_name=context.job_name, region=context.region)
+    sent = hyperparameters(job, submit_directory=source, job_name=name, region=region)
     if job.secrets:  # where the container finds them; their values are not known here
         places = {name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()}
         sent[SECRETS] = json.dumps(places)
     if token is not None:  # where it is: whoever may describe the job reads hyperparameters and variables
         sent[TOKEN_FILE] = json.dumps(token)
     body = {
-        "TrainingJobName": context.job_name,
-        "RoleArn": context.role,
+        "TrainingJobName": name,
+        "RoleArn": role,
         "HyperParameters": sent,
         **request_of(job),
         "ProfilerConfig": {"DisableProfiler": True},
     }
-    body["OutputDataConfig"] = {"S3OutputPath": context.output, **body.get("OutputDataConfig", {})}
+    body["OutputDataConfig"] = {"S3OutputPath": output, **body.get("OutputDataConfig", {})}
     if inputs:
         body["InputDataConfig"] = [channel_of(name, channel) for name, channel in inputs.items()]
     if job.compute.spot:
@@ -167,7 +156,7 @@ def resumed_request(
         UsageError: another type or number of instances is asked for, and the job has instance groups.
     """
     old, shape = description["TrainingJobName"], request_shape(*_OPERATION)
-    body = _known(description, shape)
+    body: dict[str, Any] = _known(description, shape)
     body["TrainingJobName"] = name
     body["HyperParameters"] = {**body.get("HyperParameters", {}), JOB_NAME: json.dumps(name)}
     if body.get("ResourceConfig", {}).get("InstanceGroups"):

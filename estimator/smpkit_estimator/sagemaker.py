@@ -39,7 +39,6 @@ from smpkit_estimator.finding import Finding
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.request import (
-    SubmitContext,
     TrainingPlan,
     build_request,
     not_for_sagemaker,
@@ -95,8 +94,9 @@ class SageMaker:
         sources = job_sources(job, folder, problems, script_only=script_only)
         # All that is wrong is told before anybody is asked for the role and the bucket.
         role = job.role if job.role and job.role.startswith("arn:") else f"arn:aws:iam::{_ACCOUNT}:role/stand-in"
-        assumed = SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key")
-        problems += over_limits(build_request(job, assumed))
+        output = job.output or "s3://bucket/"
+        assumed = build_request(job, name=name, region="", role=role, output=output, source="s3://bucket/key")
+        problems += over_limits(assumed)
         if problems:
             raise ConfigError(first_of_each(problems), subject=_SUBJECT)
         packed = pack(sources) if sources is not None else None
@@ -109,7 +109,7 @@ class SageMaker:
         source = job.source_dir if packed is None else f"{code}/{packed.digest}/sourcedir.tar.gz"
         # Beside the sources, which the job's role may read; a new place each time, as names may be used again.
         token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.num_hosts > 1 else None
-        body = build_request(job, SubmitContext(name, region, role, output, source, token))
+        body = build_request(job, name=name, region=region, role=role, output=output, source=source, token=token)
         problems = over_limits(body)
         if problems:
             raise ConfigError(problems, subject=_SUBJECT)
@@ -122,7 +122,7 @@ class SageMaker:
         region = unknown.get(lambda: self.cloud.region, _REGION, "it")
         by_name = not (job.role or "").startswith("arn:")
         account = ""
-        if by_name or job.output is None:
+        if job.output is None or (by_name and unknown.dry):
             account = unknown.get(lambda: self.cloud.identity().account, _ACCOUNT, "the account")
         role = f"arn:aws:iam::{_ACCOUNT}:role/{job.role}" if by_name and account == _ACCOUNT else job.role or ""
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"

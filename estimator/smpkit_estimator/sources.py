@@ -69,16 +69,16 @@ class Entry:
     executable: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sources:
     """What is packed, sorted by name, and what was left out for a reason that the user should know."""
 
-    entries: Sequence[Entry]
-    secrets: Sequence[str] = ()
+    entries: list[Entry] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
     """Names of files and folders that look like secrets: never packed."""
-    specials: Sequence[str] = ()
+    specials: list[str] = field(default_factory=list)
     """Names of sockets, pipes, devices, and links to nothing: not files."""
-    unread: Sequence[str] = ()
+    unread: list[str] = field(default_factory=list)
     """Names of ignore files that are not at the root, and so do not count."""
 
 
@@ -155,27 +155,29 @@ def collect(source: Path, dependencies: Sequence[Path] = (), *, only: str | None
     Raises:
         ConfigError: something cannot be read, a link leads out, or two things have one name; lists all problems.
     """
-    walks = [_walked(source) if only is None else _single(source, only)]
+    sources = Sources()
     problems: list[Problem] = []
+    if only is None:
+        _Walk(source.resolve(), "", sources, problems).start()
+    else:
+        _take(source / only, only, sources, problems)
     for path in dependencies:
         if path.is_dir():
-            walks.append(_walked(path, f"{path.resolve().name}/"))
+            _Walk(path.resolve(), f"{path.resolve().name}/", sources, problems).start()
         elif path.is_file():
-            walks.append(_single(path.parent, path.name))
+            _take(path, path.name, sources, problems)
         else:
             problems.append(Problem(("dependencies",), f"there is no file or folder `{path}`"))
-    problems += [problem for walk in walks for problem in walk.problems]
-    entries = sorted((entry for walk in walks for entry in walk.entries), key=lambda entry: entry.name)
-    for first, second in itertools.pairwise(entries):
+    sources.entries.sort(key=lambda entry: entry.name)
+    for first, second in itertools.pairwise(sources.entries):
         if first.name == second.name:
             message = f"`{first.name}` is both `{first.path}` and `{second.path}`"
             problems.append(Problem(("dependencies",), message, "rename one of them"))
     if problems:
         raise ConfigError(problems, subject="sources")
-    secrets, specials, unread = (
-        sorted(name for walk in walks for name in getattr(walk, kind)) for kind in ("secrets", "specials", "unread")
-    )
-    return Sources(entries, secrets, specials, unread)
+    for names in (sources.secrets, sources.specials, sources.unread):
+        names.sort()
+    return sources
 
 
 def is_secret(name: str) -> bool:
@@ -183,59 +185,67 @@ def is_secret(name: str) -> bool:
     return name in _SECRET_FOLDERS or (_SECRET.match(name) is not None and name.lower() not in _HARMLESS)
 
 
+def _take(path: Path, name: str, sources: Sources, problems: list[Problem]) -> None:
+    """Add one file."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        problems.append(Problem(("source_dir",), f"the name of `{printable(name)}` is not UTF-8"))
+    else:
+        sources.entries.append(Entry(name, path, executable=bool(path.stat().st_mode & stat.S_IXUSR)))
+
+
 @dataclass
 class _Walk:
-    """Goes through one folder of sources."""
+    """Goes through one folder, and adds what it finds to the sources."""
 
     root: Path
     prefix: str
     """Of the names in the archive."""
-    ignored: GitIgnoreSpec
-    entries: list[Entry] = field(default_factory=list)
-    secrets: list[str] = field(default_factory=list)
-    specials: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    sources: Sources
+    problems: list[Problem]
+    ignored: GitIgnoreSpec = field(default_factory=lambda: GitIgnoreSpec([]))
     inside: list[Path] = field(default_factory=list)
     """Folders that links led into, on the way to the present one."""
 
-    def folder(self, folder: Path, relative: str) -> None:
+    def start(self) -> None:
+        files = [self.root / name for name in IGNORE_FILES if (self.root / name).is_file()]
         try:
-            with os.scandir(folder) as found:
-                items = list(found)
+            lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            self._refuse(f"an ignore file in `{printable(str(self.root))}` cannot be read: {error}")
+            return
+        self.ignored = GitIgnoreSpec.from_lines(lines)
+        self._folder(self.root, "")
+
+    def _folder(self, folder: Path, relative: str) -> None:
+        try:
+            with os.scandir(folder) as scan:
+                items = list(scan)
         except OSError as error:
             self._refuse(f"`{printable(str(folder))}` cannot be read: {error}")
             return
         for item in items:
             self._item(item, relative + item.name)
 
-    def file(self, path: Path, relative: str, mode: int) -> None:
-        name = self.prefix + relative
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:
-            self._refuse(f"the name of `{printable(name)}` is not UTF-8")
-            return
-        self.entries.append(Entry(name, path, executable=bool(mode & stat.S_IXUSR)))
-
     def _item(self, item: os.DirEntry[str], relative: str) -> None:
-        is_folder = item.is_dir(follow_symlinks=False)
+        is_folder, name = item.is_dir(follow_symlinks=False), self.prefix + relative
         if item.name in _NEVER or item.name.endswith((".pyc", ".pyo")):
             return
         if self.ignored.check_file(relative + "/" * is_folder).include:
             return
         if item.name in IGNORE_FILES and "/" in relative:
-            self.unread.append(self.prefix + relative)
+            self.sources.unread.append(name)
         if is_secret(item.name):
-            self.secrets.append(self.prefix + relative)
+            self.sources.secrets.append(name)
         elif item.is_symlink():
             self._link(Path(item.path), relative)
         elif is_folder:
-            self.folder(Path(item.path), f"{relative}/")
+            self._folder(Path(item.path), f"{relative}/")
         elif item.is_file(follow_symlinks=False):
-            self.file(Path(item.path), relative, item.stat(follow_symlinks=False).st_mode)
+            _take(Path(item.path), name, self.sources, self.problems)
         else:
-            self.specials.append(self.prefix + relative)
+            self.sources.specials.append(name)
 
     def _link(self, path: Path, relative: str) -> None:
         """Take what a link leads to, if that is inside: the launcher unpacks files and folders only."""
@@ -251,39 +261,20 @@ class _Walk:
         elif not target.is_relative_to(self.root):
             self._refuse(f"the link {quoted(name)} leads out of the sources, to `{printable(str(target))}`", hint)
         elif any(is_secret(part) for part in target.relative_to(self.root).parts):
-            self.secrets.append(name)
+            self.sources.secrets.append(name)
         elif target.is_file():
-            self.file(target, relative, target.stat().st_mode)
+            _take(target, name, self.sources, self.problems)
         elif not target.is_dir():
-            self.specials.append(name)
+            self.sources.specials.append(name)
         elif target in self.inside or path.is_relative_to(target):
             self._refuse(f"the link {quoted(name)} leads to a folder that it is in", hint)
         else:
             self.inside.append(target)
-            self.folder(target, f"{relative}/")
+            self._folder(target, f"{relative}/")
             self.inside.pop()
 
     def _refuse(self, message: str, hint: str | None = None) -> None:
         self.problems.append(Problem(("source_dir",), message, hint))
-
-
-def _walked(folder: Path, prefix: str = "") -> _Walk:
-    walk = _Walk(folder.resolve(), prefix, GitIgnoreSpec.from_lines([]))
-    try:
-        files = [walk.root / name for name in IGNORE_FILES if (walk.root / name).is_file()]
-        lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        walk.problems.append(Problem(("source_dir",), f"an ignore file in `{folder}` cannot be read: {error}"))
-        return walk
-    walk.ignored = GitIgnoreSpec.from_lines(lines)
-    walk.folder(walk.root, "")
-    return walk
-
-
-def _single(folder: Path, name: str) -> _Walk:
-    walk = _Walk(folder.resolve(), "", GitIgnoreSpec.from_lines([]))
-    walk.file(folder / name, name, (folder / name).stat().st_mode)
-    return walk
 
 
 # ---- the archive ---------------------------------------------------------------------------------------------------

@@ -14,26 +14,26 @@ from botocore.validate import ParamValidator
 from smpkit_estimator.arguments import InstanceGroup, TrainingInput, channels, job_from_arguments
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.request import SubmitContext, TrainingPlan, build_request
+from smpkit_estimator.request import TrainingPlan, build_request
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE, with_groups
 
 GOLDEN = Path(__file__).with_name("golden")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 
-CONTEXT = SubmitContext(
-    job_name=JOB_NAME,
-    region=REGION,
-    role=ROLE,
-    output="s3://smpkit-demo/",
-    source=f"s3://smpkit-demo/{JOB_NAME}/source/sourcedir.tar.gz",
-)
+CONTEXT = {
+    "name": JOB_NAME,
+    "region": REGION,
+    "role": ROLE,
+    "output": "s3://smpkit-demo/",
+    "source": f"s3://smpkit-demo/{JOB_NAME}/source/sourcedir.tar.gz",
+}
 
 
 def ours(arguments: dict[str, Any], inputs: Any) -> TrainingPlan:
     given = {"entry_point": "train.py", **arguments}
     job = job_from_arguments(given, given.pop("distribution", None))
-    return TrainingPlan(build_request(job.model_copy(update={"inputs": channels(inputs)}), CONTEXT))
+    return TrainingPlan(build_request(job.model_copy(update={"inputs": channels(inputs)}), **CONTEXT))
 
 
 def all_of_ours() -> dict[str, TrainingPlan]:
@@ -95,11 +95,11 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
     uri = "s3://bucket/sources/tokens/job-1/token"
     arguments = {**CASES["no-distribution"][0], "enable_network_isolation": isolation}
     job = job_from_arguments({"entry_point": "train.py", **arguments}, None)
-    body = build_request(job, SubmitContext(**{**CONTEXT.__dict__, "token": uri}))
+    body = build_request(job, **CONTEXT, token=uri)
     channels = {each["ChannelName"]: each["DataSource"] for each in body.get("InputDataConfig", [])}
     place = json.loads(body["HyperParameters"]["sagemaker_smpkit_token_file"])
     assert place == ("/opt/ml/input/data/smpkit_token/token" if isolation else uri)
     assert ("smpkit_token" in channels) == isolation
     if isolation:
         assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
-    assert "smpkit_token" not in str(build_request(job, CONTEXT))
+    assert "smpkit_token" not in str(build_request(job, **CONTEXT))
