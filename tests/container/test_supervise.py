@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -121,13 +123,22 @@ time.sleep(600)
     assert 'train.py", line 7 in <module>' in outcome.ends[0].stack
 
 
-@pytest.mark.parametrize("has_signal", [True, False], ids=["signal", "thread"])
-def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, has_signal: bool) -> None:
+SCRIPTS = {
+    "train.py": "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('ready', flush=True); input()",
+    "train.sh": "sleep 600 & echo ready; read line",
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "has_signal"),
+    [("train.py", True), ("train.sh", True), ("train.py", False)],
+    ids=["signal", "shell", "thread"],
+)
+def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script: str, has_signal: bool) -> None:
     """By a signal that the kernel sends when the other end of the life line is closed, or, as on macOS, by a thread."""
-    source = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('ready', flush=True); input()"
-    (tmp_path / "train.py").write_text(source)
+    (tmp_path / script).write_text(SCRIPTS[script])
     number = "" if has_signal else "rank._SIGNAL_OF_DESCRIPTOR = -1; "
-    start = f"import os, sys; from smpkit_container import rank; {number}rank.main(['train.py'], os.environ)"
+    start = f"import os, sys; from smpkit_container import rank; {number}rank.main(['{script}'], os.environ)"
     theirs, ours = os.pipe()
     report, stack = os.pipe(), os.pipe()
     held = (report[1], stack[1], theirs)
@@ -140,7 +151,10 @@ def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, has_si
         assert process.stdout.readline() == b"ready\n"
         os.close(ours)
         assert process.wait(60) == -signal.SIGKILL
-        assert process.stdout.read() == b""  # `sleep` is gone, too: it would hold the pipe open
+        has_ended, _, _ = select.select([process.stdout], [], [], 20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        assert has_ended, "`sleep` is left, and holds the pipe open"
     for descriptor in (*held, report[0], stack[0]):
         os.close(descriptor)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -375,6 +377,30 @@ def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_mpi_job: Make
 def test_what_ranks_started_ends_with_them(make_mpi_job: MakeJob) -> None:
     source = RANK + "import subprocess\nsubprocess.Popen(['sleep', '600'])\nif rank: raise ValueError('boo')\n"
     assert make_mpi_job(source).run().code == 1  # `run` checks that nothing is left
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
+ORPHANS = """
+import pathlib, subprocess
+if rank == 0:
+    for _ in range(3): subprocess.run(["sh", "-c", "sleep 0.2 &"])
+    time.sleep(1)
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
+    print(os.getppid(), "Z" in states)
+"""
+
+
+def can_unshare() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*UNSHARE, "true"], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs the right to make a PID namespace")
+def test_the_first_process_of_a_container_reaps_what_ranks_have_orphaned(tmp_path: Path) -> None:
+    job = Job(tmp_path / "base", "mpirun", RANK + ORPHANS)
+    command = [*UNSHARE, sys.executable, "-m", "smpkit_container", "train"]
+    environ = {**os.environ, "SMPKIT_BASE_DIR": str(job.base)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] 1 False\n"), done.stderr
 
 
 # ---- stopping ------------------------------------------------------------------------------------------------------
