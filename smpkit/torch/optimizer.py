@@ -48,7 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With `fp16` or `bf16` the `param_groups` hold float32 master weights from the first step on (see
     `smpkit.torch.optim.master_weights`). With `fp16` the loss has a scale, and all ranks skip the `step` if a gradient
-    is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped.
+    is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped. `loss_scale`,
+    `loss_scaler`, `fp16_groups` and `fp32_from_fp16_groups` are v1's names for what the master weights have.
 
     Args:
         optimizer: the optimizer to wrap.

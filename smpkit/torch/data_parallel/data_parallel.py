@@ -83,7 +83,7 @@ class DataParallel(StepParticipant):
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
         self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
-        broadcast_parameters(placements, dist.get_global_rank(self.group, 0))
+        broadcast_parameters(placements)
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers()
         self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
@@ -183,28 +183,10 @@ class DataParallel(StepParticipant):
         return (self._passes + 1) % self._passes_per_reduction == 0
 
 
-def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
-    """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
-    broadcast_tensors(
-        [
-            (each.parameter, (group, dist.get_group_rank(group, _holder_in_replica(each, source))))
-            for each in placements
-            if (group := each.replica_group) is not None
-        ],
-        _REPLICATED,
-    )
-
-
-def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
-    """Return the rank in the replica of `rank` that holds this parameter's values; all ranks are global ones.
-
-    Replicas that train each for itself (`ddp: false`) take their own.
-    """
-    wanted, ranks = state.mesh.coordinates(rank), placement.replica_ranks
-    in_replica = [each for each in ranks if state.mesh.coordinates(each).rdp == wanted.rdp] or ranks
-    # A whole parameter has several such ranks, one for each tp_rank: the one beside `rank` if it is among them.
-    same_tp = [each for each in in_replica if state.mesh.coordinates(each).tp == wanted.tp]
-    return same_tp[0] if same_tp else in_replica[0]
+def broadcast_parameters(placements: Iterable[ParameterPlacement]) -> None:
+    """Copy parameters from the first replica, whose ranks are the first of their groups, to all that hold the same."""
+    held = [(each.parameter, each.replica_group) for each in placements]
+    broadcast_tensors([(parameter, (group, 0)) for parameter, group in held if group is not None], _REPLICATED)
 
 
 class GradientScaling:

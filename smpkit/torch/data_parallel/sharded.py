@@ -223,7 +223,7 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
         half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
         each.parameter.data = value.float() if half else value
-    broadcast_parameters(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
+    broadcast_parameters(parts)
 
 
 _FLOAT32: Final = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -185,10 +185,11 @@ def test_a_model_that_diverged_is_named_once() -> None:
     smp.init({"fp16": True})
     model = smp.DistributedModel(nn.Linear(2, 1))
     optimizer = optimizer_of(model, dynamic_loss_scale=True, init_scale=2.0)
+    masters: Any = optimizer.masters
     for scale in (1.0, 1.0, 1.0):
         optimizer.zero_grad()
         model.backward(model(torch.ones(1, 2)).sum() * math.nan)
-        if not optimizer.loss_scaler.at_minimum or optimizer.masters._warned:
+        if not optimizer.loss_scaler.at_minimum or masters._warned:
             optimizer.step()
         else:
             with pytest.warns(UserWarning, match="not finite at the smallest loss scale"):
