@@ -60,8 +60,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
     call = ModuleCall.of(module)
     if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and _is_plain(module):
         return call.run(SequentialCheckpoint(module, preserve_rng_state, None), args, kwargs)
-    refused = _cannot_checkpoint(module, call.pp_ranks)
-    return call.run(None if refused else ModuleCheckpoint(module, preserve_rng_state), args, kwargs)
+    return call.run(_checkpoint_of(module, call, preserve_rng_state), args, kwargs)
 
 
 def checkpoint_sequential(
@@ -140,14 +139,16 @@ def set_activation_checkpointing(
     else:
         ModuleCall.on(module).checkpointing = None
     for layer in module.children() if isinstance(module, (nn.Sequential, *_CONTAINERS)) else [module]:
-        _mark(layer, preserve_rng_state, automatic=automatic)
+        call = ModuleCall.on(layer)
+        kind = ChosenCheckpoint if automatic else ModuleCheckpoint
+        call.checkpointing = _checkpoint_of(layer, call, preserve_rng_state, kind)
 
 
-def _mark(module: nn.Module, preserve_rng_state: bool, *, automatic: bool) -> None:
-    call = ModuleCall.on(module)
-    refused = _cannot_checkpoint(module, call.pp_ranks)
-    kind = ChosenCheckpoint if automatic else ModuleCheckpoint
-    call.checkpointing = None if refused else kind(module, preserve_rng_state)
+def _checkpoint_of(
+    module: nn.Module, call: ModuleCall, preserve_rng_state: bool, kind: type[ModuleCheckpoint] = ModuleCheckpoint
+) -> ModuleCheckpoint | None:
+    """Return what checkpoints calls of a module; None if it lies on several ranks."""
+    return None if _cannot_checkpoint(module, call.pp_ranks) else kind(module, preserve_rng_state)
 
 
 def _check_module(function: str, module: object) -> None:
@@ -265,9 +266,7 @@ class SequentialCheckpoint:
             members = [layers[index] for index in group]
             if len(members) == 1:
                 call = ModuleCall.of(members[0])
-                refused = _cannot_checkpoint(members[0], call.pp_ranks)
-                wrapper = None if refused else ModuleCheckpoint(members[0], self._preserve_rng_state)
-                value = call.run(wrapper, (value,), {})
+                value = call.run(_checkpoint_of(members[0], call, self._preserve_rng_state), (value,), {})
             elif spans_ranks:
                 run = functools.partial(self._run_group, members)
                 value = run_together(run, members, tuple(map(name_of, members)), value)
