@@ -53,10 +53,6 @@ def checkpointed(module: nn.Module, x: Tensor) -> Any:
     return smp.checkpoint(module, x)
 
 
-def forgetting(module: nn.Module, x: Tensor) -> Any:
-    return smp.checkpoint(module, x, preserve_rng_state=False)
-
-
 @smp.step
 def train_step(model: Any, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -103,10 +99,6 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 0, 
 def test_gradients_are_the_bits_of_a_plain_call(degree: int, kernel: str) -> None:
     assert_close(found(checkpointed, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
     assert found(plainly, 0.3, kernel, degree)["losses"] != found(plainly, 0.0, kernel, 1)["losses"]
-
-
-def test_where_nothing_is_drawn_the_state_need_not_be_kept() -> None:
-    assert_close(found(forgetting, 0.0, "flash", 1), found(plainly, 0.0, "flash", 1))
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.testing import EmulatedLink
 from smpkit.torch.distributed import host_memory
 from smpkit.torch.memory.measure import Probe, Updates, device_limit
+from tests.torch.memory.test_fit import BATCH, WIDTH, Layer
 
 CPU = torch.device("cpu")
 
@@ -39,25 +40,14 @@ def test_an_optimizer_that_is_gone_holds_nothing() -> None:
     assert updates.state_bytes == 8 * 4
 
 
-class Layer(nn.Module):
-    """Saves its input (for the weight's gradient), the result of the sigmoid, and the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.sigmoid(self.linear(x)) * mask
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
 def test_a_probe_sees_the_same_in_a_checkpointed_call(kept: bool) -> None:
-    layer, x, mask = Layer(), torch.ones(4, 8), torch.ones(4, 8)
+    layer, x, mask = Layer(), torch.ones(BATCH, WIDTH), torch.ones(BATCH, WIDTH)
     probe = Probe(EmulatedLink(), layer.parameters())
     call = probe.around("layer", layer)
     output = call(x, mask) if kept else checkpoint(call, x, mask, use_reentrant=False)
     output.sum().backward()
     calls = probe.calls["layer"]
-    assert (calls.input_bytes, calls.saved_bytes) == (2 * 4 * 8 * 4, 3 * 4 * 8 * 4)
+    assert (calls.input_bytes, calls.saved_bytes) == (2 * x.nbytes, 3 * x.nbytes)
     assert (len(calls.first), len(calls.again)) == (1, 0 if kept else 1)
     assert layer.linear.weight.grad is not None
