@@ -41,7 +41,7 @@ class Gathered:
     server: tuple[str, ...] = ()
     """What a host runs whose ranks are started by the first host's mpirun."""
     topology: Topology | None = None
-    """The topology with what only the meeting told: the hosts' names, and the network interface between them."""
+    """The topology with what only the meeting told: the network interface between the hosts."""
 
 
 @contextlib.contextmanager
@@ -80,11 +80,10 @@ def gather(topology: Topology, seconds: float, token: bytes = b"") -> Iterator[G
 
 
 def _as_met(topology: Topology, peers: Peers) -> Topology | None:
-    """Return the topology with what the meeting told; None if it told nothing new."""
-    if not peers.hosts:
+    """Return the topology with the network interface over which the hosts met; None if it is known."""
+    if topology.interface:
         return None
-    interface = topology.interface or interface_with(peers.connections[0].getsockname()[0])
-    return replace(topology, hosts=peers.hosts, name="", interface=interface)
+    return replace(topology, interface=interface_with(peers.connections[0].getsockname()[0]))
 
 
 def interface_with(address: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from smpkit.errors import ConfigError, Problem
-from smpkit_container.environment import Environment, Resources
+from smpkit_container.environment import Environment
 
 __all__ = [
     "DEFAULT_PORT",
@@ -100,8 +100,7 @@ def read_topology(environment: Environment) -> Topology:
             "shell",
             port=resources.port,
             interface=resources.interface,
-            name=resources.name,
-            address=_address(resources),
+            address=resources.address,
         )
     launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
     return Topology(
@@ -111,13 +110,8 @@ def read_topology(environment: Environment) -> Topology:
         launcher=launcher,
         port=_port(environment.mp_parameters) or resources.port,
         interface=resources.interface,
-        name=resources.name,
-        address=_address(resources),
+        address=resources.address,
     )
-
-
-def _address(resources: Resources) -> str:
-    return resources.hosts[0] if resources.name else ""
 
 
 def distribution_hosts(environment: Environment) -> tuple[str, ...]:

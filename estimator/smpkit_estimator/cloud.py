@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.clock import Clock, SystemClock
+from smpkit_estimator.backend import Clock, SystemClock
 from smpkit_estimator.sagemaker import (
     CloudProblem,
     Session,

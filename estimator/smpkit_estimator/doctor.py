@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from smpkit.config.job import JobConfig
+from smpkit_estimator.backend import Finding, tried
 from smpkit_estimator.cloud import Cloud, split_uri
-from smpkit_estimator.finding import Finding, tried
 
 __all__ = ["check_cloud", "check_job"]
 

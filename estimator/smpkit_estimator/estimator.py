@@ -11,11 +11,11 @@ from typing import Any
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
 from smpkit_estimator.arguments import experiment_from, job_from_arguments
+from smpkit_estimator.backend import LogLine, Plan
 from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.inputs import channels
 from smpkit_estimator.job import Job, show
-from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.sagemaker_backend import SageMaker
 from smpkit_estimator.submission import Submission
@@ -92,6 +92,10 @@ class Estimator:
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.
         """
+        submission: Submission = self._planned(inputs, job_name, experiment_config).payload
+        return submission
+
+    def _planned(self, inputs: Any, job_name: str | None, experiment_config: Mapping[str, str] | None) -> Plan:
         found = {**self.config.inputs, **channels(inputs)}
         updates: dict[str, Any] = {"inputs": found}
         mode = getattr(inputs, "mode", None) or getattr(inputs, "config", {}).get("InputMode")
@@ -124,13 +128,13 @@ class Estimator:
             CloudError: the cloud refused or could not be reached.
             JobError: the job failed or was stopped, with the first failing rank's exception.
         """
-        submission = self.plan(inputs, job_name, experiment_config)
+        plan = self._planned(inputs, job_name, experiment_config)
         for notice in self.config.secret_notices():
             sys.stderr.write(f"warning: {notice}\n")
-        for note in submission.notes:
+        for note in plan.notes:
             sys.stderr.write(f"note: {note}\n")
-        self._backend.submit(submission)
-        self._job = Job(submission.request.job_name, self._backend)
+        self._backend.submit(plan)
+        self._job = Job(plan.name, self._backend)
         if wait:
             self._watch(self._job, logs)
         return self._job

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from smpkit.errors import UsageError
-from smpkit_estimator.names import base_name, unique_name
+from smpkit_estimator.backend import base_name, unique_name
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.sagemaker import request_shape
 

@@ -17,9 +17,9 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import Packed, fingerprint, pack
+from smpkit_estimator.backend import unique_name
 from smpkit_estimator.cloud import Cloud, DryCloud, split_uri
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.names import unique_name
 from smpkit_estimator.request import (
     CODE_CHANNEL,
     TOKEN_CHANNEL,

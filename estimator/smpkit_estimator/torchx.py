@@ -22,7 +22,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.load import load_job
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator import described
-from smpkit_estimator.names import unique_name
+from smpkit_estimator.backend import unique_name
 
 # TorchX replaces `${...}` and makes `$` of `$$`. A first host need not be told its own address.
 _SCRIPT = f"""set -e

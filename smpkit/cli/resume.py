@@ -85,7 +85,7 @@ def resume(
     if dry_run:
         if transfer is not None:
             console.note(f"note: copies first the {transfer}")
-        click.echo(json.dumps(plan.shown(), indent=2))
+        click.echo(json.dumps(plan.shown, indent=2))
         return 0
     if transfer is not None:
         console.note(f"Copying the {transfer}")
@@ -93,7 +93,7 @@ def resume(
     else:
         none = "No checkpoint there yet: starting from the beginning"
         console.note(newest_checkpoint(old, found="Resuming from ", none=none))
-    started = Job(plan.job_names[0], backend)
+    started = Job(plan.name, backend)
     with tell_if_interrupted(started):
         result = backend.submit(plan)
     shown = {"name": started.name, "arn": result["arn"], "resumed_from": job}

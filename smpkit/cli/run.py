@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from smpkit.config.job import JobConfig
     from smpkit.config.load import LoadedJob
     from smpkit.observe.runs import Run
     from smpkit_estimator.docker.image import Recipe
@@ -94,9 +94,8 @@ def run(
     FILE is a job file, or a script such as `train.py`, which needs none: `-p pipeline_parallel_degree=2` sets what a
     job file has as modelparallel parameters. There are as many ranks as GPUs, or as the degrees need.
 
-    Inside a Slurm allocation of several nodes it runs on these. What the run leaves is in `runs/NAME-TIME` beside the
-    job file: the job as it ran, its plan, events, logs by rank and a summary, and the results for which the job file
-    names no other place. `smpkit runs` lists them.
+    What the run leaves is in `runs/NAME-TIME` beside the job file: the job as it ran, its plan, events, logs by rank
+    and a summary, and the results for which the job file names no other place. `smpkit runs` lists them.
 
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
@@ -113,12 +112,7 @@ def run(
         options = _DockerOptions(hosts, interrupt_after, gpus, events)
         return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
-    from smpkit_estimator.slurm.allocation import nodes_here
-
-    nodes = nodes_here(os.environ)
-    if nodes > 1:
-        _refuse_debugger(debugged, "several nodes")
-        return _run_on_nodes(job, overrides, arguments, nodes)
+    _refuse_allocation(job.config)
     return _run_here(job, overrides, arguments, debugged, events=events)
 
 
@@ -179,6 +173,23 @@ def _refuse_without_docker(**options: object) -> None:
         raise UsageError(f"{' and '.join(given)} without `--docker`", hint="add `--docker`")
 
 
+def _refuse_allocation(job: JobConfig) -> None:
+    """Refuse to use one node where Slurm has given several; inside a step of `srun`, ranks are many already.
+
+    Raises:
+        UsageError: this is an allocation of several nodes.
+    """
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0)
+    if nodes < 2 or not os.environ.get("SLURM_JOB_ID"):
+        return
+    ranks = job.distribution.processes_per_host or 1
+    hint = (
+        f"`MASTER_ADDR=$(scontrol show hostnames | head -n 1) srun --ntasks-per-node={ranks} python {job.entry_point}`"
+        " uses them, and so does `smpkit submit --backend slurm`"
+    )
+    raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
+
+
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
@@ -235,29 +246,6 @@ def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
     _leave_trace(console, run)
-
-
-# ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
-
-
-def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], nodes: int) -> int:
-    from smpkit_estimator.slurm.allocation import plan_here, run_here
-
-    plan = plan_here(job.config, job.folder, nodes)
-    console = _console.current()
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    parameters, per_node = job.config.distribution.model_parallel, job.config.distribution.processes_per_host
-    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
-    run = begin_run(job, nodes * (per_node or -(-needed // nodes)), nodes, overrides)
-    console.note(f"Running `{job.config.name}` on the {nodes} nodes of Slurm's job {os.environ['SLURM_JOB_ID']}")
-    began = time.monotonic()
-    code = run_here(plan, run.path, arguments)
-    end_run(run, time.monotonic() - began, _end_of(code, None, stopped=False))
-    console.note(f"run: {shown(run.path)}")
-    _leave_trace(console, run)
-    console.note(f"kept: {plan.runs[0].folder}")
-    return int(code != 0)
 
 
 # ---- in the training image, with one container for each host ---------------------------------------------------------

@@ -22,14 +22,6 @@ here sends nothing whose type the service refuses.
 - `fake.faults` (`Faults`) lets calls fail: throttled, refused, or with their answer lost.
 - `fake.jobs` has each job (`FakeJob`) with its request and history; `fake.storage.objects` has each `FakeObject`.
 
-**A Kubernetes of processes.** `FakeKubernetes` is an API server on the loopback address that runs the pods of Jobs as
-processes of this machine, for the official client and whatever uses it. It needs `smpkit[kubernetes]`::
-
-    with FakeKubernetes() as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "kubeconfig")))
-        ...                                     # `smpkit submit --backend kubernetes`, or your own code
-        cluster.evict(cluster.pods("job")[0])   # its ranks save, and go on in a new pod
-
 **Ranks in a test.** `run_ranks` runs a function on real ranks, one process each, and returns what each returned::
 
     def losses(steps: int) -> list[float]:      # a function of a module
@@ -70,7 +62,6 @@ from smpkit.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from smpkit.testing.emulated_link import EmulatedLink
-    from smpkit.testing.fake_kubernetes.server import FakeKubernetes
     from smpkit.testing.fake_sagemaker.client import Faults
     from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
     from smpkit.testing.fake_sagemaker.jobs import FakeJob
@@ -83,7 +74,6 @@ __all__ = [
     "EmulatedLink",
     "FakeClock",
     "FakeJob",
-    "FakeKubernetes",
     "FakeObject",
     "FakeSageMaker",
     "FastClock",
@@ -97,7 +87,6 @@ __all__ = [
 _MODULES = {
     "EmulatedLink": "smpkit.testing.emulated_link",
     "FakeClock": "smpkit.testing.fake_sagemaker.clock",
-    "FakeKubernetes": "smpkit.testing.fake_kubernetes.server",
     "FakeJob": "smpkit.testing.fake_sagemaker.jobs",
     "FakeObject": "smpkit.testing.fake_sagemaker.storage",
     "FakeSageMaker": "smpkit.testing.fake_sagemaker.session",

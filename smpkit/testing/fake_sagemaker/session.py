@@ -14,7 +14,7 @@ from smpkit.testing.fake_sagemaker.logs import FakeLogs
 from smpkit.testing.fake_sagemaker.script import Script
 from smpkit.testing.fake_sagemaker.storage import FakeStorage
 from smpkit.testing.fake_sagemaker.store import load_jobs, save_jobs
-from smpkit_estimator.clock import Clock
+from smpkit_estimator.backend import Clock
 
 __all__ = ["FakeSageMaker"]
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from smpkit.testing.fake_sagemaker.client import Handler, client_error
-from smpkit_estimator.clock import Clock
+from smpkit_estimator.backend import Clock
 
 __all__ = ["FakeObject", "FakeStorage"]
 
