@@ -48,12 +48,18 @@ _OURS = (
 """Variables for this process alone: a launcher that the script starts must not inherit them."""
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the job that the platform describes; return the exit code."""
+def main(arguments: Sequence[str], environ: Mapping[str, str], *, stopped_code: int = 0) -> int:
+    """Run the job that the platform describes; return the exit code.
+
+    Args:
+        stopped_code: the exit code of a job of this machine alone whose ranks ended well because they were asked to.
+    """
     before, extra = _split(arguments)
     if before not in ([], ["train"]):
         return _become(arguments)
-    return _train_scheduled(environ, extra) if names.is_scheduled(environ) else _train(environ, extra)
+    if names.is_scheduled(environ):
+        return _train_scheduled(environ, extra)
+    return _train(environ, extra, stopped_code=stopped_code)
 
 
 def _train_scheduled(environ: Mapping[str, str], extra: Sequence[str]) -> int:
@@ -126,6 +132,9 @@ def _train(
         sys.stderr.write(f"error: {plain(reason)}; details: {Folders(base).failure}\n")
         _leave_reason(base, f"{reason}\n{traceback.format_exc()[-800:]}")
         return 3
+    finally:
+        if console.files is not None:
+            console.files.close()
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
     from smpkit.config.load import LoadedJob
     from smpkit.observe.runs import Run
-    from smpkit_estimator.docker.image import Recipe
-    from smpkit_estimator.docker.run import DockerRun
+    from smpkit_estimator.docker import DockerRun
+    from smpkit_estimator.image import Recipe
     from smpkit_estimator.local import LocalPlan, LocalRun
 
-__all__ = ["run"]
+__all__ = ["run", "run_local"]
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue")
 
@@ -197,7 +198,7 @@ def _run_here(
     job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], debugged: int | None, *, events: bool
 ) -> int:
     from smpkit_container.environment import count_gpus
-    from smpkit_estimator.local import plan_local_run, run_local
+    from smpkit_estimator.local import plan_local_run
 
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
@@ -207,12 +208,40 @@ def _run_here(
         console.note(f"note: {note}")
     run = begin_run(job, plan.ranks, plan.hosts, overrides)
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, run.path, arguments, environ=environ, events=events)
+    done = run_local(plan, run.path, arguments, environ, events=events)
     end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_here(console, done, run)
     if done.exit_code == 0:
         return 0
     return 130 if done.interrupted else 1
+
+
+def run_local(
+    plan: LocalPlan,
+    folder: Path,
+    arguments: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    events: bool = False,
+) -> LocalRun:
+    """Let the launcher run the job in this process, and wait for it; what ranks print goes to stdout and stderr.
+
+    Ctrl-C, SIGTERM and SIGHUP stop the ranks. Must be called in the main thread.
+
+    Args:
+        folder: that of the run, which exists.
+        arguments: more arguments for the script, after those made of hyperparameters.
+        environ: variables, on top of which the job's own go; default: this process's.
+        events: let every rank record every step.
+    """
+    from smpkit.config.scheduled import STOPPED
+    from smpkit_container.__main__ import main
+    from smpkit_estimator.local import collected, lay_out
+
+    variables = lay_out(plan, folder, os.environ if environ is None else environ, events=events)
+    began = time.monotonic()
+    code = main(["train", "--", *arguments], variables, stopped_code=STOPPED)
+    return collected(folder, code, time.monotonic() - began)
 
 
 def _end_of(exit_code: int, failure: str | None, *, stopped: bool) -> str:
@@ -240,9 +269,7 @@ def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit.config.words import duration
 
-    if done.launcher_killed:
-        _console.print_failure(str(done.failure), "the ranks were ended with it; look at the system's log")
-    elif done.exit_code == 0 and not done.stopped:
+    if done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
     _leave_trace(console, run)
@@ -256,9 +283,8 @@ def _run_in_docker(
 ) -> int:
     """Build or take the image, run the containers, say how it ended; return the exit code."""
     from smpkit_container.environment import count_gpus
-    from smpkit_estimator.docker.engine import check
-    from smpkit_estimator.docker.image import build_image
-    from smpkit_estimator.docker.run import run_in_docker
+    from smpkit_estimator.docker import check, run_in_docker
+    from smpkit_estimator.image import build_image
     from smpkit_estimator.local import plan_local_run
 
     hosts = options.hosts or job.config.num_rank_hosts
@@ -283,9 +309,9 @@ def _run_in_docker(
         interrupt_after=options.interrupt_after,
         events=options.events,
     )
-    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.interrupted))
+    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_docker(console, done, options, run)
-    if done.interrupted:
+    if done.stopped:
         return 130
     return 1 if done.exit_code else 0
 
@@ -299,7 +325,7 @@ def _show_line(host: str, stream: str, line: str) -> None:
 def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions, run: Run) -> None:
     from smpkit.config.words import duration
 
-    if done.interrupted:
+    if done.stopped:
         console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
     elif done.exit_code and done.failure is None:
         _console.print_failure(f"a container ended with exit code {done.exit_code} and left no reason")
@@ -308,8 +334,6 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
     if options.interrupt_after is not None and not done.rehearsed:
         console.warn(f"the job ended before it could be interrupted after {options.interrupt_after:g} s")
-    for clash in done.clashes:
-        console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
     _leave_trace(console, run)
 
@@ -332,10 +356,12 @@ def _show_places(
     console: _console.Console, run: Run, model: Path | None, output_data: Path | None, checkpoints: Path | None
 ) -> None:
     """Say where everything is that the job left; what is in the folder of the run is said by naming that."""
-    for name, place in {"model": model, "other results": output_data, "checkpoints": checkpoints}.items():
-        if place is not None and not place.is_relative_to(run.path.resolve()):
+    folder = run.path.resolve()
+    places = {"model": model, "other results": output_data, "checkpoints": checkpoints}
+    for name, place in places.items():
+        if place is not None and not place.is_relative_to(folder):
             console.note(f"{name}: {place}")
-    inside = [place.name for place in (model, output_data, checkpoints) if place and place.parent == run.path.resolve()]
+    inside = [str(place.relative_to(folder)) for place in places.values() if place and place.is_relative_to(folder)]
     console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
 
 

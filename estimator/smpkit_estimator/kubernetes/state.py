@@ -150,7 +150,8 @@ def _restarts(pods: Iterable[Object]) -> list[datetime]:
         end = _end(pod)
         if end is not None and (end["exitCode"] in _RESTARTED or _disrupted(pod)):
             ends.setdefault(host_of(pod), []).append(_time(end.get("finishedAt")) or _EARLY)
-    return sorted(max(ends.values(), key=lambda times: len(times), default=[]))
+    most = max(map(len, ends.values()), default=0)
+    return next((sorted(times) for times in ends.values() if len(times) == most), [])
 
 
 def _disrupted(pod: Object) -> bool:
