@@ -304,8 +304,9 @@ def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None
 
 def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = "node7 node9", **more: str) -> Started:
     """Start a launcher among those of a scheduler, whose names cannot be looked up."""
-    told = {"SMPKIT_HOSTS": names, "SMPKIT_FIRST_HOST": "127.0.0.1", "SMPKIT_PORT": str(port)}
-    return start(tmp_path, number, script, 0, **told, SLURM_NODEID=str(number), **more)
+    place = {"SMPKIT_HOSTS": names, "SMPKIT_FIRST_HOST": "127.0.0.1", "SMPKIT_PORT": str(port)}
+    more |= {**place, "SLURM_NODEID": str(number)}
+    return start(tmp_path, number, script, 0, resources=None, **more)
 
 
 @pytest.mark.slow

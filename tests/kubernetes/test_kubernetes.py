@@ -27,6 +27,7 @@ from tests.job_contract import (
     a_report_of_it,
     uninterrupted,
 )
+from tests.kubernetes.api import Cluster
 from tests.kubernetes.conftest import PIPELINE, User
 from tests.slurm.test_slurm import FAILS, ODD, WAITS
 
@@ -270,7 +271,12 @@ def test_the_namespace_of_the_job_file_is_that_of_the_next_commands(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(backend, "connect", lambda *place: asked.append(place) or user.cluster)
+
+    def connected(*place: object) -> Cluster:
+        asked.append(place)
+        return user.cluster
+
+    monkeypatch.setattr(backend, "connect", connected)
     user.write("", quick=True, hosts=1, kubernetes={"namespace": "mine"})
     sent = user.run("submit", "job.yaml", "--name", "there")
     assert "stop with `smpkit stop there --region mine`" in sent.stderr
