@@ -32,7 +32,6 @@ NO_TESTS: Final = 5
 
 # What has a part of its own.
 SLURM: Final = (
-    "tests/slurm/test_across.py",
     "tests/slurm/test_slurm.py",
     "tests/slurm/test_example.py::test_a_cluster_runs_it_and_it_goes_on_after_a_stop",
 )

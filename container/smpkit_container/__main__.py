@@ -1,7 +1,6 @@
 """The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`.
 
-On Slurm, `python -m smpkit_container slurm RUN` is one node's part of the run in that folder; on Kubernetes and AWS
-Batch, `python -m smpkit_container host SPEC` is that of one host.
+On Slurm, Kubernetes and AWS Batch variables say which host of its job this is (`smpkit_container.scheduled`).
 
 Any other arguments are a command to run instead, so that `docker run IMAGE bash` does what people expect.
 """
@@ -17,12 +16,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from smpkit.config import scheduled as names
 from smpkit.config.words import plain
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import RUN_DIR
-from smpkit_container import pod, slurm
 from smpkit_container.console import Console
-from smpkit_container.described import LOST, STOPPED
 from smpkit_container.environment import (
     DEFAULT_BASE,
     Environment,
@@ -34,6 +32,7 @@ from smpkit_container.environment import (
 )
 from smpkit_container.failure import write_failure
 from smpkit_container.launch import launch
+from smpkit_container.scheduled import described_hosts, lay_out, leave_message
 from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
 
@@ -41,71 +40,53 @@ __all__ = ["main"]
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
-_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS", "SMPKIT_LOG_TIMES", "SMPKIT_SHOW_LOG")
+_OURS = (
+    "SMPKIT_BASE_DIR",
+    "SMPKIT_DIE_WITH_PARENT",
+    "SMPKIT_HYPERPARAMETERS",
+    "SMPKIT_LOG_TIMES",
+    "SMPKIT_SHOW_LOG",
+    *names.OF_THE_LAUNCHER,
+)
 """Variables for this process alone: a launcher that the script starts must not inherit them."""
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the job that the platform describes; return the exit code."""
+def main(arguments: Sequence[str], environ: Mapping[str, str], *, stopped_code: int = 0) -> int:
+    """Run the job that the platform describes; return the exit code.
+
+    Args:
+        stopped_code: the exit code of a job of this machine alone whose ranks ended well because they were asked to.
+    """
     before, extra = _split(arguments)
-    if before[:1] == ["slurm"] and len(before) == 2:
-        return _on_slurm(Path(before[1]), extra, environ)
-    if before[:1] == ["host"] and len(before) == 2:
-        return _as_host(before[1], extra, environ)
     if before not in ([], ["train"]):
         return _become(arguments)
-    base = base_folder(environ)
-    if base == DEFAULT_BASE:
-        return _train(_with_run_folder(base, environ), extra, fetch=True)
-    return _train(environ, extra, fetch=False)  # `smpkit run`, which chooses the folder of the run
+    if names.is_scheduled(environ):
+        return _train_scheduled(environ, extra)
+    return _train(environ, extra, stopped_code=stopped_code)
 
 
-def _on_slurm(run: Path, extra: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run one node's part of a run on Slurm; return the exit code."""
-    try:
-        base, variables = slurm.lay_out(run, environ)
-        times = slurm.open_log(run, environ)
-    except (SmpkitError, OSError) as error:
-        return _refuse(error)
-    ours = {
-        "SMPKIT_BASE_DIR": str(base),
-        "SMPKIT_DIE_WITH_PARENT": "1",
-        "SMPKIT_LOG_TIMES": times,
-        "TRAINING_JOB_NAME": run.name,
-    }
-    code = STOPPED
-    if not (run / "stopped").exists():  # `smpkit stop` may have run before this launcher started
-        environ = _with_run_folder(base, {**environ, **variables})
-        code = _train({**environ, **ours}, extra, fetch=False, stopped_code=STOPPED)
-    slurm.note_end(run, environ, code)
-    return code
-
-
-def _as_host(place: str, extra: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run one host's part of a job on Kubernetes or AWS Batch; return the exit code."""
+def _train_scheduled(environ: Mapping[str, str], extra: Sequence[str]) -> int:
+    """Run the part of one host among those that a scheduler has started; return the exit code."""
     base = base_folder(environ)
     try:
-        variables = pod.lay_out(place, base, environ)
+        environ = lay_out(environ)
+        base = base_folder(environ)
     except (SmpkitError, OSError) as error:
         code = _refuse(error, base)
     else:
-        theirs = _with_run_folder(base, {**environ, **variables})
-        code = _train(theirs, extra, fetch=True, stopped_code=STOPPED, lost_code=LOST)
-    pod.leave_message(base, environ)
+        # `smpkit stop` may have run before this launcher started.
+        stopped = bool(environ.get(names.STOP_FILE)) and Path(environ[names.STOP_FILE]).exists()
+        code = names.STOPPED
+        if not stopped:
+            code = _train(environ, extra, stopped_code=names.STOPPED, lost_code=names.LOST)
+    leave_message(base, environ)
     return code
 
 
-def _with_run_folder(base: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    return {RUN_DIR: str(Folders(base).run), **environ}
-
-
-def _train(
-    environ: Mapping[str, str], extra: Sequence[str], *, fetch: bool, stopped_code: int = 0, lost_code: int = 1
-) -> int:
+def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: int = 0, lost_code: int = 1) -> int:
     """Run the job described below the base folder. This is the program's only error boundary.
 
     Args:
-        fetch: unpack the sources and install what they require; a local run uses both in place.
         stopped_code: the exit code if all ranks ended well because they were asked to.
         lost_code: the exit code if the ranks ended because another host was lost.
     """
@@ -114,12 +95,22 @@ def _train(
     base = base_folder(environ)
     more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
     console = Console.of_process(environ)
-    environ = {name: value for name, value in environ.items() if name not in _OURS}
+    scheduled = names.is_scheduled(environ)
     try:
+        hosts = described_hosts(environ)
+        environ = {name: value for name, value in environ.items() if name not in _OURS}
+        if base == DEFAULT_BASE or scheduled:  # else `smpkit run` chooses
+            environ = {RUN_DIR: str(Folders(base).run), **environ}
         environment = Environment.read(
-            base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa(), more=more
+            base,
+            environ,
+            num_gpus=count_gpus(environ),
+            num_cpus=count_cpus(),
+            has_efa=find_efa(),
+            more=more,
+            hosts=hosts,
         )
-        if fetch:
+        if base == DEFAULT_BASE or (scheduled and environment.code == environment.folders.code):  # else used in place
             fetch_source(environment)
             install_requirements(environment.code)
         environ = {**environ, **secret_variables(environment)}

@@ -29,7 +29,6 @@ _FRAMEWORK_PREFIX = "sagemaker_"
 _OUR_PREFIX = "sagemaker_smpkit_"
 _OURS = ("sagemaker_smpkit_processes_per_host", "sagemaker_smpkit_secrets", "sagemaker_smpkit_token_file")
 _LIVE_OUTPUT = "sagemaker_s3_output"
-_MAX_HOSTS = 100_000
 _TUNING_METRIC = "_tuning_objective_metric"
 """What SageMaker adds to the hyperparameters of a tuning job; it is not for the script."""
 _FROM_VARIABLES = {"sagemaker_program": "SAGEMAKER_PROGRAM", "sagemaker_submit_directory": "SAGEMAKER_SUBMIT_DIRECTORY"}
@@ -99,9 +98,8 @@ class Resources:
     group_name: str = "homogeneousCluster"
     groups: tuple[Mapping[str, Any], ...] = ()
     interface: str = ""
-    name: str = ""
-    """What this host calls itself, where the platform tells no names but the first host's address, how many hosts there
-    are and which of them this is: then `hosts` are stand-ins until the hosts meet."""
+    address: str = ""
+    """Where the first host is reached, if not by its name."""
     port: int | None = None
     """The port at which the ranks meet, where the platform keeps one free for the job."""
     raw: Mapping[str, Any] = field(default_factory=dict)
@@ -133,11 +131,13 @@ class Environment:
         num_cpus: int,
         has_efa: bool = False,
         more: Mapping[str, str] | None = None,
+        hosts: Mapping[str, Any] | None = None,
     ) -> Environment:
         """Read the files below `base`; a missing file means its default.
 
         Args:
             more: hyperparameters in the form of the file, for those that it does not have.
+            hosts: what a scheduler says in place of `resourceconfig.json`.
 
         Raises:
             ConfigError: one or more of the files cannot be understood; lists all problems.
@@ -146,7 +146,7 @@ class Environment:
         problems: list[Problem] = []
         sent = {**(more or {}), **_read(folders, "hyperparameters", problems)}
         values = {name: _decoded(value) for name, value in sent.items()}
-        resources = _resources(_read(folders, "resourceconfig", problems), problems)
+        resources = _resources(dict(hosts or _read(folders, "resourceconfig", problems)), problems)
         channels = _read(folders, "inputdataconfig", problems)
         checkpoint = _read(folders, "checkpointconfig", problems)
         problems += _unpassable(values)
@@ -302,10 +302,6 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
 
 def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
     default = Resources()
-    name = ""
-    if "first_host" in raw:
-        name = str(raw.get("current_host") or "")
-        raw = _with_stand_ins(raw, problems)
     hosts = raw.get("hosts", list(default.hosts))
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         problems.append(Problem(("resourceconfig", "hosts"), f"must be a list of host names, not {hosts!r}"))
@@ -326,23 +322,7 @@ def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
         group_name=str(raw.get("current_group_name") or default.group_name),
         groups=tuple(groups),
         interface=str(raw.get("network_interface_name") or ""),
-        name=name,
+        address=str(raw.get("first_address") or ""),
         port=raw["port"] if type(raw.get("port")) is int else None,
         raw=raw,
     )
-
-
-def _with_stand_ins(raw: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Name the hosts of a job whose platform tells the first one's address, their number, and which one this is."""
-    match raw:
-        case {"first_host": str(address), "host_count": int(count), "host_index": int(index)}:
-            known = address != "" and 0 <= index < count <= _MAX_HOSTS
-        case _:
-            known, address, count, index = False, "", 0, 0
-    if not known:
-        told = ", ".join(f"{name} {raw.get(name)!r}" for name in ("first_host", "host_count", "host_index"))
-        message = f"needs an address, `host_count` up to {_MAX_HOSTS:,} and a `host_index` below it, got {told}"
-        problems.append(Problem(("resourceconfig", "first_host"), message))
-        return {}
-    hosts = [address, *(f"host {number} of {count}" for number in range(2, count + 1))]
-    return {**raw, "hosts": hosts, "current_host": hosts[index]}

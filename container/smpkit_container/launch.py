@@ -20,7 +20,7 @@ from smpkit_container.console import Console
 from smpkit_container.environment import Environment
 from smpkit_container.failure import explain, stop_words, write_failure
 from smpkit_container.mpi import Ssh, find_mpirun, mpirun_command
-from smpkit_container.peers import News, Peers, meet
+from smpkit_container.peers import News, meet
 from smpkit_container.supervise import ADDRESS_VARIABLE, STAND_IN, Host, Outcome, Starter, Timeouts, meeting_place
 from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, interface_with, read_topology
@@ -73,7 +73,7 @@ class _Launch:
         self._environment = environment
         self._console = console
         if environ.get(RUN_DIR):
-            host = self.topology.name or self.topology.host
+            host = self.topology.host
             console.keep_logs(Path(environ[RUN_DIR]), "" if self.topology.node_rank == 0 else host)
         self._environ = with_smdistributed(environment, environ, console)
         self._token = job_token(environment)
@@ -94,8 +94,8 @@ class _Launch:
                 facts = ssh.facts if ssh else {}
                 with _stoppable():
                     peers = stack.enter_context(meet(self.topology, facts, self.timeouts.start, port + 1, self._token))
-                if self.topology.name:
-                    self._take_names(peers)
+                if not self.topology.interface:
+                    self.topology = replace(self.topology, interface=interface_with(peers.own_address))
             program = self._program(extra)
             variables = self._variables(program[1:], port)
             starter = None
@@ -130,23 +130,6 @@ class _Launch:
             except OSError as error:
                 raise LaunchError(f"the ranks could not be started: {error}") from error
             return outcome, peers.news if peers else None
-
-    def _take_names(self, peers: Peers) -> None:
-        """Take over what only the meeting told: the hosts' names, and the network interface between them."""
-        interface = self.topology.interface or interface_with(peers.own_address)
-        self.topology = replace(self.topology, hosts=peers.hosts, name="", interface=interface)
-        hosts = list(peers.hosts)
-        resources = self._environment.resources
-        known = {"hosts": hosts, "current_host": self.topology.host, "network_interface_name": interface}
-        resources = replace(
-            resources,
-            hosts=peers.hosts,
-            current_host=self.topology.host,
-            groups=tuple({**group, "hosts": hosts} for group in resources.groups),
-            interface=interface,
-            raw={**resources.raw, **known},
-        )
-        self._environment = replace(self._environment, resources=resources)
 
     def _program(self, extra: Sequence[str]) -> tuple[str, ...]:
         """Return the script and its arguments: hyperparameters, then `extra`."""

@@ -154,7 +154,7 @@ def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: byt
     Raises:
         LaunchError: a host did not come within `seconds`.
     """
-    facts = {**facts, "name": topology.name or topology.host}
+    facts = {**facts, "name": topology.host}
     find = _receive if topology.node_rank == 0 else _join
     everybody, connections = find(topology, facts, seconds, port, token)
     peers = Peers(topology.node_rank, everybody, connections)
@@ -196,9 +196,8 @@ def _receive(
             if time.monotonic() >= deadline:
                 for connection, _ in guests.values():
                     connection.close()
-                who = topology.name or topology.host
                 came = "".join(f"; somebody at {address} {_STRANGER}" for address in sorted(set(strangers))[:5])
-                what = f"{who} waited {seconds:g} s for {', '.join(missing)} to come{came}"
+                what = f"{topology.host} waited {seconds:g} s for {', '.join(missing)} to come{came}"
                 raise LaunchError(what, hint=_START_HINT)
             with contextlib.suppress(TimeoutError):
                 visitor, address = listener.accept()
@@ -240,9 +239,8 @@ def _join(
             why = f"it closed the connection, or {_STRANGER}"
             connection.close()
             time.sleep(_RETRY_SECONDS)
-    who = topology.name or topology.host
     first = topology.hosts[0]
-    raise LaunchError(f"{who} waited {seconds:g} s for {first}, the first host: {why}", hint=_START_HINT)
+    raise LaunchError(f"{topology.host} waited {seconds:g} s for {first}, the first host: {why}", hint=_START_HINT)
 
 
 def _connection(plain: socket.socket) -> Connection:

@@ -50,8 +50,6 @@ class Topology:
     port: int | None = None
     """`ddp_port` of the configuration; None = any free port on one host, DEFAULT_PORT on several."""
     interface: str = ""
-    name: str = ""
-    """What this host calls itself, if `hosts` are stand-ins for names that the hosts tell each other when they meet."""
     address: str = ""
     """Where the first host is reached; default: by its name."""
 
@@ -97,8 +95,7 @@ def read_topology(environment: Environment) -> Topology:
         launcher=launcher,
         port=(None if launcher == "shell" else _port(environment.mp_parameters)) or (None if alone else resources.port),
         interface=resources.interface,
-        name=resources.name,
-        address=hosts[0],
+        address=resources.address,
     )
 
 

@@ -32,7 +32,7 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.clock import Clock, SystemClock
+from smpkit_estimator.backend import Clock, SystemClock
 
 __all__ = [
     "Cloud",

@@ -7,34 +7,43 @@ with an entry point of the group `smpkit.backends`: a function that takes `Acces
 from __future__ import annotations
 
 import importlib
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import yaml
 
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted, suggestion
-from smpkit.errors import UsageError
-from smpkit_estimator.clock import Clock
-from smpkit_estimator.files import Files
-from smpkit_estimator.finding import Finding
-from smpkit_estimator.log_line import LogLine
+from smpkit.errors import JobError, SmpkitError, UsageError
 from smpkit_estimator.status import JobStatus
+
+if TYPE_CHECKING:
+    from smpkit_estimator.files import Files
 
 __all__ = [
     "GROUP",
     "OWN",
     "Access",
     "Backend",
-    "JobSummary",
-    "Log",
-    "Pace",
+    "Clock",
+    "Finding",
+    "LogLine",
     "Plan",
     "Query",
+    "SystemClock",
+    "base_name",
     "known_backends",
     "open_backend",
+    "rank_of",
+    "run_below",
+    "tried",
+    "unique_name",
 ]
 
 GROUP = "smpkit.backends"
@@ -46,6 +55,89 @@ OWN: Mapping[str, str] = {
     "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
     "batch": "smpkit_estimator.batch.backend:open_batch",
 }
+
+
+class Backend(Protocol):
+    """Where jobs run.
+
+    All methods raise CloudError in plain words, UnreachableError if trying again may help, UsageError if there is no
+    such job, UnsupportedError by name for what this back end cannot do.
+    """
+
+    clock: Clock
+    pace: float
+    """Seconds between two looks at a job."""
+
+    @property
+    def title(self) -> str:
+        """What it is called, with the place where jobs are: "SageMaker in eu-west-1"."""
+
+    def plan(
+        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
+    ) -> Plan:
+        """Decide everything about a job; relative paths start at `folder`.
+
+        Args:
+            dry: it will only be shown, so placeholders may stand for what cannot be found out.
+            script_only: pack the entry point and the dependencies alone.
+
+        Raises:
+            ConfigError: the job cannot be sent as it is; lists all problems.
+        """
+
+    def submit(self, plan: Plan) -> Mapping[str, Any]:
+        """Send what this back end planned, and start it; return what `submit --json` prints."""
+
+    def describe(self, name: str) -> JobStatus:
+        """Return what a job is doing now, or how it ended."""
+
+    def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
+        """Return an iterator without end over what is new in a job's log, sorted by time; `[]` is nothing new.
+
+        One that has raised UnreachableError goes on where it was.
+
+        Args:
+            since: leave out what was logged before.
+            tail: begin with so many of the last lines of each host.
+        """
+
+    def stop(self, name: str) -> None:
+        """Ask a job to stop, with time to save; one that is over is left alone."""
+
+    def list(self, query: Query) -> Iterator[JobStatus]:
+        """Yield jobs, newest first, with what can be told without asking for each."""
+
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
+        """Plan a job that goes on from a job's checkpoints.
+
+        Args:
+            changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
+        """
+
+    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
+        """Look at the way to the back end, and at what a job names.
+
+        Args:
+            write: also write and delete something small where results will go.
+        """
+
+    def results(self, name: str, into: Path) -> Path:
+        """Return the folder in which a job's ranks left what `smpkit report` shows: `run` among its other results.
+
+        Args:
+            into: an empty folder for a copy, where the files do not lie on a file system that this machine mounts.
+
+        Raises:
+            JobError: the job left none, or none yet.
+            UnsupportedError: this machine cannot reach it.
+        """
+
+    def files(self, place: str) -> Files:
+        """Return what is at a place that a job file or `JobStatus` names, such as its checkpoints.
+
+        Raises:
+            UnsupportedError: this machine cannot look there.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,159 +162,135 @@ class Query:
     """Created so long ago at most."""
     limit: int = 20
 
+    def of(self, jobs: Iterator[JobStatus], now: datetime) -> Iterator[JobStatus]:
+        """Yield those that are wanted of jobs which come newest first."""
+        count = 0
+        for job in jobs:
+            if self.since is not None and job.created < now - self.since:
+                return
+            if self.name is not None and self.name not in job.name:
+                continue
+            if self.status is not None and job.status.lower() != self.status.lower():
+                continue
+            yield job
+            count += 1
+            if count == self.limit:
+                return
+
 
 @dataclass(frozen=True)
-class JobSummary:
-    """One job of a list."""
-
-    name: str
-    arn: str
-    status: str
-    phase: str | None
-    created: datetime
-    ended: datetime | None
-
-
-class Plan(Protocol):
+class Plan:
     """All that will be sent, decided and checked; nothing was sent."""
 
-    @property
-    def job_names(self) -> Sequence[str]:
-        """The jobs that it starts: one, or those of an array."""
-
-    @property
-    def machines(self) -> str:
-        """On what, in words."""
-
-    @property
-    def max_seconds(self) -> int | None:
-        """How long a job may run; None where the back end decides."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What the user should know before it is sent."""
-
-    def shown(self) -> Mapping[str, Any]:
-        """What will be sent, without secrets, as JSON has it."""
+    name: str
+    machines: str
+    """On what, in words."""
+    shown: Mapping[str, Any]
+    """What will be sent, without secrets, as JSON has it."""
+    payload: Any = field(repr=False)
+    """What will be sent, as the back end needs it."""
+    max_seconds: int | None = None
+    """How long the job may run; None where the back end decides."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it is sent."""
+    script: str | None = None
+    """What people read, where that is not `shown`."""
 
     def text(self) -> str:
-        """The same for people, with a line end."""
+        """What will be sent, for people, with a line end."""
+        if self.script is not None:
+            return self.script
+        text: str = yaml.safe_dump(dict(self.shown), sort_keys=False, allow_unicode=True, width=120)
+        return text
 
 
-class Log(Protocol):
-    """A job's log, read as far as it has come; `read` again for what came since."""
+@dataclass(frozen=True, order=True)
+class LogLine:
+    """One line of a job's log; sorts by time."""
 
-    incomplete: list[str]
-    """Parts that were given up."""
+    time: datetime
+    stream: str
+    number: int
+    """Its position among the lines of its stream that this reader read."""
+    text: str = field(compare=False)
+    host: str = field(compare=False)
+    rank: int | None = field(compare=False)
+    """The rank that wrote it, where the launcher put it before the line."""
 
-    @property
-    def hosts(self) -> set[str]:
-        """The hosts that have logged anything."""
 
-    @property
-    def num_streams(self) -> int:
-        """How many parts there are so far."""
-
-    def read(self) -> list[LogLine]:
-        """Return what is new, sorted by time."""
-
-    def tail(self, count: int, keep: Callable[[LogLine], bool]) -> list[LogLine]:
-        """Return the last `count` lines of those that `keep` wants; `read` then goes on behind them."""
+def rank_of(text: str) -> int | None:
+    """Return the rank that the launcher, or mpirun, put before a line."""
+    prefix = re.match(r"\[rank (?P<ours>\d+)\]|\[\d+,(?:mpirank:)?(?P<mpi>\d+)", text)
+    return int(prefix["ours"] or prefix["mpi"]) if prefix else None
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How fast a back end is asked and how late its log comes, in seconds."""
+class Finding:
+    """One thing that `smpkit doctor` looked at."""
 
-    poll: float = 5.0
-    streams_per_second: float = 8.0
-    """CloudWatch allows 25 reads a second in a whole account; a follower of many streams takes a third of that."""
-    settle: float = 5.0
-    """Between two reads after the job has ended."""
-    wait: float = 10.0
-    """Between two looks at a job that is waited for."""
+    what: str
+    state: Literal["ok", "problem", "info"]
+    text: str
+    hint: str | None = None
 
 
-class Backend(Protocol):
-    """Where jobs run.
+def tried(what: str, check: Callable[[], Finding], *, needed: bool = True) -> Finding:
+    """Return what `check` finds, or its error: a problem if it is `needed`."""
+    try:
+        return check()
+    except SmpkitError as error:
+        return Finding(what, "problem" if needed else "info", error.message, error.hint)
 
-    All methods raise CloudError in plain words, UnreachableError if trying again may help, UsageError if there is no
-    such job, UnsupportedError by name for what this back end cannot do.
+
+class Clock(Protocol):
+    """Tells the time and waits. Tests replace it, so that hours pass in milliseconds."""
+
+    def now(self) -> datetime:
+        """The present, in UTC."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now(self) -> datetime:
+        """The present, in UTC."""
+        return datetime.now(timezone.utc)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+def run_below(results: Path, job: str) -> Path:
+    """Return the folder with the measurements of a job's ranks, among its other results.
+
+    The launcher names it to the ranks by SMPKIT_RUN_DIR, below SM_OUTPUT_DATA_DIR.
+
+    Raises:
+        JobError: there is none.
     """
+    folder = results / "run"
+    if not folder.is_dir():
+        hint = "ranks that call `smp.init` leave it; it is there when the first of them has ended"
+        raise JobError(f"job `{job}` has left no measurements: there is no folder {folder}", hint=hint)
+    return folder
 
-    clock: Clock
-    pace: Pace
 
-    @property
-    def place(self) -> str:
-        """Where jobs are, in words that follow "in": a region, a cluster."""
+_MAX_NAME_CHARACTERS = 63
 
-    @property
-    def title(self) -> str:
-        """What it is called, with the place: "SageMaker in eu-west-1"."""
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
-        """Decide everything about a job; relative paths start at `folder`.
+def unique_name(base: str, now: datetime, longest: int = _MAX_NAME_CHARACTERS) -> str:
+    """Return a job name as SDK v2 makes it: the base, cut to fit, and the time to the millisecond."""
+    stamp = now.strftime("%Y-%m-%d-%H-%M-%S-") + f"{now.microsecond // 1000:03d}"
+    return f"{base[: longest - len(stamp) - 1].rstrip('-')}-{stamp}"
 
-        Args:
-            dry: it will only be shown, so placeholders may stand for what cannot be found out.
-            script_only: pack the entry point and the dependencies alone.
 
-        Raises:
-            ConfigError: the job cannot be sent as it is; lists all problems.
-        """
-
-    def submit(self, plan: Any) -> Mapping[str, Any]:
-        """Send what this back end planned, and start it; return what `submit --json` prints."""
-
-    def describe(self, name: str) -> JobStatus:
-        """Return what a job is doing now, or how it ended."""
-
-    def details(self, name: str) -> dict[str, Any]:
-        """Return all that the back end knows about a job, in its own words."""
-
-    def logs(self, name: str, since: datetime | None = None) -> Log:
-        """Return a job's log, without what was logged before `since`."""
-
-    def stop(self, name: str) -> None:
-        """Ask a job to stop, with time to save; one that is over is left alone."""
-
-    def list(self, query: Query) -> Iterator[JobSummary]:
-        """Yield jobs, newest first."""
-
-    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        """Plan a job that goes on from a job's checkpoints.
-
-        Args:
-            changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
-        """
-
-    def files(self, place: str) -> Files:
-        """Return what is at a place that a job file or `JobStatus` names, such as its checkpoints.
-
-        Raises:
-            UnsupportedError: this machine cannot look there.
-        """
-
-    def run_folder(self, name: str, into: Path) -> Path:
-        """Return the folder in which a job's ranks left what `smpkit report` shows: `run` among its other results.
-
-        Args:
-            into: an empty folder for a copy, where the files do not lie on a file system that this machine mounts.
-
-        Raises:
-            JobError: the job left none, or none yet.
-            UnsupportedError: this machine cannot reach it.
-        """
-
-    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        """Look at the way to the back end, and at what a job names.
-
-        Args:
-            write: also write and delete something small where results will go.
-        """
+def base_name(name: str) -> str:
+    """Return a job's name without the time that `unique_name` has put behind it."""
+    return re.sub(r"-\d{4}(-\d{2}){5}-\d{3}$", "", name)
 
 
 def known_backends() -> list[str]:

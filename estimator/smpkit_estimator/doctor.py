@@ -7,7 +7,7 @@ import re
 
 from smpkit.config.job import JobConfig
 from smpkit_estimator.aws import Cloud, split_uri
-from smpkit_estimator.finding import Finding, tried
+from smpkit_estimator.backend import Finding, tried
 
 __all__ = ["check_cloud", "check_job"]
 

@@ -11,6 +11,7 @@ from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
 from smpkit_estimator.arguments import channels, experiment_from, job_from_arguments
 from smpkit_estimator.aws import Session, open_session
+from smpkit_estimator.backend import Plan
 from smpkit_estimator.job import Job, show
 from smpkit_estimator.request import TrainingPlan
 from smpkit_estimator.sagemaker import SageMaker
@@ -87,6 +88,10 @@ class Estimator:
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.
         """
+        sent: TrainingPlan = self._planned(inputs, job_name, experiment_config).payload
+        return sent
+
+    def _planned(self, inputs: Any, job_name: str | None, experiment_config: Mapping[str, str] | None) -> Plan:
         updates: dict[str, Any] = {"inputs": {**self.config.inputs, **channels(inputs)}}
         mode = getattr(inputs, "mode", None) or getattr(inputs, "config", {}).get("InputMode")
         if experiment_config is not None:
@@ -118,13 +123,13 @@ class Estimator:
             CloudError: the cloud refused or could not be reached.
             JobError: the job failed or was stopped, with the first failing rank's exception.
         """
-        plan = self.plan(inputs, job_name, experiment_config)
+        plan = self._planned(inputs, job_name, experiment_config)
         for notice in self.config.secret_notices():
             sys.stderr.write(f"warning: {notice}\n")
         for note in plan.notes:
             sys.stderr.write(f"note: {note}\n")
         self._backend.submit(plan)
-        self._job = Job(plan.job_names[0], self._backend)
+        self._job = Job(plan.name, self._backend)
         if wait:
             self._watch(self._job, logs)
         return self._job

@@ -1,26 +1,25 @@
-"""Follow a job: new log lines, changes of phase, and notices about gaps, until the log is complete.
-
-Never stops the job, whatever happens to the follower.
-"""
+"""Look at a job until it is over, and follow its log until that is complete. Neither ever stops the job."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import TypeVar
 
 from smpkit.errors import UnreachableError
-from smpkit_estimator.backend import Backend, Log
-from smpkit_estimator.log_line import LogLine
+from smpkit_estimator.backend import Backend, LogLine
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["UNREACHABLE_SECONDS", "LogFilter", "Notice", "follow", "snapshot"]
+__all__ = ["LogFilter", "Notice", "Patience", "follow", "snapshot"]
 
 _QUIET_SECONDS = 30.0
 _MAX_LAST_READS = 6
-UNREACHABLE_SECONDS = 300.0
+_UNREACHABLE_SECONDS = 300.0
 """How long the back end may be unreachable before following or waiting gives up."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -58,59 +57,49 @@ class LogFilter:
         return ", ".join(filter(None, words))
 
 
+class Patience:
+    """Waits out failures of the network, of up to five minutes each."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lost_for = 0.0
+        self._error: UnreachableError | None = None
+
+    def ask(self, call: Callable[[], _Answer]) -> _Answer | None:
+        """Return an answer, or None after a pause in which there was none.
+
+        Raises:
+            UnreachableError: there has been none for too long.
+        """
+        try:
+            answer = call()
+        except UnreachableError as error:
+            if self._lost_for >= _UNREACHABLE_SECONDS:
+                raise
+            self._error = error if not self._lost_for else None
+            self._backend.clock.sleep(self._backend.pace)
+            self._lost_for += self._backend.pace
+            return None
+        self._lost_for = 0.0
+        return answer
+
+    def notices(self) -> Iterator[Notice]:
+        """Say that there was no answer, after the first of several."""
+        if self._error is not None:
+            minutes = f"{_UNREACHABLE_SECONDS / 60:.0f} minutes"
+            yield Notice(f"{self._error.message}; trying for {minutes}, the job goes on", warning=True)
+
+
 def snapshot(
     backend: Backend, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
 ) -> Iterator[LogLine | Notice]:
     """Yield what has been logged so far."""
     status = backend.describe(name)
-    reader = backend.logs(name, since)
-    lines = reader.tail(tail, wanted) if tail is not None else [line for line in reader.read() if wanted(line)]
-    yield from lines
-    if not reader.num_streams:
-        yield Notice(f"nothing is logged yet; the job is {status.phase}" if not status.over else "nothing was logged")
-    elif not lines and tail != 0:
-        yield from _no_line(wanted, since, status)
-    yield from _gaps(reader, status)
-
-
-@dataclass
-class _Follower:
-    backend: Backend
-    name: str
-    wanted: LogFilter
-    reader: Log
-    phase: tuple[str, int] = ("", 0)
-    quiet: float = 0.0
-    """For how long nothing came."""
-    quiet_limit: float = _QUIET_SECONDS
-    unreachable: float = 0.0
-    status: JobStatus | None = field(default=None)
-
-    def look(self) -> Iterator[LogLine | Notice]:
-        """Yield the change of phase and the new lines; remember how long there were none."""
-        # The status first: lines that were written before the end are then read after it was seen.
-        self.status = self.backend.describe(self.name)
-        phase = (self.status.phase, len(self.status.phases))
-        if phase != self.phase:
-            self.phase, self.quiet, self.quiet_limit = phase, 0.0, _QUIET_SECONDS
-            yield Notice(_phase_sentence(self.status))
-        lines = self.reader.read()
-        if lines:
-            self.quiet, self.quiet_limit = 0.0, _QUIET_SECONDS
-        yield from filter(self.wanted, lines)
-
-    @property
-    def pause(self) -> float:
-        pace = self.backend.pace
-        return max(pace.poll, self.reader.num_streams / pace.streams_per_second)
-
-    def wait(self) -> Iterator[Notice]:
-        assert self.status is not None
-        if self.quiet >= self.quiet_limit:
-            yield Notice(f"no new lines for {self.quiet:.0f} s; the job is {self.status.phase}")
-            self.quiet_limit *= 2
-        self.backend.clock.sleep(self.pause)
-        self.quiet += self.pause
+    lines = next(backend.log(name, since=since, tail=tail))
+    chosen = [line for line in lines if wanted(line)]
+    yield from chosen
+    if not chosen and tail != 0:
+        yield _nothing(wanted, since, status)
 
 
 def follow(
@@ -118,79 +107,65 @@ def follow(
 ) -> Iterator[LogLine | Notice]:
     """Yield the lines of a job until it is over and its log is complete.
 
-    Network failures of up to five minutes are waited out. After the job has ended, the log is read until two reads in a
-    row return nothing, since CloudWatch delivers late and shared folders do, too.
+    After the job has ended, the log is read until two reads in a row return nothing, since CloudWatch delivers late and
+    shared folders do, too.
 
     Raises:
         CloudError: the log cannot be read, or the back end could not be reached for too long.
     """
-    follower = _Follower(backend, name, wanted, backend.logs(name, since))
-    nothing = True
-    for line in _until_the_end(follower, tail):
-        nothing = nothing and isinstance(line, Notice)
-        yield line
-    if nothing and follower.reader.num_streams and follower.status is not None:
-        yield from _no_line(wanted, since, follower.status)
-
-
-def _until_the_end(follower: _Follower, tail: int | None) -> Iterator[LogLine | Notice]:
-    if tail is not None:
-        follower.backend.describe(follower.name)  # says so if there is no such job
-        yield from follower.reader.tail(tail, follower.wanted)
-    while follower.status is None or not follower.status.over:
-        try:
-            yield from follower.look()
-        except UnreachableError as error:
-            yield from _out_of_reach(follower, error)
+    patience, log = Patience(backend), backend.log(name, since=since, tail=tail)
+    phase, quiet, quiet_limit, chosen = ("", 0), 0.0, _QUIET_SECONDS, 0
+    while True:
+        # The status first: lines that were written before the end are then read after it was seen.
+        look = patience.ask(lambda: (backend.describe(name), next(log)))
+        if look is None:
+            yield from patience.notices()
             continue
-        follower.unreachable = 0.0
-        assert follower.status is not None
-        if not follower.status.over:
-            yield from follower.wait()
-    yield from _last_lines(follower)
+        status, lines = look
+        if (status.phase, len(status.phases)) != phase:
+            phase, quiet, quiet_limit = (status.phase, len(status.phases)), 0.0, _QUIET_SECONDS
+            yield Notice(_phase_sentence(status))
+        for line in filter(wanted, lines):
+            chosen += 1
+            yield line
+        if status.over:
+            break
+        if lines:
+            quiet, quiet_limit = 0.0, _QUIET_SECONDS
+        elif quiet >= quiet_limit:
+            yield Notice(f"no new lines for {quiet:.0f} s; the job is {status.phase}")
+            quiet_limit *= 2
+        backend.clock.sleep(backend.pace)
+        quiet += backend.pace
+    for rest in _last_lines(backend, log, name):
+        if isinstance(rest, Notice) or wanted(rest):
+            chosen += isinstance(rest, LogLine)
+            yield rest
+    if not chosen and wanted.describe(since):
+        yield _nothing(wanted, since, status)
 
 
-def _out_of_reach(follower: _Follower, error: UnreachableError) -> Iterator[Notice]:
-    if follower.unreachable >= UNREACHABLE_SECONDS:
-        raise error
-    if not follower.unreachable:
-        yield Notice(
-            f"{error.message}; trying for {UNREACHABLE_SECONDS / 60:.0f} minutes, the job goes on", warning=True
-        )
-    follower.backend.clock.sleep(follower.backend.pace.poll)
-    follower.unreachable += follower.backend.pace.poll
-
-
-def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
+def _last_lines(backend: Backend, log: Iterator[list[LogLine]], name: str) -> Iterator[LogLine | Notice]:
     """Read on after the job has ended, until no more lines arrive."""
-    assert follower.status is not None
     silent = 0
     for _ in range(_MAX_LAST_READS):
-        follower.backend.clock.sleep(follower.backend.pace.settle)
-        lines = follower.reader.read()
-        yield from filter(follower.wanted, lines)
+        backend.clock.sleep(backend.pace)
+        lines = next(log)
+        yield from lines
         silent = 0 if lines else silent + 1
         if silent == 2:
-            break
-    else:
-        yield Notice(f"lines still come in; `smpkit logs {follower.name}` shows the rest later", warning=True)
-    yield from _gaps(follower.reader, follower.status)
+            return
+    yield Notice(f"lines still come in; `smpkit logs {name}` shows the rest later", warning=True)
 
 
-def _no_line(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Iterator[Notice]:
-    """Say that no line passed the filters, and name them."""
+def _nothing(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Notice:
+    """Say that there is no line, or that none passed the filters, and name them."""
     words = wanted.describe(since)
     if words:
-        yield Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))
-
-
-def _gaps(reader: Log, status: JobStatus) -> Iterator[Notice]:
-    """Say where the log may be incomplete."""
-    if status.over and status.training_started is not None and len(reader.hosts) < status.instance_count:
-        text = f"only {len(reader.hosts)} of {status.instance_count} hosts have a log; it may be incomplete"
-        yield Notice(text, warning=True)
-    for stream in reader.incomplete:
-        yield Notice(f"the log stream {stream} did not come to an end; it may be incomplete", warning=True)
+        return Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))
+    if status.over:
+        return Notice(f"nothing was logged{f': {status.message}' if status.message else ''}")
+    return Notice(f"nothing is logged yet; the job is {status.phase}")
 
 
 def _phase_sentence(status: JobStatus) -> str:

@@ -9,18 +9,18 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from smpkit.config.words import coloured
-from smpkit.errors import CheckpointError, DeadlineError, JobError, UnreachableError
-from smpkit_estimator.backend import Backend, Plan
+from smpkit.errors import CheckpointError, DeadlineError, JobError
+from smpkit_estimator import follow as following
+from smpkit_estimator.backend import Backend, LogLine, Plan
 from smpkit_estimator.checkpoints import latest_checkpoint
-from smpkit_estimator.follow import UNREACHABLE_SECONDS, LogFilter, Notice, follow, snapshot
-from smpkit_estimator.log_line import LogLine
+from smpkit_estimator.follow import LogFilter, Notice, Patience
 from smpkit_estimator.status import JobStatus
 
 __all__ = ["Job", "show"]
 
 
 class Job:
-    """A managed job, by name. All methods may raise CloudError; UsageError if there is no such job."""
+    """A job of this name on a back end; nothing is asked when it is made."""
 
     def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
@@ -30,8 +30,8 @@ class Job:
         return f"Job({self.name!r})"
 
     def describe(self) -> dict[str, Any]:
-        """Return all that the back end knows about the job; on SageMaker, what `DescribeTrainingJob` returns."""
-        return self._backend.details(self.name)
+        """Return what `DescribeTrainingJob` or `DescribeJobs` returns; empty on clusters."""
+        return dict(self.status().raw)
 
     def status(self) -> JobStatus:
         """Return what the job is doing now."""
@@ -49,29 +49,22 @@ class Job:
         Raises:
             DeadlineError: the job is not over in time; it goes on.
         """
-        pause = self._backend.pace.wait
-        began = reached = self._backend.clock.now()
-        phase = ("", 0)
+        clock, patience = self._backend.clock, Patience(self._backend)
+        began, phase = clock.now(), ("", 0)
         while True:
-            try:
-                status = self.status()
-            except UnreachableError:
-                if (self._backend.clock.now() - reached).total_seconds() >= UNREACHABLE_SECONDS:
-                    raise
-                self._backend.clock.sleep(pause)
+            status = patience.ask(self.status)
+            if status is None:
                 continue
-            reached = self._backend.clock.now()
             if (status.phase, len(status.phases)) != phase:
                 phase = (status.phase, len(status.phases))
                 on_change(status)
             if status.over:
                 return status
-            waited = (self._backend.clock.now() - began).total_seconds()
+            waited = (clock.now() - began).total_seconds()
             if timeout is not None and waited >= timeout:
                 message = f"waited {waited:.0f} s for job `{self.name}`, which is {status.phase}"
                 raise DeadlineError(message, hint=f"it goes on; `smpkit stop {self.name}` stops it")
-            left = pause if timeout is None else min(pause, timeout - waited)
-            self._backend.clock.sleep(left)
+            clock.sleep(self._backend.pace if timeout is None else min(self._backend.pace, timeout - waited))
 
     def check(self) -> JobStatus:
         """Return the status of a job that is over and succeeded.
@@ -85,7 +78,7 @@ class Job:
         return status
 
     def stop(self, *, wait: bool = False) -> None:
-        """Ask the job to stop: the script gets SIGTERM and has about 110 s to save. With `wait`, until it is over."""
+        """Ask the job to stop: its ranks get SIGTERM, and time to save. With `wait`, return when it is over."""
         self._backend.stop(self.name)
         if wait:
             self.wait()
@@ -104,14 +97,14 @@ class Job:
 
         Args:
             follow: go on until the job is over; otherwise what there is so far.
-            tail: only so many of the last lines (and with `follow`, those that come).
+            tail: begin with so many of the last lines of each host, before lines are chosen.
             since: only lines from this time on, or of so long ago.
             ranks, hosts, grep: only lines of these ranks or hosts, or that match this regular expression.
         """
         if isinstance(since, timedelta):
             since = self._backend.clock.now() - since
         wanted = LogFilter(frozenset(ranks), frozenset(hosts), re.compile(grep) if grep is not None else None)
-        read = _follow if follow else snapshot
+        read = following.follow if follow else following.snapshot
         return read(self._backend, self.name, wanted=wanted, tail=tail, since=since)
 
     @property
@@ -156,7 +149,7 @@ class Job:
         """Start a new job like this one that goes on from its checkpoints, and return it; arguments as of `resumed`."""
         plan = self.resumed(job_name, changes)
         self._backend.submit(plan)
-        return Job(plan.job_names[0], self._backend)
+        return Job(plan.name, self._backend)
 
     @property
     def checkpoints(self) -> str:
@@ -170,9 +163,6 @@ class Job:
             message = f"job `{self.name}` keeps no checkpoints"
             raise CheckpointError(message, hint="set `checkpoints`, and save to SMPKIT_CHECKPOINT_DIR")
         return uri
-
-
-_follow = follow
 
 
 def show(lines: Iterator[LogLine | Notice]) -> None:

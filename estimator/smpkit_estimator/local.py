@@ -1,7 +1,6 @@
-"""Run a job on this machine: an `/opt/ml`-like tree, and the launcher that the training image runs.
+"""Run a job on this machine: the folder of the run is laid out as `/opt/ml` is, for the launcher of the training image.
 
-The tree is temporary and holds links: what the job writes goes to the folders that the job file names, or else into the
-folder of the run.
+What the job writes goes to the folders that the job file names, or else into the folder of the run.
 """
 
 from __future__ import annotations
@@ -11,43 +10,34 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import tempfile
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from smpkit.config.job import JobConfig
+from smpkit.config.job import HOMOGENEOUS, JobConfig
+from smpkit.config.scheduled import STOPPED
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
-from smpkit.modules import module_command
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
-from smpkit_estimator.platform_files import config_files
+from smpkit_estimator.scheduled import config_files
 
 __all__ = [
     "LocalPlan",
     "LocalRun",
+    "collected",
+    "lay_out",
     "local_inputs",
     "local_secrets",
     "plan_local_run",
-    "run_local",
+    "platform_files",
+    "write_files",
 ]
 
 _HOST = "algo-1"
-_PLACES: Mapping[str, str] = {
-    "model": "model",
-    "output/data": "output",
-    "output/intermediate": "intermediate",
-    "checkpoints": CHECKPOINTS,
-}
-"""Where the script may write, and where that is in the folder of the run if the job file names no other place."""
-_INTERRUPTED = 128 + signal.SIGINT
 _MAX_LOCAL_RANKS = 4096  # as the launcher has it
+_INTERRUPTED = 128 + signal.SIGINT
+_RESULTS = ("model", "output/data", CHECKPOINTS)
 
 
 @dataclass(frozen=True)
@@ -75,6 +65,7 @@ class LocalRun:
     """How a local run ended, and what it left."""
 
     exit_code: int
+    """Of the script; 0 if it was asked to stop and all ranks ended well, 130 after Ctrl-C."""
     seconds: float
     failure: str | None
     """The text of the failure file; None if the job succeeded."""
@@ -84,11 +75,10 @@ class LocalRun:
     checkpoints: Path | None
     stopped: bool = False
     """Whether a signal asked the run to stop; the launcher has said how that went."""
-    launcher_killed: bool = False
-    """Whether the launcher itself was killed, and could say nothing."""
 
     @property
     def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
         return self.exit_code == _INTERRUPTED
 
 
@@ -138,43 +128,6 @@ def plan_local_run(
         secrets=secrets,
         notes=tuple(notes),
     )
-
-
-def run_local(
-    plan: LocalPlan,
-    folder: Path,
-    arguments: Sequence[str] = (),
-    *,
-    environ: Mapping[str, str] | None = None,
-    events: bool = False,
-) -> LocalRun:
-    """Run the job and wait for it; its output goes to this process's stdout and stderr.
-
-    Ctrl-C, SIGTERM and SIGHUP are passed on to the launcher, which stops the ranks. Must be called in the main thread.
-
-    Args:
-        folder: that of the run, which exists.
-        arguments: more arguments for the script, after those made of hyperparameters.
-        environ: the environment of the launcher, on top of which the job's own goes; default: this process's.
-        events: let every rank record every step; without it some of them, as far as that costs next to nothing.
-    """
-    tree = Path(tempfile.mkdtemp(prefix=f"smpkit-{plan.job.name}-"))
-    try:
-        _build(tree, plan, folder)
-        command = [*module_command("smpkit_container"), "train", *(["--", *arguments] if arguments else [])]
-        began = time.monotonic()
-        variables = _environment(plan, tree, folder, os.environ if environ is None else environ)
-        if events:
-            variables["SMPKIT_EVENTS_DIR"] = str(folder / EVENTS)
-        status, signals = _wait_for(command, variables)
-        killed = status < 0 and -status not in signals
-        if killed:
-            _leave_reason(tree, -status)
-        exit_code = status if status >= 0 else 128 - status
-        done = _collect(tree, folder, exit_code, time.monotonic() - began)
-    finally:
-        shutil.rmtree(tree, ignore_errors=True)  # links in it are deleted as links, never what they point to
-    return replace(done, stopped=bool(signals), launcher_killed=killed)
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------
@@ -267,153 +220,118 @@ def local_place(what: str, location: str | None, folder: Path, notes: list[str])
     return (folder / location).absolute()
 
 
-# ---- the tree ------------------------------------------------------------------------------------------------------
+# ---- the folder of the run -------------------------------------------------------------------------------------------
 
 
-def _build(tree: Path, plan: LocalPlan, folder: Path) -> None:
-    """Lay out the tree; places for results are links, so the script writes to them directly."""
-    config = tree / "input" / "config"
-    config.mkdir(parents=True)
-    (tree / "input" / "data").mkdir()
-    (tree / "output").mkdir()
-    _place_code(tree / "code", plan)
+def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events: bool = False) -> dict[str, str]:
+    """Make what the launcher reads in the folder of the run, and return its variables.
+
+    Args:
+        environ: variables, on top of which the job's own go.
+        events: let every rank record every step; without it some of them, as far as that costs next to nothing.
+    """
+    folder = folder.absolute()
+    code = folder / "code" if plan.dependencies else plan.source
+    if plan.dependencies:
+        for path in (*plan.source.iterdir(), *plan.dependencies):
+            _link(folder / "code" / path.name, path)
     for name, path in plan.inputs.items():
-        (tree / "input" / "data" / name).symlink_to(path)
-    named = {"checkpoints": plan.checkpoints}
+        _link(folder / "input" / "data" / name, path)
+    named = {CHECKPOINTS: plan.checkpoints}
     if plan.output is not None:
         named |= {"model": plan.output / "model", "output/data": plan.output / "data"}
-    for name, place in _PLACES.items():
-        _place(tree / name, named.get(name) or folder / place)
-    for name, value in _config_files(tree, plan, folder.name).items():
-        (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
-
-
-def _place_code(code: Path, plan: LocalPlan) -> None:
-    """Link the sources: their folder, or, with dependencies, each of its entries and each dependency."""
-    if not plan.dependencies:
-        code.symlink_to(plan.source, target_is_directory=True)
-        return
-    code.mkdir()
-    for path in (*plan.source.iterdir(), *plan.dependencies):
-        (code / path.name).symlink_to(path)
-
-
-def _place(link: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(target.absolute(), target_is_directory=True)
-
-
-def _config_files(tree: Path, plan: LocalPlan, name: str) -> dict[str, Any]:
-    return config_files(
-        plan.job,
+    for part in _RESULTS:
+        place = named.get(part)
+        (place or folder / part).mkdir(parents=True, exist_ok=True)
+        if place is not None:
+            _link(folder / part, place)
+    files = platform_files(
+        plan,
+        folder.name,
         hosts=[_HOST],
         host=_HOST,
-        submit_directory=str(tree / "code"),
-        job_name=name,
-        ranks_per_host=plan.ranks,  # this machine has the ranks of all hosts
+        submit_directory=str(code),
         interface="lo",
-        checkpoints=str(tree / "checkpoints"),
+        checkpoints=str(folder / CHECKPOINTS),
     )
-
-
-# ---- the process ---------------------------------------------------------------------------------------------------
-
-
-def _environment(plan: LocalPlan, tree: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    write_files(folder / "input" / "config", files)
     variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
-        found = [str(tree / "code"), *filter(None, [variables.get("PYTHONPATH")])]
+        found = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(found)
+    own = {"SMPKIT_BASE_DIR": str(folder), RUN_DIR: str(folder), "TRAINING_JOB_NAME": folder.name}
+    own["PET_LOG_DIR"] = str(folder / "torchrun")  # else torchrun leaves a folder behind
+    return {**variables, **own, **({"SMPKIT_EVENTS_DIR": str(folder / EVENTS)} if events else {})}
+
+
+def platform_files(
+    plan: LocalPlan,
+    name: str,
+    *,
+    hosts: Sequence[str],
+    host: str,
+    submit_directory: str,
+    interface: str,
+    checkpoints: str,
+) -> dict[str, Any]:
+    """Return the contents of the files that one of the hosts sees below `input/config`, by name without `.json`.
+
+    Args:
+        submit_directory: the path of the sources as the host sees it; likewise `checkpoints`.
+        interface: the network interface over which the hosts talk.
+    """
+    ranks = plan.ranks // len(hosts)
+    group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
     return {
-        **variables,
-        "SMPKIT_BASE_DIR": str(tree),
-        "SMPKIT_DIE_WITH_PARENT": "1",
-        "TRAINING_JOB_NAME": folder.name,
-        "PET_LOG_DIR": str(tree / "torchrun"),  # else torchrun leaves a folder behind
-        RUN_DIR: str(folder.absolute()),
+        **config_files(plan.job, name, submit_directory, ranks_per_host=ranks, mpi=True),
+        "resourceconfig": {
+            "current_host": host,
+            "current_instance_type": "local",
+            "current_group_name": HOMOGENEOUS,
+            "hosts": list(hosts),
+            "instance_groups": [group],
+            "network_interface_name": interface,
+        },
+        "checkpointconfig": {"LocalPath": checkpoints},
     }
 
 
-def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[int]]:
-    """Run the launcher until it exits; signals do not end this process first.
+def write_files(config: Path, files: Mapping[str, Any]) -> None:
+    """Write the contents of such files."""
+    config.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
 
-    Returns:
-        How the launcher ended, minus the signal's number if one killed it, and the signals that asked it to stop.
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target.absolute(), target_is_directory=target.is_dir())
+
+
+def collected(folder: Path, exit_code: int, seconds: float) -> LocalRun:
+    """Sum up, and remove from the folder of the run what was only for the launcher, and places that stayed empty.
+
+    Args:
+        exit_code: of the launcher: `STOPPED` if all ranks ended well because they were asked to.
     """
-    with _relayed() as relay:
-        # In a session of its own: a signal to this process and one to its group both reach the launcher once.
-        relay.process = subprocess.Popen(command, env=environ, start_new_session=True)
-        relay.flush()
-        return relay.process.wait(), relay.received
-
-
-class _Relay:
-    """The launcher, and the signals that asked it to stop."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        self.received: list[int] = []
-        self._pending: deque[int] = deque()
-
-    def handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.received.append(number)
-        self._pending.append(number)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send each signal once, though this may be interrupted by itself; those of the start are sent after it."""
-        while self.process is not None:
-            try:
-                number = self._pending.popleft()
-            except IndexError:
-                return
-            self.process.send_signal(number)  # does nothing if it has ended
-
-
-@contextmanager
-def _relayed() -> Iterator[_Relay]:
-    """Pass SIGINT, SIGTERM and SIGHUP on to the launcher."""
-    relay = _Relay()
-
-    # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, relay.handle) for number in numbers}
-    try:
-        yield relay
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-# ---- afterwards ----------------------------------------------------------------------------------------------------
-
-
-def _leave_reason(tree: Path, number: int) -> None:
-    """Write why the job failed, for a launcher that was killed and could not."""
-    why = " (the machine may be out of memory)" if number == signal.SIGKILL else ""
-    failure = tree / "output" / "failure"
-    if not failure.exists():
-        failure.write_text(f"the launcher was killed by {signal.Signals(number).name}{why}", encoding="utf-8")
-
-
-def _collect(tree: Path, folder: Path, exit_code: int, seconds: float) -> LocalRun:
-    """Sum up, and remove the places in the folder of the run to which nothing was written."""
-    written = {name: (tree / name).resolve() if _has_files(tree / name) else None for name in _PLACES}
-    failure = tree / "output" / "failure"
+    places = {part: (folder / part).resolve() for part in _RESULTS}
+    written = {part: place if _has_files(place) else None for part, place in places.items()}
+    failure = folder / "output" / "failure"
     text = failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else None
-    for place in _PLACES.values():
-        if (folder / place).is_dir() and not _has_files(folder / place):
-            shutil.rmtree(folder / place, ignore_errors=True)
-    return LocalRun(
-        exit_code=exit_code,
-        seconds=seconds,
-        failure=text,
-        model=written["model"],
-        output_data=written["output/data"],
-        checkpoints=written["checkpoints"],
-    )
+    for part in ("code", "input", "torchrun", "output/intermediate", *_RESULTS):
+        if (folder / part).is_symlink():
+            (folder / part).unlink()
+        elif part in ("code", "input", "torchrun") or not _has_files(folder / part):
+            shutil.rmtree(folder / part, ignore_errors=True)  # links in it are deleted as links
+    failure.unlink(missing_ok=True)  # the summary of the run has it
+    if (folder / "output").is_dir() and not any((folder / "output").iterdir()):
+        (folder / "output").rmdir()
+    saved = exit_code == STOPPED and text is None
+    stopped = saved or exit_code == _INTERRUPTED or (text or "").startswith("stopped by SIG")
+    model, output, checkpoints = (written[part] for part in _RESULTS)
+    return LocalRun(0 if saved else exit_code, seconds, text, model, output, checkpoints, stopped)
 
 
 def _has_files(folder: Path) -> bool:
-    return any(not path.is_dir() for path in folder.resolve().rglob("*"))
+    return any(not path.is_dir() for path in folder.rglob("*"))

@@ -13,14 +13,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from smpkit_estimator.aws import Cloud, CloudProblem, code_of, explained
-from smpkit_estimator.log_line import LogLine, rank_of
+from smpkit_estimator.backend import LogLine, rank_of
 
 __all__ = ["LogReader"]
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_EMPTY_PAGES = 10_000
-
-Keep = Callable[[LogLine], bool]
 
 
 @dataclass
@@ -36,6 +34,7 @@ class LogReader:
 
     Args:
         since: leave out what was logged before.
+        tail: begin with so many of the last lines of each stream.
         group: the log group.
         host_of: tells the host by the whole name of a stream; default: as SageMaker names them.
     """
@@ -46,6 +45,7 @@ class LogReader:
         job_name: str,
         since: datetime | None = None,
         *,
+        tail: int | None = None,
         group: str = LOG_GROUP,
         host_of: Callable[[str], str] | None = None,
     ) -> None:
@@ -56,35 +56,19 @@ class LogReader:
         self._streams: dict[str, _Stream] = {}
         # Lines that the tokens have passed: an error in a later stream or page must not lose them.
         self._unread: list[LogLine] = []
-        self.incomplete: list[str] = []
-        """Streams that were given up because they never came to an end."""
-
-    @property
-    def hosts(self) -> set[str]:
-        """The hosts that have logged anything."""
-        return {stream.host for stream in self._streams.values()}
-
-    @property
-    def num_streams(self) -> int:
-        """How many streams there are so far."""
-        return len(self._streams)
+        self._tail = tail
 
     def read(self) -> list[LogLine]:
         """Return what is new in all streams, sorted by time."""
         self._find_streams()
+        if self._tail is not None:
+            lines = sorted(line for stream in self._streams.values() for line in self._backward(stream, self._tail))
+            self._tail = None
+            return lines
         for stream in self._streams.values():
             self._forward(stream)
         lines, self._unread = sorted(self._unread), []
         return lines
-
-    def tail(self, count: int, keep: Keep) -> list[LogLine]:
-        """Return the last `count` lines of those that `keep` wants; `read` then goes on behind them.
-
-        Each stream is read backwards until it has given so many, so the beginning of a long log is not read at all.
-        """
-        self._find_streams()
-        lines = sorted(line for stream in self._streams.values() for line in self._backward(stream, count, keep))
-        return lines[-count:] if count else []
 
     def _find_streams(self) -> None:
         arguments = {"logGroupName": self._group, "logStreamNamePrefix": self._prefix}
@@ -110,9 +94,9 @@ class LogReader:
                 return
             stream.token = token
             empty = 0 if page["events"] else empty + 1
-        self.incomplete.append(stream.name)
 
-    def _backward(self, stream: _Stream, count: int, keep: Keep) -> list[LogLine]:
+    def _backward(self, stream: _Stream, count: int) -> list[LogLine]:
+        """Read a stream backwards until it has given so many lines: the beginning of a long log is not read at all."""
         pages: list[list[dict[str, Any]]] = []
         found, token, empty = 0, None, 0
         while empty < _MAX_EMPTY_PAGES:
@@ -120,14 +104,14 @@ class LogReader:
             if token is None:
                 stream.token = page.get("nextForwardToken")
             pages.insert(0, page["events"])
-            found += sum(keep(line) for line in self._lines(stream, page["events"]))
+            found += len(page["events"])
             empty = 0 if page["events"] else empty + 1
             if found >= count or page.get("nextBackwardToken") in (None, token):
                 break
             token = page["nextBackwardToken"]
         stream.count = 0
         lines = self._lines(stream, [event for events in pages for event in events])
-        return [line for line in lines if keep(line)][-count:] if count else []
+        return lines[-count:] if count else []
 
     def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
         """Return one page of a stream; an empty one if the stream is not there yet."""

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, JobConfig
 from smpkit.config.section import KeyPath
@@ -52,13 +50,6 @@ class TrainingPlan:
     kms_key: str | None = None
     token: str | None = None
     """Where the token goes that the hosts of this job share; None for one host."""
-    notes: tuple[str, ...] = ()
-    """What the user should know before it is sent."""
-
-    @property
-    def job_names(self) -> tuple[str]:
-        """The one job that it starts."""
-        return (self.body["TrainingJobName"],)
 
     @property
     def machines(self) -> str:
@@ -80,11 +71,6 @@ class TrainingPlan:
         if "HyperParameters" in body:
             body["HyperParameters"] = {name: _masked(name, text) for name, text in body["HyperParameters"].items()}
         return body
-
-    def text(self) -> str:
-        """The request as YAML."""
-        text: str = yaml.safe_dump(self.shown(), sort_keys=False, allow_unicode=True, width=120)
-        return text
 
 
 def _masked(name: str, text: str) -> str:

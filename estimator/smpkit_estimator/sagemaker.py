@@ -7,12 +7,14 @@ import io
 import itertools
 import re
 import secrets
+import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
@@ -30,14 +32,20 @@ from smpkit_estimator.aws import (
     open_session,
     split_uri,
 )
-from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.clock import Clock
-from smpkit_estimator.described import first_of_each
+from smpkit_estimator.backend import (
+    Access,
+    Clock,
+    Finding,
+    LogLine,
+    Plan,
+    Query,
+    base_name,
+    run_below,
+    unique_name,
+)
 from smpkit_estimator.doctor import check_cloud, check_job
 from smpkit_estimator.files import Files
-from smpkit_estimator.finding import Finding
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.names import base_name, unique_name
 from smpkit_estimator.request import (
     TrainingPlan,
     build_request,
@@ -45,7 +53,7 @@ from smpkit_estimator.request import (
     over_limits,
     resumed_request,
 )
-from smpkit_estimator.run_folder import run_below, unpack_run
+from smpkit_estimator.scheduled import first_of_each
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
@@ -69,21 +77,17 @@ class SageMaker:
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
         self.cloud = Cloud(session, clock)
         self.clock = self.cloud.clock
-        self.pace = Pace()
-
-    @property
-    def place(self) -> str:
-        return self.cloud.region
+        self.pace = 5.0
 
     @property
     def title(self) -> str:
-        return f"SageMaker in {self.place}"
+        return f"SageMaker in {self.cloud.region}"
 
     # ---- starting jobs ---------------------------------------------------------------------------------------------
 
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> TrainingPlan:
+    ) -> Plan:
         """Decide everything about a job; relative paths start at `folder`.
 
         Reads local files. Asks the cloud only for what the job does not say: the account, to name its default bucket,
@@ -115,7 +119,7 @@ class SageMaker:
             raise ConfigError(problems, subject=_SUBJECT)
         notes = [*packing_notes(sources, packed)] if sources is not None and packed is not None else []
         key = job.encryption.output_key
-        return TrainingPlan(body, source, sources, packed, key, token, (*notes, *unknown.notes))
+        return _plan(TrainingPlan(body, source, sources, packed, key, token), (*notes, *unknown.notes))
 
     def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
         """Return region, ARN of the role, and output."""
@@ -127,28 +131,29 @@ class SageMaker:
         role = f"arn:aws:iam::{_ACCOUNT}:role/{job.role}" if by_name and account == _ACCOUNT else job.role or ""
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
-    def submit(self, plan: TrainingPlan) -> dict[str, Any]:
+    def submit(self, plan: Plan) -> dict[str, Any]:
         """Upload the sources, unless the same ones are there already, and start the job.
 
         Raises:
             ConfigError: the sources changed since the job was planned, or are too large for S3.
             UnreachableError: it is not known whether the job was started; the hint says how to find out.
         """
-        if plan.sources is not None and not self.cloud.object_exists(str(plan.source)):
-            self._upload(plan)
-        if plan.token is not None:
+        sent: TrainingPlan = plan.payload
+        if sent.sources is not None and not self.cloud.object_exists(str(sent.source)):
+            self._upload(sent)
+        if sent.token is not None:
             # Drawn here and never kept: not in the plan that is shown, nor on this machine.
-            self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), plan.token, plan.kms_key)
+            self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
         try:
-            arn = self._start(plan.body)
+            arn = self._start(sent.body)
         except UnreachableError:
             raise
         except CloudError:
-            if plan.token is not None:  # no job reads it
+            if sent.token is not None:  # no job reads it
                 with contextlib.suppress(CloudError):
-                    self.cloud.delete(plan.token)
+                    self.cloud.delete(sent.token)
             raise
-        return {"name": plan.job_names[0], "arn": arn, "region": self.place, "source": plan.source}
+        return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
 
     def _upload(self, plan: TrainingPlan) -> None:
         assert plan.sources is not None
@@ -190,7 +195,7 @@ class SageMaker:
             raise refusal
         return str(job["TrainingJobArn"])
 
-    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> TrainingPlan:
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         job = self.details(name)
         found = self.cloud.pages(
             "sagemaker", "list_tags", "Tags", "cannot read tags", ResourceArn=job["TrainingJobArn"]
@@ -201,7 +206,7 @@ class SageMaker:
         problems = over_limits(body)
         if problems:
             raise ConfigError(problems, subject="request")
-        return TrainingPlan(body)
+        return _plan(TrainingPlan(body))
 
     # ---- jobs that exist -------------------------------------------------------------------------------------------
 
@@ -221,12 +226,12 @@ class SageMaker:
             return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
         except CloudProblem as error:
             if _is_missing(error):
-                message = f"there is no job `{name}` in {self.place}"
+                message = f"there is no job `{name}` in {self.cloud.region}"
                 raise UsageError(message, hint="`smpkit jobs` lists them; `--region` looks elsewhere") from None
             raise explained(error, f"cannot look up job `{name}`", "sagemaker") from None
 
-    def logs(self, name: str, since: datetime | None = None) -> Log:
-        return LogReader(self.cloud, name, since)
+    def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
+        return iter(LogReader(self.cloud, name, since, tail=tail).read, None)
 
     def stop(self, name: str) -> None:
         try:
@@ -235,7 +240,7 @@ class SageMaker:
             if not self.describe(name).over:  # says so if there is no such job
                 raise explained(error, f"cannot stop job `{name}`", "sagemaker") from None
 
-    def list(self, query: Query) -> Iterator[JobSummary]:
+    def list(self, query: Query) -> Iterator[JobStatus]:
         filters: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending"}
         filters["MaxResults"] = min(query.limit, _MAX_PAGE)
         if query.status is not None:
@@ -247,13 +252,14 @@ class SageMaker:
         key = "TrainingJobSummaries"
         jobs = self.cloud.pages("sagemaker", "list_training_jobs", key, "cannot list jobs", **filters)
         for job in itertools.islice(jobs, query.limit):
-            yield JobSummary(
+            yield JobStatus(
                 name=job["TrainingJobName"],
                 arn=job["TrainingJobArn"],
                 status=job["TrainingJobStatus"],
-                phase=job.get("SecondaryStatus"),
+                phase=job.get("SecondaryStatus") or job["TrainingJobStatus"],
                 created=job["CreationTime"],
                 ended=job.get("TrainingEndTime"),
+                seen=self.clock.now(),
             )
 
     def files(self, place: str) -> Files:
@@ -261,7 +267,7 @@ class SageMaker:
             raise UnsupportedError(f"{place} is no place in S3, where SageMaker keeps files")
         return Bucket(self.cloud, place)
 
-    def run_folder(self, name: str, into: Path) -> Path:
+    def results(self, name: str, into: Path) -> Path:
         output = self.details(name)["OutputDataConfig"]["S3OutputPath"].rstrip("/")
         archive = f"{output}/{name}/output/output.tar.gz"
         if not self.cloud.object_exists(archive):
@@ -269,7 +275,7 @@ class SageMaker:
         with tempfile.TemporaryFile(prefix="smpkit-") as file:
             self.cloud.fetch(archive, file)
             file.seek(0)
-            unpack_run(file, into, archive)
+            _unpack_run(file, into, archive)
         return run_below(into, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
@@ -301,6 +307,34 @@ class Bucket:
 def open_sagemaker(access: Access) -> SageMaker:
     """Open it with the user's own credentials."""
     return SageMaker(open_session(access.profile, access.region))
+
+
+def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
+    return Plan(sent.body["TrainingJobName"], sent.machines, sent.shown(), sent, sent.max_seconds, notes)
+
+
+def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
+    """Unpack the folder `run` alone: its files, and no links.
+
+    Args:
+        place: where the archive is from, for errors.
+
+    Raises:
+        CloudError: it is damaged.
+    """
+    try:
+        with tarfile.open(fileobj=archive, mode="r:gz") as tar:
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                content = tar.extractfile(member) if member.isreg() else None
+                if parts[:1] != ("run",) or ".." in parts or content is None:
+                    continue
+                target = into.joinpath(*parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise CloudError(f"cannot unpack {place}: {error}") from None
 
 
 def _is_missing(error: BaseException) -> bool:

@@ -1,16 +1,16 @@
-"""What a managed job is doing and how it ended: the service's description, read once, as plain facts."""
+"""What a managed job is doing, how it ended and why, in the words that all back ends have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from smpkit.config.job import HOMOGENEOUS
-from smpkit_estimator.reason import JobFailure, read_reason
 
-__all__ = ["FINAL", "JobStatus", "Machines", "Phase", "machines_of"]
+__all__ = ["FINAL", "JobFailure", "JobStatus", "Machines", "Phase", "blamed", "machines_of", "read_reason"]
 
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
@@ -57,6 +57,23 @@ def machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
 
 
 @dataclass(frozen=True)
+class JobFailure:
+    """Why a job failed."""
+
+    reason: str
+    """FailureReason as the service has it: at most 1,024 characters of what the container left."""
+    headline: str
+    """The exception, or the service's sentence."""
+    rank: int | None
+    """The first rank that failed, if our launcher named one."""
+    host: str | None
+    exit_code: int | None
+    details: tuple[str, ...]
+    """Where it happened, innermost first."""
+    hint: str | None
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """A job at one moment."""
 
@@ -66,25 +83,28 @@ class JobStatus:
     """`InProgress`, `Completed`, `Failed`, `Stopping`, `Stopped` or `Deleting`."""
     phase: str
     """The service's secondary status: `Starting`, `Downloading`, `Training`, `Interrupted`, ..."""
-    message: str
-    """What the service says about the phase."""
-    phases: tuple[Phase, ...]
     created: datetime
-    training_started: datetime | None
-    ended: datetime | None
     seen: datetime
     """When this was asked for."""
-    billable_seconds: int | None
+    ended: datetime | None = None
+    # What follows is not told of the jobs of a list.
+    message: str = ""
+    """What the service says about the phase."""
+    phases: tuple[Phase, ...] = ()
+    training_started: datetime | None = None
+    billable_seconds: int | None = None
     """For each instance; None until the job has ended."""
-    training_seconds: int | None
-    machines: tuple[Machines, ...]
+    training_seconds: int | None = None
+    machines: tuple[Machines, ...] = ()
     """The hosts by kind; several entries where the job has instance groups."""
-    spot: bool
-    failure: JobFailure | None
-    model_data: str | None
+    spot: bool = False
+    failure: JobFailure | None = None
+    model_data: str | None = None
     """S3 URI of the model; the service names it before it is known whether the script wrote one."""
-    checkpoints: str | None
-    metrics: Mapping[str, float]
+    checkpoints: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What the service says, in its own words; empty where a scheduler says it in several places."""
 
     @classmethod
     def read(cls, answer: Mapping[str, Any], now: datetime) -> JobStatus:
@@ -114,6 +134,7 @@ class JobStatus:
             model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
             checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
             metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
+            raw=answer,
         )
 
     @property
@@ -154,3 +175,57 @@ class JobStatus:
 def _end(phases: tuple[Phase, ...], status: str) -> datetime | None:
     """Return when a job ended that never started to train."""
     return (phases[-1].end or phases[-1].start) if phases and status in FINAL else None
+
+
+# ---- why it failed ---------------------------------------------------------------------------------------------------
+
+_PREFIX = re.compile(r"^(?:AlgorithmError|ClientError|InternalServerError|CapacityError)\s*:\s*")
+_SUFFIX = re.compile(r",? exit code: (?P<code>\d+)\s*$")
+_RANK = re.compile(r"^rank (?P<rank>\d+) on (?P<host>\S+), exit (?P<code>\d+)$", re.MULTILINE)
+_HINT = re.compile(r"^hint: (?P<hint>.+)$", re.MULTILINE)
+
+_HINTS: Mapping[str, str] = {
+    r"capacity|CapacityError": "try later, in another region or with another `compute.instance_type`; spot may wait",
+    r"\bECR\b|image.*(not found|does not exist)|Cannot find repository": "`smpkit doctor` checks the image",
+    r"OutOfMemory|exit code: 137|killed by SIGKILL|out of memory": "`smpkit plan` shows the memory of each rank",
+    r"No S3 objects found|S3 (key|prefix)": "look at `inputs` with `aws s3 ls`; end a folder's prefix with `/`",
+    r"AccessDenied|not authorized|Access Denied": "the job's role needs this permission, not you",
+    r"InternalServerError": "SageMaker's own error: submit again, or set `compute.retries`",
+}
+
+
+def read_reason(reason: str) -> JobFailure:
+    """Take a FailureReason apart."""
+    text = _PREFIX.sub("", reason.strip())
+    suffix = _SUFFIX.search(text)
+    exit_code = int(suffix["code"]) if suffix else None
+    body = text[: suffix.start()] if suffix else text
+    place, told = _RANK.search(body), _HINT.search(body)
+    lines = [line for line in body.splitlines() if not (_RANK.fullmatch(line) or _HINT.fullmatch(line))]
+    # Our launcher writes the exception before the rank's place; what others write says it in the first line.
+    if place:
+        headline = body[: place.start()].strip()
+    else:
+        headline = body[: len(lines[0])].strip() if lines else ""
+    rest = lines[len(headline.splitlines()) :]
+    return JobFailure(
+        reason=reason,
+        headline=headline or reason.strip(),
+        rank=int(place["rank"]) if place else None,
+        host=place["host"] if place else None,
+        exit_code=int(place["code"]) if place else exit_code,
+        details=tuple(line for line in rest if line.strip()),
+        hint=told["hint"] if told else _hint(reason),
+    )
+
+
+def _hint(reason: str) -> str | None:
+    return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, reason, re.IGNORECASE)), None)
+
+
+def blamed(reasons: Iterable[tuple[datetime, str]]) -> str | None:
+    """Return the reason to show of what the hosts of a job left, each with the time: None if there is none.
+
+    The earliest that names a rank goes before all others: hosts that ended because of another one name none.
+    """
+    return min(reasons, key=lambda each: (_RANK.search(each[1]) is None, each[0]), default=(None, None))[1]

@@ -27,10 +27,9 @@ from smpkit.errors import SmpkitError
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
-    from smpkit_estimator.backend import Backend
+    from smpkit_estimator.backend import Backend, LogLine
     from smpkit_estimator.follow import Notice
     from smpkit_estimator.job import Job
-    from smpkit_estimator.log_line import LogLine
 
 __all__ = ["BackendChoice", "backend_options", "follow_job", "print_lines", "tell_if_interrupted"]
 
@@ -58,10 +57,16 @@ class BackendChoice:
         from smpkit_estimator.backend import Access, open_backend
 
         named = job.backend.chosen if job is not None else None
-        if self.name is None and named is not None:
-            console = _console.current()
-            click.get_current_context().obj = replace(console, options=f"{console.options} --backend {named}")
-        return open_backend(self.name or named or DEFAULT, Access(self.profile, self.region))
+        name, access = self.name or named or DEFAULT, Access(self.profile, self.region)
+        options = f" --backend {named}" if self.name is None and named is not None else ""
+        if name == "kubernetes" and job is not None:
+            kubernetes = job.backend.kubernetes
+            access = Access(self.profile or kubernetes.context, self.region or kubernetes.namespace)
+            options += f" --profile {access.profile}" if access.profile != self.profile else ""
+            options += f" --region {access.region}" if access.region != self.region else ""
+        console = _console.current()
+        click.get_current_context().obj = replace(console, options=f"{console.options}{options}")
+        return open_backend(name, access)
 
 
 class _Name(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only

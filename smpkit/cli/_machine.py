@@ -16,8 +16,8 @@ from smpkit import compilers
 from smpkit.cli._run_folder import version_of
 from smpkit.config.job import JobConfig
 from smpkit_container.mpi import find_mpirun
-from smpkit_estimator.docker import engine
-from smpkit_estimator.finding import Finding, tried
+from smpkit_estimator import docker
+from smpkit_estimator.backend import Finding, tried
 
 __all__ = ["check_machine", "runs_here"]
 
@@ -87,7 +87,7 @@ def _mpirun(*, needed: bool) -> Finding:
 
 
 def _docker() -> Finding:
-    engine.check()
+    docker.check()
     return Finding("docker", "ok", "docker: the engine answers")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -134,7 +134,8 @@ def hint_of(status: JobStatus) -> None:
 
 def status_json(status: JobStatus) -> dict[str, Any]:
     """Return all of a status as JSON has it: times in UTC, lengths in seconds."""
-    plain: dict[str, Any] = _plain(asdict(status))
+    plain: dict[str, Any] = _plain(asdict(replace(status, raw={})))
+    del plain["raw"]
     kinds = {machines.instance_type for machines in status.machines}
     plain |= {"instance_type": kinds.pop() if len(kinds) == 1 else None, "instance_count": status.instance_count}
     return plain | {"over": status.over, "seconds": status.seconds, "interruptions": status.interruptions}

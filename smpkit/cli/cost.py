@@ -47,7 +47,7 @@ def cost(
     """Estimate what a job costs, before or after it.
 
     JOB is a job file that is not sent yet, or the name of a managed job, which is counted by its billable time; on a
-    cluster, the time for which it has its nodes. Runs of an array are counted together.
+    cluster, the time for which it has its nodes.
 
     The price is yours to give: it depends on region, contract and, for spot, on the hour. Storage and traffic are not
     in it. Without a price, only the node-hours are told.
@@ -116,8 +116,7 @@ def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None, chosen
     seconds = compute.max_run_seconds
     if backend in _KINDS:
         slurm = job.backend.slurm
-        runs = max(1, len(slurm.array)) if backend == "slurm" else 1
-        machines = [_Hosts(_KINDS[backend](job), compute.num_hosts * runs)]
+        machines = [_Hosts(_KINDS[backend](job), compute.num_hosts)]
         if backend == "slurm" and slurm.seconds is not None:
             seconds = slurm.seconds
     return {

@@ -10,12 +10,12 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from smpkit_estimator.docker.image import Recipe
+    from smpkit_estimator.image import Recipe
 
 __all__ = ["image", "recipe_from", "recipe_options"]
 
 _BASE = "python:3.12-slim-bookworm"
-"""`smpkit_estimator.docker.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
+"""`smpkit_estimator.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
 
 
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def recipe_from(options: dict[str, Any]) -> Recipe:
     """Return the recipe that the options of `recipe_options` describe."""
-    from smpkit_estimator.docker.image import Recipe
+    from smpkit_estimator.image import Recipe
 
     return Recipe(
         base_image=options["base_image"],
@@ -53,8 +53,8 @@ def image(tag: str | None, **options: Any) -> int:
 
     The name of the image is printed. Push it to your registry and name it in the job file to run it as a managed job.
     """
-    from smpkit_estimator.docker.engine import check
-    from smpkit_estimator.docker.image import build_image
+    from smpkit_estimator.docker import check
+    from smpkit_estimator.image import build_image
 
     check()
     click.echo(build_image(recipe_from(options), tag))

@@ -15,7 +15,8 @@ from smpkit.errors import CloudError, SmpkitError
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from smpkit_estimator.backend import JobSummary, Query
+    from smpkit_estimator.backend import Query
+    from smpkit_estimator.status import JobStatus
 
 __all__ = ["jobs"]
 
@@ -50,7 +51,7 @@ def jobs(
     elif found:
         _table(found)
     else:
-        _console.current().note(f"no such jobs in {opened.place}")
+        _console.current().note(f"no such jobs on {opened.title}")
 
 
 def _list_all(query: Query, *, as_json: bool) -> None:
@@ -61,7 +62,7 @@ def _list_all(query: Query, *, as_json: bool) -> None:
     """
     from smpkit_estimator.backend import Access, known_backends, open_backend
 
-    found: list[tuple[str, JobSummary]] = []
+    found: list[tuple[str, JobStatus]] = []
     silent: dict[str, SmpkitError] = {}
     names = known_backends()
     for name in names:
@@ -85,7 +86,7 @@ def _list_all(query: Query, *, as_json: bool) -> None:
         _console.current().note("no such jobs")
 
 
-def _plain(item: JobSummary) -> dict[str, Any]:
+def _plain(item: JobStatus) -> dict[str, Any]:
     return {
         "name": item.name,
         "arn": item.arn,
@@ -96,14 +97,13 @@ def _plain(item: JobSummary) -> dict[str, Any]:
     }
 
 
-def _table(found: list[JobSummary], backends: list[str] | None = None) -> None:
+def _table(found: list[JobStatus], backends: list[str] | None = None) -> None:
     from smpkit.cli._show import local_time
 
     width = max(len(item.name) for item in found)
     places = backends or [""] * len(found)
     widest = max(map(len, places))
     for item, place in zip(found, places, strict=True):
-        phase = item.phase or item.status
-        shown = phase if item.status in ("InProgress", phase) else f"{item.status} ({phase})"
+        shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"
         where = f"{place:{widest}}  " if backends else ""
         click.echo(f"{item.name:{width}}  {where}{local_time(item.created)}  {shown}")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from smpkit.observe.runs import Run
+    from smpkit_estimator.backend import LogLine
     from smpkit_estimator.follow import Notice
-    from smpkit_estimator.log_line import LogLine
 
 __all__ = ["logs"]
 
@@ -30,7 +30,7 @@ __all__ = ["logs"]
 @click.command()
 @click.argument("job", metavar="[JOB|RUN]", required=False, shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over. Ctrl-C never stops the job.")
-@click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines (with -f, and what comes).")
+@click.option("--tail", type=click.IntRange(0), metavar="N", help="Begin with the last N lines of each host.")
 @click.option("--since", type=LENGTH, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only lines of this rank; repeatable.")
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="Only this host, as `algo-2`; repeatable.")

@@ -76,7 +76,7 @@ def _run(name: str | None, chosen: BackendChoice, stack: contextlib.ExitStack) -
     if chosen.name is None or name is None:
         return open_run(name)
     copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smpkit-run-")))
-    return replace(open_run(str(chosen.open().run_folder(name, copy))), name=name)
+    return replace(open_run(str(chosen.open().results(name, copy))), name=name)
 
 
 def _warn(contents: list[Content]) -> None:

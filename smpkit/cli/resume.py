@@ -62,11 +62,11 @@ def resume(
     for note in plan.notes:
         console.note(f"note: {note}")
     if dry_run:
-        click.echo(json.dumps(plan.shown(), indent=2))
+        click.echo(json.dumps(plan.shown, indent=2))
         return 0
     none = "No checkpoint there yet: starting from the beginning"
     console.note(newest_checkpoint(old, found="Resuming from ", none=none))
-    started = Job(plan.job_names[0], backend)
+    started = Job(plan.name, backend)
     with tell_if_interrupted(started):
         result = backend.submit(plan)
     shown = {"name": started.name, "arn": result["arn"], "resumed_from": job}

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,14 @@ from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from smpkit.config.job import JobConfig
     from smpkit.config.load import LoadedJob
     from smpkit.observe.runs import Run
-    from smpkit_estimator.docker.image import Recipe
-    from smpkit_estimator.docker.run import DockerRun
+    from smpkit_estimator.docker import DockerRun
+    from smpkit_estimator.image import Recipe
     from smpkit_estimator.local import LocalPlan, LocalRun
 
-__all__ = ["run"]
+__all__ = ["run", "run_local"]
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue")
 
@@ -94,9 +95,8 @@ def run(
     FILE is a job file, or a script such as `train.py`, which needs none: `-p pipeline_parallel_degree=2` sets what a
     job file has as modelparallel parameters. There are as many ranks as GPUs, or as the degrees need.
 
-    Inside a Slurm allocation of several nodes it runs on these. What the run leaves is in `runs/NAME-TIME` beside the
-    job file: the job as it ran, its plan, events, logs by rank and a summary, and the results for which the job file
-    names no other place. `smpkit runs` lists them.
+    What the run leaves is in `runs/NAME-TIME` beside the job file: the job as it ran, its plan, events, logs by rank
+    and a summary, and the results for which the job file names no other place. `smpkit runs` lists them.
 
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
@@ -113,12 +113,7 @@ def run(
         options = _DockerOptions(hosts, interrupt_after, gpus, events)
         return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
-    from smpkit_estimator.slurm.allocation import nodes_here
-
-    nodes = nodes_here(os.environ)
-    if nodes > 1:
-        _refuse_debugger(debugged, "several nodes")
-        return _run_on_nodes(job, overrides, arguments, nodes)
+    _refuse_allocation(job.config)
     return _run_here(job, overrides, arguments, debugged, events=events)
 
 
@@ -179,6 +174,23 @@ def _refuse_without_docker(**options: object) -> None:
         raise UsageError(f"{' and '.join(given)} without `--docker`", hint="add `--docker`")
 
 
+def _refuse_allocation(job: JobConfig) -> None:
+    """Refuse to use one node where Slurm has given several; inside a step of `srun`, ranks are many already.
+
+    Raises:
+        UsageError: this is an allocation of several nodes.
+    """
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0)
+    if nodes < 2 or not os.environ.get("SLURM_JOB_ID"):
+        return
+    ranks = job.distribution.processes_per_host or 1
+    hint = (
+        f"`MASTER_ADDR=$(scontrol show hostnames | head -n 1) srun --ntasks-per-node={ranks} python {job.entry_point}`"
+        " uses them, and so does `smpkit submit --backend slurm`"
+    )
+    raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
+
+
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +198,7 @@ def _run_here(
     job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], debugged: int | None, *, events: bool
 ) -> int:
     from smpkit_container.environment import count_gpus
-    from smpkit_estimator.local import plan_local_run, run_local
+    from smpkit_estimator.local import plan_local_run
 
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
@@ -196,12 +208,40 @@ def _run_here(
         console.note(f"note: {note}")
     run = begin_run(job, plan.ranks, plan.hosts, overrides)
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, run.path, arguments, environ=environ, events=events)
+    done = run_local(plan, run.path, arguments, environ, events=events)
     end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_here(console, done, run)
     if done.exit_code == 0:
         return 0
     return 130 if done.interrupted else 1
+
+
+def run_local(
+    plan: LocalPlan,
+    folder: Path,
+    arguments: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    events: bool = False,
+) -> LocalRun:
+    """Let the launcher run the job in this process, and wait for it; what ranks print goes to stdout and stderr.
+
+    Ctrl-C, SIGTERM and SIGHUP stop the ranks. Must be called in the main thread.
+
+    Args:
+        folder: that of the run, which exists.
+        arguments: more arguments for the script, after those made of hyperparameters.
+        environ: variables, on top of which the job's own go; default: this process's.
+        events: let every rank record every step.
+    """
+    from smpkit.config.scheduled import STOPPED
+    from smpkit_container.__main__ import main
+    from smpkit_estimator.local import collected, lay_out
+
+    variables = lay_out(plan, folder, os.environ if environ is None else environ, events=events)
+    began = time.monotonic()
+    code = main(["train", "--", *arguments], variables, stopped_code=STOPPED)
+    return collected(folder, code, time.monotonic() - began)
 
 
 def _end_of(exit_code: int, failure: str | None, *, stopped: bool) -> str:
@@ -229,35 +269,10 @@ def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit.config.words import duration
 
-    if done.launcher_killed:
-        _console.print_failure(str(done.failure), "the ranks were ended with it; look at the system's log")
-    elif done.exit_code == 0 and not done.stopped:
+    if done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
     _leave_trace(console, run)
-
-
-# ---- on the nodes of a Slurm allocation ------------------------------------------------------------------------------
-
-
-def _run_on_nodes(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], nodes: int) -> int:
-    from smpkit_estimator.slurm.allocation import plan_here, run_here
-
-    plan = plan_here(job.config, job.folder, nodes)
-    console = _console.current()
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    parameters, per_node = job.config.distribution.model_parallel, job.config.distribution.processes_per_host
-    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
-    run = begin_run(job, nodes * (per_node or -(-needed // nodes)), nodes, overrides)
-    console.note(f"Running `{job.config.name}` on the {nodes} nodes of Slurm's job {os.environ['SLURM_JOB_ID']}")
-    began = time.monotonic()
-    code = run_here(plan, run.path, arguments)
-    end_run(run, time.monotonic() - began, _end_of(code, None, stopped=False))
-    console.note(f"run: {shown(run.path)}")
-    _leave_trace(console, run)
-    console.note(f"kept: {plan.runs[0].folder}")
-    return int(code != 0)
 
 
 # ---- in the training image, with one container for each host ---------------------------------------------------------
@@ -268,9 +283,8 @@ def _run_in_docker(
 ) -> int:
     """Build or take the image, run the containers, say how it ended; return the exit code."""
     from smpkit_container.environment import count_gpus
-    from smpkit_estimator.docker.engine import check
-    from smpkit_estimator.docker.image import build_image
-    from smpkit_estimator.docker.run import run_in_docker
+    from smpkit_estimator.docker import check, run_in_docker
+    from smpkit_estimator.image import build_image
     from smpkit_estimator.local import plan_local_run
 
     hosts = options.hosts or job.config.num_rank_hosts
@@ -295,9 +309,9 @@ def _run_in_docker(
         interrupt_after=options.interrupt_after,
         events=options.events,
     )
-    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.interrupted))
+    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
     _conclude_docker(console, done, options, run)
-    if done.interrupted:
+    if done.stopped:
         return 130
     return 1 if done.exit_code else 0
 
@@ -311,7 +325,7 @@ def _show_line(host: str, stream: str, line: str) -> None:
 def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions, run: Run) -> None:
     from smpkit.config.words import duration
 
-    if done.interrupted:
+    if done.stopped:
         console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
     elif done.exit_code and done.failure is None:
         _console.print_failure(f"a container ended with exit code {done.exit_code} and left no reason")
@@ -320,8 +334,6 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
     if options.interrupt_after is not None and not done.rehearsed:
         console.warn(f"the job ended before it could be interrupted after {options.interrupt_after:g} s")
-    for clash in done.clashes:
-        console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
     _show_places(console, run, done.model, done.output_data, done.checkpoints)
     _leave_trace(console, run)
 
@@ -344,10 +356,12 @@ def _show_places(
     console: _console.Console, run: Run, model: Path | None, output_data: Path | None, checkpoints: Path | None
 ) -> None:
     """Say where everything is that the job left; what is in the folder of the run is said by naming that."""
-    for name, place in {"model": model, "other results": output_data, "checkpoints": checkpoints}.items():
-        if place is not None and not place.is_relative_to(run.path.resolve()):
+    folder = run.path.resolve()
+    places = {"model": model, "other results": output_data, "checkpoints": checkpoints}
+    for name, place in places.items():
+        if place is not None and not place.is_relative_to(folder):
             console.note(f"{name}: {place}")
-    inside = [place.name for place in (model, output_data, checkpoints) if place and place.parent == run.path.resolve()]
+    inside = [str(place.relative_to(folder)) for place in places.values() if place and place.is_relative_to(folder)]
     console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
 
 

@@ -19,7 +19,7 @@ from smpkit.config.words import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from smpkit_estimator.clock import Clock
+    from smpkit_estimator.backend import Clock
     from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 

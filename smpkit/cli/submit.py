@@ -13,7 +13,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
 from smpkit.cli._job import job_arguments, read_job
-from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
@@ -51,26 +51,24 @@ def submit(
     loaded = read_job(file, overrides)
     backend = chosen.open(loaded.config)
     plan = _planned(loaded, backend, name, dry=dry_run)
-    _check_following(plan, follow)
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
     if dry_run:
-        click.echo(json.dumps(plan.shown(), indent=2) + "\n" if as_json else plan.text(), nl=False)
+        click.echo(json.dumps(plan.shown, indent=2) + "\n" if as_json else plan.text(), nl=False)
         return 0
     _announce(loaded, backend, plan)
-    jobs = [Job(each, backend) for each in plan.job_names]
-    with tell_if_interrupted(jobs[0]):
+    job = Job(plan.name, backend)
+    with tell_if_interrupted(job):
         result = backend.submit(plan)
-    click.echo(json.dumps(result, indent=2) if as_json else "\n".join(plan.job_names))
+    click.echo(json.dumps(result, indent=2) if as_json else job.name)
     if follow:
-        return follow_job(jobs[0])
+        return follow_job(job)
     if wait:
         from smpkit.cli.wait import wait_for
 
-        return max(map(wait_for, jobs))
-    shown = jobs[0].name
-    console.note(f"Follow with `smpkit logs -f {shown}`, stop with `smpkit stop {shown}`")
+        return wait_for(job)
+    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
     return 0
 
 
@@ -81,12 +79,6 @@ def _planned(loaded: LoadedJob, backend: Backend, name: str | None, *, dry: bool
     except ConfigError as error:
         origins = {**loaded.origins, ("name",): "--name"} if name is not None else loaded.origins
         raise ConfigError([_located(problem, origins) for problem in error.problems], subject=error.subject) from None
-
-
-def _check_following(plan: Plan, follow: bool) -> None:
-    if follow and len(plan.job_names) > 1:
-        count = len(plan.job_names)
-        raise UsageError(f"`--follow` follows one job, and this starts {count}", hint="use `--wait`, or `smpkit logs`")
 
 
 def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from smpkit.config.batch import Batch
 from smpkit.config.explain import validation_error
-from smpkit.config.fields import Hyperparameters, Location, Word
+from smpkit.config.fields import Location, Word
 from smpkit.config.kubernetes import Kubernetes
 from smpkit.config.section import KeyPath, Section
 from smpkit.config.words import quoted
@@ -110,13 +110,11 @@ class Slurm(Section):
     requeue: bool = True
     """Let the job start again from its checkpoints when it is preempted or a node fails."""
 
-    array: list[Hyperparameters] = Field(default_factory=list, max_length=10_000)
-    """Run the job once with each of these sets of hyperparameters, laid over the job's own (a job array)."""
-
-    array_limit: int | None = Field(default=None, ge=1)
-    """How many runs of the array may run at once."""
-
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "array": (
+            "would be several jobs, and a job file is one",
+            "`for lr in 0.1 0.01; do smpkit submit job.yaml --set hyperparameters.lr=$lr; done`",
+        ),
         "cpus_per_task": ("is called `cpus_per_node` here: a node has one launcher", "rename it"),
         "gpus": ("is called `gpus_per_node` here", "rename it"),
         "image": ("belongs to the top of the job file", "write `image: ...` there"),
@@ -143,8 +141,6 @@ class Slurm(Section):
         """Refuse options that contradict each other."""
         if self.gres is not None and self.gpus_per_node is not None and not broken & {("gres",), ("gpus_per_node",)}:
             yield Problem(("gres",), "is given together with gpus_per_node", "keep one of them")
-        if self.array_limit is not None and not self.array and not any(path[:1] == ("array",) for path in broken):
-            yield Problem(("array_limit",), "requires array", "remove it")
 
 
 class BackendChoice(Section):

@@ -100,16 +100,13 @@ class Toleration(Section):
 
 
 class Kubernetes(Section):
-    """How a job runs on Kubernetes: one pod for each host, of an Indexed Job or a JobSet."""
+    """How a job runs on Kubernetes: one pod for each host, of an Indexed Job."""
 
     namespace: Name | None = None
     """The namespace. Default: `--region`, then that of the kubeconfig's context."""
 
     context: Word | None = None
     """The context of the kubeconfig. Default: `--profile`, then the current one."""
-
-    workload: Literal["auto", "job", "jobset"] = "auto"
-    """What is created: a Job, or a JobSet around it; `auto` makes a JobSet where the cluster has them."""
 
     queue: Name | None = None
     """Kueue's LocalQueue that the job waits in."""
@@ -178,6 +175,7 @@ class Kubernetes(Section):
     """Annotations of the pods."""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "workload": ("is always an Indexed Job, which does what a JobSet would do", "remove it"),
         "image": ("belongs to the top of the job file", "write `image: ...` there"),
         "nodes": ("is `compute.instance_count` for all back ends", "write `compute: {instance_count: ...}`"),
         "replicas": ("is `compute.instance_count` for all back ends", "write `compute: {instance_count: ...}`"),

@@ -1,13 +1,5 @@
 """What smpkit offers to the tests of your own code; nothing here needs an account, a GPU or a network.
 
-**A Kubernetes of processes.** `FakeKubernetes` is an API server on the loopback address that runs the pods of Jobs as
-processes of this machine, for the official client and whatever uses it. It needs `smpkit[kubernetes]`::
-
-    with FakeKubernetes() as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "kubeconfig")))
-        ...                                     # `smpkit submit --backend kubernetes`, or your own code
-        cluster.evict(cluster.pods("job")[0])   # its ranks save, and go on in a new pod
-
 **Ranks in a test.** `run_ranks` runs a function on real ranks, one process each, and returns what each returned::
 
     def losses(steps: int) -> list[float]:      # a function of a module
@@ -47,19 +39,16 @@ from smpkit.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from smpkit.testing.emulated_link import EmulatedLink
-    from smpkit.testing.fake_kubernetes.server import FakeKubernetes
     from smpkit.testing.ranks import RankFailed, run_ranks
 
 __all__ = [
     "EmulatedLink",
-    "FakeKubernetes",
     "RankFailed",
     "run_ranks",
 ]
 
 _MODULES = {
     "EmulatedLink": "smpkit.testing.emulated_link",
-    "FakeKubernetes": "smpkit.testing.fake_kubernetes.server",
     "RankFailed": "smpkit.testing.ranks",
     "run_ranks": "smpkit.testing.ranks",
 }

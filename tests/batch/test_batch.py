@@ -7,8 +7,8 @@ import json
 import multiprocessing
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,19 @@ from click.testing import CliRunner, Result
 from moto import mock_aws
 
 from smpkit.cli.main import cli
+from smpkit.errors import CloudError
 from smpkit_container.__main__ import main
-from smpkit_container.pod import lay_out, leave_message
-from smpkit_estimator.aws import request_shape
-from smpkit_estimator.batch.backend import AwsBatch
-from smpkit_estimator.batch.status import status_of
+from smpkit_container.scheduled import described_hosts, lay_out, leave_message
+from smpkit_estimator.aws import Cloud, request_shape
+from smpkit_estimator.backend import Query
+from smpkit_estimator.batch.backend import AwsBatch, _Hosts, status_of
 from tests.container.test_peers import free_ports
 from tests.job_contract import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
 
 REGION = "eu-west-1"
 QUEUE = "gpus"
 ROLE = "arn:aws:iam::123456789012:role/job"
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def run(*arguments: str, code: int = 0) -> Result:
@@ -77,10 +79,9 @@ def write(script: str = "print('hello')", **job: Any) -> None:
 def sent_nodes(name: str) -> dict[str, Any]:
     """What Batch got: the properties of a job's nodes, with the parameters of its definition."""
     batch = boto3.client("batch", REGION)
-    [made] = batch.describe_job_definitions(jobDefinitionName=name)["jobDefinitions"]
     [job] = batch.list_jobs(jobQueue=QUEUE, filters=[{"name": "JOB_NAME", "values": [name]}])["jobSummaryList"]
     [described] = batch.describe_jobs(jobs=[job["jobId"]])["jobs"]
-    return {**described["nodeProperties"], "place": made["parameters"]["smpkit_place"]}
+    return {**described["nodeProperties"], "place": described["parameters"]["smpkit_place"]}
 
 
 EVERYTHING: dict[str, Any] = {
@@ -126,10 +127,8 @@ def test_requests_with_every_option_fit_the_services_model() -> None:
     assert {"type": "GPU", "value": "8"} in nodes["container"]["resourceRequirements"]
     devices = [device["hostPath"] for device in nodes["container"]["linuxParameters"]["devices"]]
     assert devices == [f"/dev/infiniband/uverbs{index}" for index in range(4)]
-    spec = next(value for name, value in shown.items() if name.endswith("/spec.json"))
-    assert json.loads(spec["hyperparameters"]["sagemaker_smpkit_secrets"]) == {
-        "KEY": {"entry": "team/key", "key": None}
-    }
+    sent = next(value for name, value in shown.items() if name.endswith("/hyperparameters.json"))
+    assert json.loads(sent["sagemaker_smpkit_secrets"]) == {"KEY": {"entry": "team/key", "key": None}}
     assert "abcdefgh1234" not in json.dumps(shown)
 
 
@@ -162,7 +161,7 @@ def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=[event])
     described = AwsBatch._described
 
-    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[dict[str, Any]]:
+    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         nodes = [each for each in ids if "#" in each]
         if not nodes:
             return described(self, ids)
@@ -176,7 +175,7 @@ def test_a_job_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_SIMPLE_BATCH_FAIL_AFTER", "0")
     write()
     play_logs(monkeypatch, "fails")
-    failures = ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+    failures = [(NOW, "ValueError: bad batch\nrank 1 on node-1, exit 1\n")]
     monkeypatch.setattr(AwsBatch, "_failures", lambda self, place: failures)
     a_job_that_fails(run, "fails", "ValueError: bad batch", "node-1")
 
@@ -192,12 +191,17 @@ def test_a_host_reads_what_was_sent(tmp_path: Path) -> None:
     environ |= {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"}
     environ["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = "10.0.0.7"
     base = tmp_path / "ml"
-    assert container["command"][0] == "host"
-    assert lay_out(container["command"][1], base, environ) == {"SMPKIT_GRACE_SECONDS": "25", "MODE": "fast"}
+    assert container["command"] == ["train"]
+    environ = lay_out({**environ, "SMPKIT_BASE_DIR": str(base)})
+    assert (environ["SMPKIT_GRACE_SECONDS"], environ["MODE"]) == ("25", "fast")
     config = {path.stem: json.loads(path.read_text()) for path in (base / "input" / "config").glob("*.json")}
     assert json.loads(config["hyperparameters"]["text"]) == "a,b 'q' \"d\"\n$x"
-    resources = config["resourceconfig"]
-    assert (resources["current_host"], resources["first_host"], resources["host_index"]) == ("node-1", "10.0.0.7", 1)
+    hosts = described_hosts(environ)
+    assert (hosts["current_host"], hosts["first_address"], hosts["hosts"]) == (
+        "node-1",
+        "10.0.0.7",
+        ["node-0", "node-1"],
+    )
     s3 = boto3.client("s3", REGION)
     for name, opened in (("sagemaker_submit_directory", "r:gz"), ("sagemaker_smpkit_token_file", None)):
         bucket, _, key = json.loads(config["hyperparameters"][name]).removeprefix("s3://").partition("/")
@@ -209,8 +213,8 @@ def test_a_host_reads_what_was_sent(tmp_path: Path) -> None:
             assert len(content) == 64
     (base / "output" / "failure").write_text("ValueError: bad batch\nrank 1 on node-1, exit 1\n")
     leave_message(base, environ)
-    failures = AwsBatch(boto3.Session(region_name=REGION))._failures(made["place"])
-    assert failures == ["ValueError: bad batch\nrank 1 on node-1, exit 1\n"]
+    [(_, failure)] = AwsBatch(boto3.Session(region_name=REGION))._failures(made["place"])
+    assert failure == "ValueError: bad batch\nrank 1 on node-1, exit 1\n"
 
 
 def on_node(index: int, container: dict[str, Any], base: str) -> None:
@@ -284,16 +288,31 @@ def test_what_batch_cannot_do_is_refused_by_name() -> None:
     ):
         assert words in refused
     write(batch={"queue": "none"})
-    assert "cannot start job `refused`" in run("submit", "job.yaml", "--name", "refused", code=4).stderr
+    assert "Job queue none does not exist" in run("submit", "job.yaml", "--name", "refused", code=4).stderr
     assert "there is no job `refused`" in run("status", "refused", code=2).stderr
+
+
+@pytest.mark.usefixtures("aws")
+def test_no_definition_stays_and_a_name_is_free_again_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    write()
+    with monkeypatch.context() as refused:
+        refused.setattr(Cloud, "ask_once", lambda *_, **__: refuse())
+        for _ in range(2):
+            assert "error: refused" in run("submit", "job.yaml", "--name", "again", code=4).stderr
+    run("submit", "job.yaml", "--name", "again")
+    assert boto3.client("batch", REGION).describe_job_definitions(status="ACTIVE")["jobDefinitions"] == []
+    assert "there is a job `again` already" in run("submit", "job.yaml", "--name", "again", code=2).stderr
+
+
+def refuse() -> None:
+    raise CloudError("refused")
 
 
 @pytest.mark.usefixtures("aws")
 def test_doctor_looks_at_the_queue() -> None:
     write()
-    findings = {item["what"]: item for item in json.loads(run("doctor", "job.yaml", "--write", "--json").stdout)}
+    findings = {item["what"]: item for item in json.loads(run("doctor", "job.yaml", "--json").stdout)}
     assert findings["queue"]["text"] == "queue `gpus` takes jobs"
-    assert findings["staging"]["text"] == "wrote to and deleted from s3://bucket/smpkit"
     write(batch={"queue": "none"})
     found = json.loads(run("doctor", "job.yaml", "--json", code=1).stdout)
     assert "there is no queue `none` in eu-west-1" in [item["text"] for item in found]
@@ -317,21 +336,55 @@ class StubbedSession:
         return self.batch
 
 
-PLACED = {"parameters": {"smpkit_queue": QUEUE, "smpkit_place": "s3://bucket/place"}, "type": "multinode"}
-DEFINED = {"jobDefinitions": [{"jobDefinitionName": "job", "jobDefinitionArn": "arn", "revision": 1, **PLACED}]}
-JOB = {"jobArn": "arn:job", "jobId": "1", "jobName": "job", "jobQueue": QUEUE, "jobDefinition": "job", "startedAt": 1}
+CONTAINER = {"environment": [{"name": "SMPKIT_PLACES", "value": '{"checkpoints": "/efs/c"}'}]}
+NODES = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": [{"targetNodes": "0:1", "container": CONTAINER}]}
+JOB = {
+    "jobArn": "arn:job",
+    "jobId": "1",
+    "jobName": "job",
+    "jobQueue": QUEUE,
+    "jobDefinition": "job",
+    "startedAt": 1,
+    "parameters": {"smpkit_place": "s3://bucket/place"},
+    "nodeProperties": NODES,
+}
+QUEUES = {"jobQueueName": QUEUE, "jobQueueArn": "a", "state": "ENABLED", "priority": 1, "computeEnvironmentOrder": []}
 META = {"ResponseMetadata": {"RequestId": "1"}}
 
 
 def expect_job(stub: Stubber, **facts: Any) -> None:
-    stub.add_response("describe_job_definitions", {**DEFINED, **META}, {"jobDefinitionName": "job", "status": "ACTIVE"})
-    found = {"jobSummaryList": [{"jobId": "1", "jobName": "job"}], **META}
+    queue = {
+        "jobQueueName": QUEUE,
+        "jobQueueArn": "arn",
+        "state": "ENABLED",
+        "priority": 1,
+        "computeEnvironmentOrder": [],
+    }
+    stub.add_response("describe_job_queues", {"jobQueues": [queue], **META}, {})
     named = [{"name": "JOB_NAME", "values": ["job"]}]
-    stub.add_response("list_jobs", found, {"jobQueue": QUEUE, "filters": named})
-    container: dict[str, Any] = {}
-    nodes = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": [{"targetNodes": "0:1", "container": container}]}
-    described = {"jobs": [{**JOB, "nodeProperties": nodes, **facts}], **META}
-    stub.add_response("describe_jobs", described, {"jobs": ["1"]})
+    listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1}], **META}
+    stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": named})
+    stub.add_response("describe_jobs", {"jobs": [{**JOB, **facts}], **META}, {"jobs": ["1"]})
+
+
+def test_the_list_says_that_a_job_was_stopped() -> None:
+    """What Batch lists does not say it: a job that somebody ended has failed there."""
+    session = StubbedSession()
+    with session.stub as stub:
+        queue = {
+            "jobQueueName": QUEUE,
+            "jobQueueArn": "a",
+            "state": "ENABLED",
+            "priority": 1,
+            "computeEnvironmentOrder": [],
+        }
+        stub.add_response("describe_job_queues", {"jobQueues": [queue], **META}, {})
+        listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1, "status": "FAILED"}], **META}
+        stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": ANY})
+        created = round(datetime.now(timezone.utc).timestamp() * 1000)
+        ended = {"status": "FAILED", "isTerminated": True, "createdAt": created, "stoppedAt": created}
+        stub.add_response("describe_jobs", {"jobs": [{**JOB, **ended}], **META}, {"jobs": ["1"]})
+        assert [job.status for job in AwsBatch(session).list(Query("Stopped"))] == ["Stopped"]
 
 
 def test_stop_terminates_a_job_that_runs_and_leaves_one_that_is_over() -> None:
@@ -358,14 +411,9 @@ def test_log_streams_of_all_attempts_belong_to_their_nodes() -> None:
         },
     ]
     with session.stub as stub:
-        expect_job(stub, status="RUNNING")
-        log: Any = AwsBatch(session).logs("job")
+        hosts = _Hosts({**JOB}, AwsBatch(session)._described)
         stub.add_response("describe_jobs", {"jobs": nodes, **META}, {"jobs": ["1#0", "1#1"]})
-        assert [log._host_of(f"job/default/{name}") for name in "cdb"] == ["node-0", "node-1", "node-1"]
-
-
-SPEC = {"created": "2026-01-01T00:00:00+00:00", "places": {"checkpoints": "/efs/c"}, "instance_type": "p5", "nodes": 2}
-NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+        assert [hosts(f"job/default/{name}") for name in "cdb"] == ["node-0", "node-1", "node-1"]
 
 
 @pytest.mark.parametrize(
@@ -385,19 +433,23 @@ NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
     ],
 )
 def test_states(facts: dict[str, Any], state: tuple[str, str]) -> None:
-    found = status_of("job", {**JOB, **facts, "stoppedAt": 5001}, SPEC, [], NOW)
-    assert (found.status, found.phase) == state
+    found = status_of({**JOB, **facts, "stoppedAt": 5001}, [], NOW)
+    assert (found.status, found.phase, found.checkpoints) == (*state, "/efs/c")
 
 
 def test_attempts_are_interruptions_and_the_first_failing_rank_is_named() -> None:
     lost = {"startedAt": 1000, "stoppedAt": 3000, "statusReason": "Host EC2 (instance i-1) terminated."}
     job = {**JOB, "status": "FAILED", "startedAt": 4000, "stoppedAt": 9000, "createdAt": 500, "attempts": [lost]}
-    reasons = ["ended\non node-1; node-0 ended because of it", "ValueError: x\nrank 1 on node-1, exit 1"]
-    found = status_of("job", job, SPEC, reasons, NOW)
+    reasons = [
+        (NOW, "ended\non node-1; node-0 ended because of it"),
+        (NOW + timedelta(seconds=2), "ValueError: y\nrank 0 on node-0, exit 1"),
+        (NOW + timedelta(seconds=1), "ValueError: x\nrank 1 on node-1, exit 1"),
+    ]
+    found = status_of(job, reasons, NOW)
     assert found.interruptions == 1
     assert found.billable_seconds == 7
     assert found.failure is not None
     assert (found.failure.headline, found.failure.rank, found.failure.host) == ("ValueError: x", 1, "node-1")
-    alone = status_of("job", {**job, "container": {"exitCode": 137, "reason": "OutOfMemoryError"}}, SPEC, [], NOW)
+    alone = status_of({**job, "container": {"exitCode": 137, "reason": "OutOfMemoryError"}}, [], NOW)
     assert alone.failure is not None
     assert alone.failure.exit_code == 137

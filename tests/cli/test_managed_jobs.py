@@ -383,7 +383,7 @@ def test_logs_choose(use: Use, smpkit: Smpkit) -> None:
     assert smpkit("logs", "job", "--rank", "8").stdout == "algo-2 [rank 8] two\n"
     assert smpkit("logs", "job", "--host", "algo-1", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
     assert smpkit("logs", "job", "--grep", "o[nw]e").stdout == "algo-1 [rank 0] one\n"
-    assert smpkit("logs", "job", "-f", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
+    assert smpkit("logs", "job", "-f", "--tail", "1").stdout == "algo-2 [rank 8] two\nalgo-1 [rank 0] three\n"
 
 
 @pytest.mark.parametrize(
@@ -611,7 +611,7 @@ def test_the_region_is_that_of_the_aws_cli(
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    assert BackendChoice(region=option).open().place == region
+    assert BackendChoice(region=option).open().title == f"SageMaker in {region}"
 
 
 def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:

@@ -213,17 +213,6 @@ def test_the_signal_to_the_command_alone_kills_the_ranks_when_it_comes_twice(tmp
     assert process.returncode == 130, err
 
 
-def test_a_killed_launcher_leaves_a_reason(tmp_path: Path) -> None:
-    write(tmp_path, SAVES)
-    with start(tmp_path) as process:
-        await_ranks(tmp_path)
-        launcher = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-        os.kill(int(launcher), signal.SIGKILL)
-        _, err = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert "error: the launcher was killed by SIGKILL (the machine may be out of memory)\n" in err
-
-
 def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
     write(
         tmp_path, "import os, time\nopen('pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.errors import ConfigError, LaunchError
+from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import News, Peers, meet
 from smpkit_container.token import job_token
@@ -344,60 +344,51 @@ def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None
         job_token(job)
 
 
-# ---- hosts that know the first one's address, how many they are, and which one they are ------------------------------
+# ---- hosts whose scheduler tells their names and the first one's address ---------------------------------------------
 
 
-def count(tmp_path: Path, number: int, script: str, port: int, name: str, hosts: int = 2, **variables: str) -> Started:
-    """Start a launcher that is told no names: a scheduler's containers cannot look up the other ones."""
-    known = {"first_host": "127.0.0.1", "host_count": hosts, "host_index": number, "current_host": name, "port": port}
-    return start(tmp_path, number, script, 0, resources=known, **variables)
+def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = "node7 node9", **more: str) -> Started:
+    """Start a launcher among those of a scheduler, whose names cannot be looked up."""
+    place = {"SMPKIT_HOSTS": names, "SMPKIT_FIRST_HOST": "127.0.0.1", "SMPKIT_PORT": str(port)}
+    more |= {**place, "SLURM_NODEID": str(number)}
+    return start(tmp_path, number, script, 0, resources=None, **more)
 
 
 @pytest.mark.slow
-def test_hosts_that_are_only_counted_tell_each_other_their_names(tmp_path: Path) -> None:
+def test_scheduled_hosts_find_the_network_interface_between_them(tmp_path: Path) -> None:
     script = ALL_REDUCE + "print(os.environ['SM_HOSTS'], os.environ['GLOO_SOCKET_IFNAME'])"
     with free_ports() as port:
-        first, second = ends([count(tmp_path, n, script, port, name) for n, name in enumerate(["node7", "node9"])])
+        first, second = ends([scheduled(tmp_path, n, script, port) for n in range(2)])
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert first[1] == '[rank 0] node7 0 2.0\n[rank 0] ["node7","node9"] lo\n'
     assert second[1] == '[rank 1] node9 1 2.0\n[rank 1] ["node7","node9"] lo\n'
 
 
-def test_a_failure_on_a_counted_host_has_its_name(tmp_path: Path) -> None:
+def test_a_failure_on_a_scheduled_host_has_its_name(tmp_path: Path) -> None:
     fails = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(600)"
     with free_ports() as port:
-        first, second = ends([count(tmp_path, n, fails, port, name) for n, name in enumerate(["node7", "node9"])])
+        first, second = ends([scheduled(tmp_path, n, fails, port) for n in range(2)])
     assert first[0] == second[0] == 1
     assert "failed on another host, node9: rank 1: ValueError: bad batch" in first[2]
     assert "rank 1 on node9, exit 1" in (tmp_path / "1" / "output" / "failure").read_text()
 
 
-@pytest.mark.parametrize("present", [0, 1])
-def test_a_counted_host_that_never_comes_is_named_by_its_number(tmp_path: Path, present: int) -> None:
+@pytest.mark.parametrize(("present", "absent"), [(0, "node9"), (1, "node7")])
+def test_a_scheduled_host_that_never_comes_is_named(tmp_path: Path, present: int, absent: str) -> None:
     with free_ports() as port:
-        [(status, _, err)] = ends([count(tmp_path, present, "", port, "node7", SMPKIT_START_SECONDS="1")])
+        [(status, _, err)] = ends([scheduled(tmp_path, present, "", port, SMPKIT_START_SECONDS="1")])
     assert status == 1
-    assert "node7 waited 1 s for " + ("host 2 of 2" if present == 0 else "127.0.0.1") in err
+    assert f"waited 1 s for {absent}" in err
 
 
-def test_counted_hosts_of_another_job_stay_out(tmp_path: Path) -> None:
+def test_scheduled_hosts_of_another_job_stay_out(tmp_path: Path) -> None:
     """The token is the job's: who is told another one is no host of it, whatever index it claims."""
     tokens = [tmp_path / f"token-{number}" for number in range(2)]
     for number, path in enumerate(tokens):
         path.write_text(f"{number}" * 64)
     with free_ports() as port:
         found = ends(
-            [count(tmp_path, n, "", port, f"node{n}", SMPKIT_START_SECONDS="3", token=str(tokens[n])) for n in range(2)]
+            [scheduled(tmp_path, n, "", port, SMPKIT_START_SECONDS="3", token=str(tokens[n])) for n in range(2)]
         )
     assert [status for status, _, _ in found] == [1, 1]
-    assert "host 2 of 2 to come; somebody at 127.0.0.1 does not know this job's token" in found[0][2]
-
-
-@pytest.mark.parametrize("index", [-1, 2, None, "1"])
-def test_a_place_outside_the_count_is_refused(tmp_path: Path, index: object) -> None:
-    raw = {"first_host": "10.0.0.1", "host_count": 2, "host_index": index}
-    config = tmp_path / "input" / "config"
-    config.mkdir(parents=True)
-    (config / "resourceconfig.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match="needs an address, `host_count` up to 100,000 and a `host_index` below it"):
-        Environment.read(tmp_path, {}, num_gpus=0, num_cpus=1)
+    assert "node9 to come; somebody at 127.0.0.1 does not know this job's token" in found[0][2]

@@ -91,8 +91,7 @@ def test_two_hosts(image: str, tmp_path: Path, job: str) -> None:
     assert code == 0, err
     assert "[algo-1] [rank 0] step 6 on algo-1" in out
     assert "[algo-2] [rank 3] step 6 on algo-2" in out
-    assert "several hosts wrote different contents to host.txt (of algo-2)" in err
-    assert (tmp_path / "output" / "model" / "host.txt").read_text() == "algo-1"
+    assert (tmp_path / "output" / "model" / "host.txt").read_text() in ("algo-1", "algo-2")
     assert containers() == []
 
 

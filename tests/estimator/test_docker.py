@@ -5,40 +5,36 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from smpkit.config.job import JobConfig
-from smpkit.errors import UsageError
-from smpkit_estimator.docker.hosts import Host, Run, lay_out, start_command
-from smpkit_estimator.docker.image import Recipe, build_image, pack_wheel
-from smpkit_estimator.docker.run import merge
+from smpkit.errors import LaunchError, UsageError
+from smpkit_estimator.docker import Containers, run_in_docker
+from smpkit_estimator.image import Recipe, build_image, pack_wheel
 from smpkit_estimator.local import plan_local_run
 
 PARAMETERS = {"pipeline_parallel_degree": 4, "ddp": True}
 
 
-def run_of(tmp_path: Path, hosts: int, **settings: object) -> Run:
+def containers(tmp_path: Path, hosts: int, arguments: Sequence[str] = (), **settings: object) -> Containers:
     (tmp_path / "train.py").touch()
     block = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": PARAMETERS}}}
     job = JobConfig.model_validate({"entry_point": "train.py", "distribution": block, **settings})
     plan = plan_local_run(job, tmp_path, hosts=hosts)
-    names = [f"algo-{number}" for number in range(1, hosts + 1)]
-    hosts_of = tuple(Host(n, f"run-1-{n}", tmp_path / n) for n in names)
-    return Run(plan, "image", "run-1", tmp_path, hosts_of, plan.checkpoints or tmp_path / "checkpoints")
+    assert plan.ranks == 4
+    return Containers(plan, "image", tmp_path / "run", arguments)
 
 
 def test_ranks_are_spread_over_the_containers(tmp_path: Path) -> None:
-    run = run_of(tmp_path, 2)
-    lay_out(run)
-    config = tmp_path / "algo-2" / "input" / "config"
+    containers(tmp_path, 2).lay_out()
+    config = tmp_path / "run" / "hosts" / "algo-2" / "config"
     resources = json.loads((config / "resourceconfig.json").read_text())
     assert (resources["hosts"], resources["current_host"]) == (["algo-1", "algo-2"], "algo-2")
     sent = json.loads((config / "hyperparameters.json").read_text())
     assert sent["sagemaker_smpkit_processes_per_host"] == "2"
-    assert run.plan.ranks == 4
 
 
 def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
@@ -46,12 +42,11 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     job.mkdir()
     shared.mkdir()
     (shared / "blocks.py").write_text("x = 1")
-    run = run_of(job, 1, dependencies=["../shared"])
-    run = replace(run, tree=tmp_path / "tree")
-    lay_out(run)
-    assert sorted(path.name for path in (tmp_path / "tree" / "code").iterdir()) == ["shared", "train.py"]
-    words = start_command(run, run.hosts[0], [], {}).words
-    assert f"type=bind,source={tmp_path}/tree/code,target=/opt/ml/code,readonly" in words
+    run = containers(job, 1, dependencies=["../shared"])
+    run.lay_out()
+    code = job / "run" / "hosts" / "code"
+    assert sorted(path.name for path in code.iterdir()) == ["shared", "train.py"]
+    assert f"type=bind,source={code},target=/opt/ml/code,readonly" in run.command("algo-1")
 
 
 def test_values_of_variables_are_in_no_command_line_and_no_file(
@@ -59,37 +54,37 @@ def test_values_of_variables_are_in_no_command_line_and_no_file(
 ) -> None:
     """Surprise 10: SDK v2 writes keys into a Compose file that it leaves; here nothing is written."""
     monkeypatch.setenv("MINE", "secret too")
-    run = run_of(tmp_path, 1, environment={"TOKEN": "secret"}, secrets={"HIDDEN": {"variable": "MINE"}})
-    lay_out(run)
+    secrets = {"HIDDEN": {"variable": "MINE"}}
+    run = containers(tmp_path, 1, ["--epochs", "2"], environment={"TOKEN": "secret"}, secrets=secrets)
+    run.lay_out()
     assert not any("secret" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    command = start_command(run, run.hosts[0], ["--epochs", "2"], {})
-    assert "compose" not in command.words
-    assert command.environ["TOKEN"] == "secret"
-    assert command.environ["HIDDEN"] == "secret too"
-    assert command.words[command.words.index("HIDDEN") - 1] == "--env"
-    assert not any("secret" in word for word in command.words)
-    assert command.words[-5:] == ("image", "train", "--", "--epochs", "2")
+    command = run.command("algo-1")
+    assert "compose" not in command
+    assert command[command.index("HIDDEN") - 1] == command[command.index("TOKEN") - 1] == "--env"
+    assert not any("secret" in word for word in command)
+    assert command[-5:] == ["image", "train", "--", "--epochs", "2"]
 
 
 def test_a_path_cannot_add_to_a_mount(tmp_path: Path) -> None:
     folder = tmp_path / 'a,readonly"b'
     folder.mkdir()
-    run = run_of(folder, 1)
-    mounts = [word for word in start_command(run, run.hosts[0], [], {}).words if "target=/opt/ml/code" in word]
+    mounts = [word for word in containers(folder, 1).command("algo-1") if "target=/opt/ml/code" in word]
     assert mounts == [f'type=bind,"source={str(folder).replace(chr(34), chr(34) * 2)}",target=/opt/ml/code,readonly']
 
 
-def test_files_that_hosts_wrote_differently_are_told(tmp_path: Path) -> None:
-    for host, text in (("algo-1", "one"), ("algo-2", "two")):
-        (tmp_path / host / "deep").mkdir(parents=True)
-        (tmp_path / host / "deep" / "same").write_text("same")
-        (tmp_path / host / "deep" / "own").write_text(text)
-        (tmp_path / host / f"{host}.txt").write_text(text)
-    target = tmp_path / "model"
-    clashes = merge([(host, tmp_path / host) for host in ("algo-1", "algo-2")], target)
-    assert clashes == ["deep/own (of algo-2)"]
-    assert (target / "deep" / "own").read_text() == "one"
-    assert sorted(path.name for path in target.rglob("*.txt")) == ["algo-1.txt", "algo-2.txt"]
+def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without networks: the folder of the run has what it had before."""
+    engine = tmp_path / "bin" / "docker"
+    engine.parent.mkdir()
+    engine.write_text('#!/bin/sh\n[ "$1" != network ] || { echo "no network" >&2; exit 1; }\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    with pytest.raises(LaunchError, match="no network"):
+        run_in_docker(plan, "image", tmp_path / "run", show=print)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_wheel_is_what_runs_here(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_resume_goes_on_with_the_same_sources_and_checkpoints(make: MakeEstimato
     assert old["HyperParameters"].pop("sagemaker_job_name") == json.dumps(first.name)
     assert new.pop("Tags") == [*old.pop("Tags"), {"Key": "smpkit:resumed-from", "Value": first.name}]
     assert {**old, "TrainingJobName": ""} == {**new, "TrainingJobName": ""}
-    changed = first.resumed("third", {"InstanceCount": 4, "MaxRuntimeInSeconds": 7}).shown()
+    changed = first.resumed("third", {"InstanceCount": 4, "MaxRuntimeInSeconds": 7}).shown
     assert changed["ResourceConfig"]["InstanceCount"] == 4
     assert changed["StoppingCondition"]["MaxRuntimeInSeconds"] == 7
 

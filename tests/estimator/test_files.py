@@ -10,10 +10,10 @@ import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, JobError, UnsupportedError
-from smpkit_estimator.backend import Access, open_backend
+from smpkit_estimator.backend import Access, open_backend, run_below
 from smpkit_estimator.checkpoints import latest_checkpoint
 from smpkit_estimator.files import Folder, folder_here
-from smpkit_estimator.run_folder import run_below, unpack_run
+from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
 
 
@@ -70,18 +70,18 @@ def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path:
     )
     backend.submit(backend.plan(job, tmp_path, name="job"))
     with pytest.raises(JobError, match="job `job` has left no results yet"):
-        backend.run_folder("job", tmp_path / "copy")
+        backend.results("job", tmp_path / "copy")
     place = "s3://bucket/out/job/output/output.tar.gz"
     aws.put(place, archive(("run/values.jsonl", b"{}"), ("big.bin", b"1"), ("run/../evil", b""), link="/etc"))
-    found = backend.run_folder("job", tmp_path / "copy")
+    found = backend.results("job", tmp_path / "copy")
     assert found == tmp_path / "copy" / "run"
     assert [path.relative_to(found) for path in found.rglob("*")] == [Path("values.jsonl")]
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["run"]
     aws.put(place, archive(("big.bin", b"1")))
     with pytest.raises(JobError, match="job `job` has left no measurements"):
-        backend.run_folder("job", tmp_path / "other")
+        backend.results("job", tmp_path / "other")
     with pytest.raises(CloudError, match="cannot unpack there"):
-        unpack_run(io.BytesIO(b"no archive"), tmp_path / "bad", "there")
+        _unpack_run(io.BytesIO(b"no archive"), tmp_path / "bad", "there")
 
 
 def test_the_folder_of_a_run_is_below_the_results(tmp_path: Path) -> None:

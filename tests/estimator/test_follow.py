@@ -10,9 +10,9 @@ from botocore.exceptions import EndpointConnectionError
 
 from smpkit.errors import CloudError, UsageError
 from smpkit_estimator.aws import Cloud
+from smpkit_estimator.backend import LogLine
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.job import Job
-from smpkit_estimator.log_line import LogLine
 from tests.aws import Aws, Line, Script
 from tests.estimator.conftest import MakeEstimator
 
@@ -105,14 +105,6 @@ def test_lines_that_never_stop_coming_are_told(make: MakeEstimator, aws: Aws) ->
     assert "lines still come in" in notices(found)[-1]
 
 
-def test_a_host_without_a_log_is_told(make: MakeEstimator, aws: Aws) -> None:
-    lines = (Line(1, "a", 0),)
-    aws.script = Script(lines=lines, training=5)
-    found = list(run(make, 2).logs(follow=True))
-    assert texts(found) == ["a"]
-    assert notices(found)[-1] == "only 1 of 2 hosts have a log; it may be incomplete"
-
-
 def test_hosts_are_merged_by_time(make: MakeEstimator, aws: Aws) -> None:
     lines = tuple(Line(n, f"{n}", n % 3) for n in range(12))
     aws.script = Script(lines=lines, training=20)
@@ -138,8 +130,8 @@ RANKS = (
         ({"hosts": ["algo-1"]}, [0, 4]),
         ({"grep": "step|loss"}, [0, 1, 2]),
         ({"grep": "step", "hosts": ["algo-2"]}, [1]),
-        ({"tail": 2}, [3, 4]),
-        ({"tail": 1, "ranks": [0]}, [0]),
+        ({"tail": 2}, [0, 2, 3, 4]),
+        ({"tail": 2, "ranks": [0]}, [0]),
         ({"tail": 0}, []),
         ({"tail": 99}, [0, 1, 2, 3, 4]),
     ],

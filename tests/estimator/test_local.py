@@ -1,24 +1,17 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from smpkit.cli.run import run_local
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
-from smpkit_estimator.local import LocalPlan, LocalRun, plan_local_run, run_local
+from smpkit_estimator.local import LocalPlan, LocalRun, plan_local_run
 
 MPI = {"mpi": {"enabled": True, "processes_per_host": 1}}
-
-
-@pytest.fixture(autouse=True)
-def trees_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the temporary trees where pytest cleans up."""
-    (tmp_path / "trees").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "trees"))
 
 
 def plan(folder: Path, source: str = "", num_gpus: int = 0, **settings: Any) -> LocalPlan:
@@ -50,9 +43,7 @@ def test_secrets_come_from_the_users_own_environment(tmp_path: Path, monkeypatch
 
 def run(folder: Path, source: str, **settings: Any) -> LocalRun:
     (folder / "runs" / "one").mkdir(parents=True, exist_ok=True)
-    done = run_local(plan(folder, source, **settings), folder / "runs" / "one", ("--more",))
-    assert not list((folder / "trees").glob("*")), "something is left in the temporary folder"
-    return done
+    return run_local(plan(folder, source, **settings), folder / "runs" / "one", ("--more",))
 
 
 def test_what_is_not_on_this_machine_is_named_all_at_once(tmp_path: Path) -> None:
@@ -125,16 +116,14 @@ def test_folders_of_the_job_file_are_used_directly(tmp_path: Path) -> None:
 
 def test_what_the_job_file_names_no_place_for_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
     done, folder = run(tmp_path, WRITES), tmp_path / "runs" / "one"
-    assert (done.model, done.output_data) == (folder / "model", folder / "output")
+    assert (done.model, done.output_data) == (folder / "model", folder / "output" / "data")
     assert (folder / "checkpoints" / "file").is_file()
-    assert not (folder / "intermediate").exists()
+    assert {path.name for path in folder.iterdir()} <= {"model", "output", "checkpoints", "logs"}
 
 
 def test_of_a_run_without_results_nothing_but_its_logs_is_left(tmp_path: Path) -> None:
-    source = "import os; open('base', 'w').write(os.environ['SM_MODEL_DIR'])"
-    done = run(tmp_path, source)
+    done = run(tmp_path, "")
     assert (done.model, done.output_data, done.checkpoints) == (None, None, None)
-    assert not Path((tmp_path / "base").read_text()).parent.exists()
     assert {path.name for path in (tmp_path / "runs" / "one").iterdir()} <= {"logs"}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of Kubernetes share: a fake cluster that runs pods as processes, and `smpkit` as users call it."""
+"""What the tests of Kubernetes share: a namespace whose pods are processes, and `smpkit` as users call it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from smpkit.cli.main import cli
-from smpkit.testing import FakeKubernetes
+from smpkit_estimator.kubernetes import backend
 from tests.container.test_peers import free_ports
+from tests.kubernetes.api import Cluster, Pod
 from tests.leftovers import processes_with
 from tests.slurm.conftest import PIPELINE, SCRIPT
 
@@ -27,7 +28,7 @@ __all__ = ["PIPELINE", "User"]
 class User:
     """Somebody with a job file in the current folder, who calls `smpkit`."""
 
-    cluster: FakeKubernetes
+    cluster: Cluster
     folder: Path
     shared: Path
     """A folder that all nodes see, at the same place as the pods."""
@@ -68,10 +69,12 @@ class User:
         found: dict[str, Any] = json.loads(self.run("status", name, "--json").stdout)
         return found
 
+    def pods(self, name: str) -> list[Pod]:
+        return self.cluster.pods.get(name, [])
+
     def until_logged(self, name: str, text: str) -> None:
         def logged() -> bool:
-            runs = [run for pod, run in self.cluster.controller.runs.items() if pod.startswith(name)]
-            return any(text.encode() in line for run in runs for _, line in tuple(run.lines))
+            return any(text.encode() in line for pod in self.pods(name) for line in tuple(pod.lines))
 
         self.until(logged, f"`{text}` in the log of {name}")
 
@@ -83,33 +86,26 @@ class User:
 
     def told(self) -> str:
         """What there is to know after a failure."""
-        runs = self.cluster.controller.runs.items()
-        return "\n".join(
-            f"--- {name}\n{b''.join(line for _, line in run.lines).decode()[-3000:]}" for name, run in runs
-        )
+        pods = (pod for pods in self.cluster.pods.values() for pod in pods)
+        return "\n".join(f"--- {pod.name}\n{b''.join(pod.lines).decode()[-3000:]}" for pod in pods)
 
 
 @pytest.fixture
-def cluster() -> Iterator[FakeKubernetes]:
-    with FakeKubernetes() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def user(cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     """A user of the cluster, of whose jobs nothing is left afterwards."""
-    folder, shared = tmp_path / "work", tmp_path / "shared"
-    folder.mkdir()
-    shared.mkdir()
+    folder, shared, nodes = tmp_path / "work", tmp_path / "shared", tmp_path / "nodes"
+    for each in (folder, shared, nodes):
+        each.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.setenv("SMPKIT_BACKEND", "kubernetes")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cluster = Cluster(nodes)
+    monkeypatch.setattr(backend, "connect", lambda *_: cluster)
     with free_ports() as port:
         pass
     yield User(cluster, folder, shared, port)
     cluster.close()
     deadline = time.monotonic() + 10
-    while processes_with(f"SMPKIT_BASE_DIR={cluster.controller._folder}") and time.monotonic() < deadline:
+    while processes_with(f"SMPKIT_BASE_DIR={nodes}") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not processes_with(f"SMPKIT_BASE_DIR={cluster.controller._folder}")
+    assert not processes_with(f"SMPKIT_BASE_DIR={nodes}")

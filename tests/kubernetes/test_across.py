@@ -7,9 +7,8 @@ import json
 import pytest
 
 from smpkit.config.backend import Slurm
-from tests.kubernetes.conftest import PIPELINE, User
-
-__all__ = ["PIPELINE"]
+from smpkit.errors import UnreachableError
+from tests.kubernetes.conftest import User
 
 
 def test_the_jobs_of_all_back_ends_are_listed_together(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,20 +21,24 @@ def test_the_jobs_of_all_back_ends_are_listed_together(user: User, monkeypatch: 
     for name in ("sagemaker", "batch"):
         assert f"note: without those of `{name}`: no AWS region is set" in done.stderr
     assert user.run("jobs", "--backend", "all").stdout.startswith("here  kubernetes  ")
-    user.cluster.close()
+    monkeypatch.setattr(user.cluster, "list", lambda *_: unreachable())
     done = user.run("jobs", "--backend", "all")
     assert (done.stdout, "note: without those of `kubernetes`: " in done.stderr) == ("", True)
+
+
+def unreachable() -> None:
+    raise UnreachableError("no answer")
 
 
 @pytest.mark.parametrize(
     ("backend", "machines", "node_hours"),
     [
         ({"slurm": {"partition": "gpu", "time": "1-12"}}, "2 × gpu × 36.00 h", 72),
-        ({"slurm": {"array": [{"lr": 1}, {"lr": 2}], "time": "90"}}, "4 × slurm × 1.50 h", 6),
+        ({"slurm": {"time": "90"}}, "2 × slurm × 1.50 h", 3),
         ({"kubernetes": {}}, "2 × pod × 10.00 h", 20),
         ({"batch": {"instance_type": "p5.48xlarge"}}, "2 × p5.48xlarge × 10.00 h", 20),
     ],
-    ids=["slurm", "array", "kubernetes", "batch"],
+    ids=["slurm", "slurm alone", "kubernetes", "batch"],
 )
 def test_cost_counts_node_hours(
     user: User, monkeypatch: pytest.MonkeyPatch, backend: dict[str, object], machines: str, node_hours: float

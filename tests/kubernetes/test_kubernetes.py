@@ -1,26 +1,24 @@
-"""Jobs on Kubernetes: the official client against a fake API server that runs pods as processes of this machine."""
+"""Jobs on Kubernetes: manifests against the published schema; pods that are launchers of this machine, behind `Api`."""
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import io
 import json
 import os
 import re
 import signal
-import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from smpkit.testing import FakeKubernetes
+from smpkit.errors import UnreachableError
+from smpkit_estimator.kubernetes import api, backend
 from tests.job_contract import (
     OnCluster,
     a_job_that_fails,
@@ -29,6 +27,7 @@ from tests.job_contract import (
     a_report_of_it,
     uninterrupted,
 )
+from tests.kubernetes.api import Cluster
 from tests.kubernetes.conftest import PIPELINE, User
 from tests.slurm.test_slurm import FAILS, ODD, WAITS
 
@@ -53,7 +52,6 @@ def valid(found: Mapping[str, Any]) -> None:
 
 EVERYTHING: dict[str, Any] = {
     "namespace": "team",
-    "workload": "job",
     "queue": "gpus",
     "priority_class": "high",
     "gpus": 8,
@@ -101,37 +99,29 @@ def test_manifests_with_every_option_fit_the_published_schema(user: User) -> Non
     assert (spec["activeDeadlineSeconds"], spec["backoffLimitPerIndex"]) == (3600, 5)
     assert pod["terminationGracePeriodSeconds"] == 310
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert pod["containers"][0]["command"] == ["python3", "-m", "smpkit_container", "host", "/etc/smpkit"]
+    assert pod["containers"][0]["command"] == ["python3", "-m", "smpkit_container", "train"]
+    places = next(json.loads(each["value"]) for each in pod["containers"][0]["env"] if each["name"] == "SMPKIT_PLACES")
+    assert places["checkpoints"] == "/nfs/checkpoints"
+    assert places["input/data/train"] == "/data/c4"
     assert {"name": "SMPKIT_FIRST_HOST", "value": "job-0.job"} in pod["containers"][0]["env"]
     assert [volume["name"] for volume in pod["volumes"]][3:] == [f"volume-{index}" for index in range(4)]
 
 
-def test_a_jobset_is_made_where_the_cluster_has_them(
-    tmp_path: Path, user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user.write()
-    assert "Job" in manifests(user)
-    assert "JobSet" in manifests(user, "--set", "backend.kubernetes.workload=jobset")
-    with FakeKubernetes(jobset=True) as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "other")))
-        found = manifests(user)
-        assert sorted(found) == ["ConfigMap", "JobSet", "Secret"]
-        template = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]
-        valid({"Job": {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": template["spec"]}})
-        assert {"name": "SMPKIT_FIRST_HOST", "value": "job-hosts-0-0.job"} in template["spec"]["template"]["spec"][
-            "containers"
-        ][0]["env"]
-        assert "Job" in manifests(user, "--set", "backend.kubernetes.workload=job")
-
-
 def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     user.write()
+    monkeypatch.setattr(backend, "connect", api.connect)
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     done = user.run("submit", "job.yaml", "--dry-run")
-    assert "whether it has JobSets is not known" in done.stderr
+    assert "the namespace may be another" in done.stderr
     refused = user.run("submit", "job.yaml", code=4)
     assert "cannot use Kubernetes: " in refused.stderr
     assert "KUBECONFIG names the file" in refused.stderr
+
+
+def test_a_jobset_is_refused_by_name(user: User) -> None:
+    user.write(kubernetes={"workload": "jobset"})
+    refused = user.run("submit", "job.yaml", code=2).stderr
+    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
 
 
 # ---- what a job is -----------------------------------------------------------------------------------------------
@@ -152,7 +142,7 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
         a_job_that_succeeds(user.run, "pipe", ("pod-0", "pod-1"))
     finally:
         del os.environ["MY_KEY"]
-    created = [body for method, _, body in user.cluster.requests if method == "POST"]
+    created = list(user.cluster.objects.values())
     assert [hidden(each) for each in created] == [hidden(each) for each in dry]
     told, sent = (next(each["binaryData"] for each in made if "binaryData" in each) for made in (dry, created))
     digest = hashlib.sha256(base64.b64decode(sent["sourcedir.tar.gz"])).hexdigest()
@@ -167,18 +157,28 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
     shown = json.dumps(dry) + user.told()
     assert "hush-hush" not in shown
     assert "abcdefgh1234" not in shown
-    owned = [each for each in user.cluster.store.objects.values() if "ownerReferences" in each["metadata"]]
-    assert {each["kind"] for each in owned} >= {"ConfigMap", "Secret", "Service", "Pod"}
+    [uid] = {each["metadata"]["uid"] for each in created if each["kind"] == "Job"}
+    owners = [each["metadata"].get("ownerReferences", [{}])[0].get("uid") for each in created]
+    assert owners == [None, uid, uid, uid]
 
 
 def hidden(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest without what the dry run does not show, or cannot know: secrets, the archive's bytes, the time."""
+    """A manifest without what the dry run does not show, or cannot know: secrets, owners, the archive's bytes."""
     found: dict[str, Any] = json.loads(json.dumps(manifest))
-    found.pop("stringData", None)
-    found.pop("binaryData", None)
-    for name, text in found.pop("data", {}).items():
-        found[name] = {**json.loads(text), "created": ""}
-        found[name].get("environment", {}).pop("API_TOKEN", None)
+    for key in ("stringData", "binaryData"):
+        found.pop(key, None)
+    if found["kind"] == "Secret":
+        found.pop("data", None)
+    for key in ("ownerReferences", "uid", "creationTimestamp", "annotations"):
+        found["metadata"].pop(key, None)
+    if found["kind"] == "ConfigMap":
+        found["data"] = {name: json.loads(text) for name, text in found["data"].items()}
+        found["data"]["job.json"].pop("environment", None)
+    if found["kind"] == "Job":
+        variables = found["spec"]["template"]["spec"]["containers"][0]["env"]
+        found["spec"]["template"]["spec"]["containers"][0]["env"] = [
+            each for each in variables if each["name"] != "API_TOKEN"
+        ]
     return found
 
 
@@ -192,56 +192,9 @@ def test_hyperparameters_arrive_as_they_are(user: User) -> None:
     user.write("import sys; print(sys.argv[1:])", quick=True, hosts=1, hyperparameters={"text": ODD})
     user.run("submit", "job.yaml", "--name", "odd", "--wait")
     assert repr(["--text", ODD]) in user.run("logs", "odd").stdout
-    [packed] = user.cluster.store.get("ConfigMap", "team", "odd")["binaryData"].values()  # type: ignore[index]
+    [packed] = user.cluster.objects["ConfigMap", "odd"]["binaryData"].values()
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
         assert sorted(archive.getnames()) == ["job.yaml", "run.sh", "train.py"]
-
-
-@pytest.mark.slow
-def test_an_evicted_pod_goes_on_where_it_was(user: User) -> None:
-    """SIGTERM to one host: all save, and all are started again, on a new node."""
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.3})
-    user.run("submit", "job.yaml", "--name", "moved")
-    user.until_logged("moved", "step 2 on")
-    user.cluster.evict(user.cluster.pods("moved")[1])
-    user.run("wait", "moved")
-    assert "resumed at step" in user.told()
-    assert user.status("moved")["interruptions"] == 1
-    assert (user.shared / "out" / "moved" / "model" / "losses.txt").read_text() == uninterrupted()
-    log = user.run("logs", "moved")
-    assert "resumed at step" in log.stdout
-
-
-@contextlib.contextmanager
-def silent(port: int) -> Iterator[None]:
-    """Drop what goes to and from a port of this machine, as when a node loses its power."""
-    rules = [["INPUT", "-i", "lo", "-p", "tcp", end, str(port), "-j", "DROP"] for end in ("--sport", "--dport")]
-    try:
-        for rule in rules:
-            subprocess.run(["iptables", "-A", *rule], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no packets can be dropped here: {error}")
-    try:
-        yield
-    finally:
-        for rule in rules:
-            subprocess.run(["iptables", "-D", *rule], check=True, capture_output=True)
-
-
-@pytest.mark.slow
-def test_a_lost_pod_lets_the_others_start_again(user: User) -> None:
-    """No word at all: the launcher that is left ends with 75, which the failure policy takes as worth a try."""
-    user.write(WAITS)
-    user.run("submit", "job.yaml", "--name", "lost")
-    user.until(lambda: user.told().count("ready") == 2, "both ranks")
-    run = user.cluster.controller.runs[user.cluster.pods("lost")[1]]
-    run.disrupted = True  # the node is gone: Kubernetes says so of its pods
-    with silent(user.port + 1):
-        run.kill()
-        user.until(lambda: "the host was lost: it fell silent" in user.told(), "the other host to notice")
-    user.until(lambda: user.told().count("ready") == 4, "both ranks again")
-    user.run("stop", "lost", "--wait")
-    assert user.status("lost")["status"] == "Stopped"
 
 
 def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
@@ -249,13 +202,12 @@ def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
     user.write(WAITS)
     user.run("submit", "job.yaml", "--name", "killed")
     user.until(lambda: user.told().count("ready") == 2, "both ranks")
-    os.kill(user.cluster.controller.runs[user.cluster.pods("killed")[1]].process.pid, signal.SIGKILL)
+    user.pods("killed")[1].process.send_signal(signal.SIGKILL)
     user.run("wait", "killed", code=1)
     failure = user.status("killed")["failure"]
     assert failure["headline"] == "the container ended with exit code 137"
     assert "on pod-1" in failure["details"]
     assert "pod-1: the host was lost: its launcher was killed" in user.run("logs", "killed", "--host", "pod-0").stdout
-    assert user.cluster.pods("killed") == sorted(user.cluster.controller.runs)
 
 
 @pytest.mark.slow
@@ -270,28 +222,13 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
     assert states == {"old": "Stopped", "new": "Completed"}
 
 
-@pytest.mark.slow
-def test_the_time_limit_gives_ranks_time_to_save(user: User) -> None:
-    user.write(WAITS, hosts=None, compute={"instance_count": 1, "max_run_seconds": 40})
-    user.run("submit", "job.yaml", "--name", "limited")
-    user.run("wait", "limited", code=1)
-    assert user.status("limited")["phase"] == "MaxRuntimeExceeded"
-    assert "saved" in user.told()
-
-
-def test_a_job_waits_in_kueues_queue(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeKubernetes(jobset=True, kueue=True) as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "other")))
-        user.write("print('ran')", quick=True, hosts=1, kubernetes={"queue": "gpus"})
-        for name in ("waits", "runs"):
-            user.run("submit", "job.yaml", "--name", name)
-            assert (user.status(name)["status"], user.status(name)["phase"]) == ("InProgress", "Pending")
-        user.run("stop", "waits", "--wait")
-        assert user.status("waits")["status"] == "Stopped"
-        cluster.admit("runs")
-        user.run("wait", "runs")
-        assert "ran" in user.run("logs", "runs").stdout
-        assert not cluster.pods("waits")
+def test_a_job_waits_in_a_queue_and_is_taken_out_of_it(user: User) -> None:
+    user.write("print('ran')", quick=True, hosts=1, kubernetes={"queue": "gpus"})
+    user.run("submit", "job.yaml", "--name", "waits")
+    assert (user.status("waits")["status"], user.status("waits")["phase"]) == ("InProgress", "Pending")
+    user.run("stop", "waits", "--wait")
+    assert user.status("waits")["status"] == "Stopped"
+    assert not user.pods("waits")
 
 
 @pytest.mark.slow
@@ -305,7 +242,7 @@ def test_a_log_is_followed_whole(user: User) -> None:
     for rank in range(2):
         numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
         assert [int(number) for number in numbers] == list(range(20_000))
-    tail = user.run("logs", "long", "--rank", "1", "--tail", "2").stdout.splitlines()
+    tail = user.run("logs", "long", "--host", "pod-1", "--tail", "2").stdout.splitlines()
     assert tail == [f"pod-1 [rank 1] line 1 {number}" for number in (19_998, 19_999)]
 
 
@@ -326,26 +263,23 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     refused = user.run("submit", "job.yaml", code=2).stderr
     for words in ("has claim and nfs", "must be `server:/path`"):
         assert words in refused
-    assert not user.cluster.store.objects
+    assert not user.cluster.objects
 
 
-def test_commands_find_a_job_in_another_namespace(user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kubeconfig = json.loads((tmp_path / "kubeconfig").read_text())
-    kubeconfig["contexts"][0]["context"]["namespace"] = "mine"
-    (tmp_path / "mine").write_text(json.dumps(kubeconfig))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "mine"))
-    user.write("", quick=True, hosts=1, kubernetes={"namespace": "team"})
-    sent = user.run("submit", "job.yaml", "--name", "there", "--wait")
-    assert "--region" not in sent.stderr
-    assert user.status("there")["arn"] == "kubernetes:team/there"
-    user.run("logs", "there")
-    assert (
-        "there is no job `there` in namespace `mine`" in user.run("status", "there", "--region", "mine", code=2).stderr
-    )
-    user.cluster.forbidden.add("list jobs everywhere")
-    assert "in namespace `mine`" in user.run("status", "there", code=2).stderr
-    dry = user.run("submit", "job.yaml", "--dry-run")
-    assert "later commands find the job with `--region team`" in dry.stderr
+def test_the_namespace_of_the_job_file_is_that_of_the_next_commands(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def connected(*place: object) -> Cluster:
+        asked.append(place)
+        return user.cluster
+
+    monkeypatch.setattr(backend, "connect", connected)
+    user.write("", quick=True, hosts=1, kubernetes={"namespace": "mine"})
+    sent = user.run("submit", "job.yaml", "--name", "there")
+    assert "stop with `smpkit stop there --region mine`" in sent.stderr
+    assert set(asked) == {(None, "mine")}
 
 
 def test_sources_that_are_too_large_are_named_with_what_to_do(user: User) -> None:
@@ -367,51 +301,47 @@ def test_sources_may_lie_in_a_volume(user: User) -> None:
     assert "from the volume" in user.run("logs", "there").stdout
 
 
-def test_a_job_that_is_refused_leaves_nothing(user: User) -> None:
+@pytest.mark.parametrize("kind", ["Job", "Secret"])
+def test_a_job_that_is_refused_leaves_nothing(user: User, kind: str) -> None:
     user.write("")
-    user.cluster.forbidden.add("create jobs")
+    user.cluster.refused.add(kind)
     refused = user.run("submit", "job.yaml", "--name", "refused", code=4)
-    assert "cannot create the Job `refused`: jobs is forbidden" in refused.stderr
-    assert "a Role in the namespace `team` must allow it" in refused.stderr
-    assert not user.cluster.store.objects
+    assert f"cannot create the {kind} `refused`: {kind} is forbidden" in refused.stderr
+    assert not user.cluster.objects
     assert "there is no job `refused` in namespace `team`" in user.run("status", "refused", code=2).stderr
 
 
-def test_a_lost_answer_starts_no_second_job(user: User) -> None:
+@pytest.mark.parametrize("kind", ["Job", "ConfigMap"])
+def test_a_lost_answer_starts_no_second_job(user: User, kind: str) -> None:
     user.write("print('once')", quick=True, hosts=1)
-    user.cluster.lost_answers.add("create jobs")
+    user.cluster.lost.add(kind)
     user.run("submit", "job.yaml", "--name", "once", "--wait")
-    assert len(user.cluster.controller.runs) == 1
+    assert len(user.pods("once")) == 1
     again = user.run("submit", "job.yaml", "--name", "once", code=4)
     assert "already exists" in again.stderr
     assert user.status("once")["status"] == "Completed"
-    assert user.cluster.store.get("Secret", "team", "once") is not None
 
 
-def test_a_token_that_is_not_known_is_said(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    user.cluster.token = "another"
-    assert "the cluster does not know these credentials" in user.run("jobs", code=4).stderr
-    user.cluster.close()
-    monkeypatch.setattr("urllib3.util.retry.Retry.DEFAULT_BACKOFF_MAX", 0)
-    assert "did not answer" in user.run("jobs", code=4).stderr
+def test_a_lost_answer_of_another_submission_of_that_name_is_not_ours(user: User) -> None:
+    user.write("print('once')", quick=True, hosts=1)
+    user.run("submit", "job.yaml", "--name", "once", "--wait")
+    kept = user.cluster.objects["Job", "once"]
+
+    def lost(manifest: object, **_: object) -> None:
+        raise UnreachableError("no answer")
+
+    user.cluster.create = lost  # type: ignore[assignment,method-assign]
+    assert "it may have been started all the same" in user.run("submit", "job.yaml", "--name", "once", code=4).stderr
+    assert user.cluster.objects["Job", "once"] is kept
 
 
-def test_doctor_looks_at_the_cluster(user: User) -> None:
-    user.write("", kubernetes={"queue": "gpus", "volumes": [{"mount": "/data", "claim": "tokens"}]}, output="/data/out")
-    user.cluster.forbidden.add("create secrets")
-    claim = {
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "tokens"},
-        "spec": {"accessModes": ["ReadWriteOnce"]},
-    }
-    user.cluster.store.add(claim, "team")
-    findings = {
-        item["what"]: item for item in json.loads(user.run("doctor", "job.yaml", "--write", "--json", code=1).stdout)
-    }
-    assert findings["kubernetes"]["text"].startswith("Kubernetes v1.34.0 at http://127.0.0.1:")
-    assert findings["rights"]["text"] == "this identity may not: create secrets"
-    assert findings["queue"]["text"].startswith("the cluster has no Kueue")
-    assert findings["volume"]["text"].startswith("claim `tokens` is ReadWriteOnce")
-    assert findings["workload"]["text"] == "jobs become an Indexed Job"
-    assert findings["write"]["state"] == "ok"
-    assert [kind for kind, _, _ in user.cluster.store.objects] == ["PersistentVolumeClaim"]
+def test_doctor_lets_the_cluster_check_the_job(user: User) -> None:
+    user.write("")
+    findings = {item["what"]: item for item in json.loads(user.run("doctor", "job.yaml", "--json").stdout)}
+    assert findings["kubernetes"]["text"].startswith("Kubernetes v1.34.0 at https://cluster.example.com")
+    assert findings["job"]["text"] == "the cluster would take the job in `team`"
+    assert user.cluster.dry == ["Job", "ConfigMap", "Secret", "Service"]
+    user.cluster.refused.add("Secret")
+    findings = {item["what"]: item for item in json.loads(user.run("doctor", "job.yaml", "--json", code=1).stdout)}
+    assert findings["job"]["text"].endswith("Secret is forbidden")
+    assert not user.cluster.objects

@@ -1,4 +1,4 @@
-"""What is made of answers that the fake cluster does not give: pods in trouble, gaps in logs, half of a line."""
+"""What is made of answers that launchers alone do not give: pods in trouble, failing requests, half of a line."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from kubernetes.client import Configuration
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import MaxRetryError
 
-from smpkit_estimator.kubernetes.log import PodLog
-from smpkit_estimator.kubernetes.status import status_of
+from smpkit.errors import CloudError, UnreachableError
+from smpkit_estimator.kubernetes.api import Api
+from smpkit_estimator.kubernetes.state import PodLog, status_of
 from tests.clock import FakeClock
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
-SPEC = {"nodes": 2, "places": {"checkpoints": "/data/c"}}
 FAILED = {"type": "Failed", "status": "True", "reason": "FailedIndexes", "message": "Job has failed indexes"}
 FAILED |= {"lastTransitionTime": "2026-01-01T11:00:00Z"}
 
 
 def job(**status: Any) -> dict[str, Any]:
     metadata = {"name": "job", "namespace": "team", "creationTimestamp": "2026-01-01T10:00:00Z"}
-    return {"metadata": metadata, "spec": {}, "status": status}
+    return {"metadata": metadata, "spec": {"completions": 2}, "status": status}
 
 
 def pod(index: int, status: dict[str, Any] | None = None, **state: Any) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def ended(code: int, message: str = "", **more: str) -> dict[str, Any]:
     ids=["rank", "the first rank", "memory", "killed", "no reason", "evicted", "no pods"],
 )  # fmt: skip
 def test_why_a_job_failed(pods: list[dict[str, Any]], headline: str) -> None:
-    status = status_of("job", job(conditions=[FAILED], startTime="2026-01-01T10:15:00Z"), pods, SPEC, NOW)
+    status = status_of(job(conditions=[FAILED], startTime="2026-01-01T10:15:00Z"), pods, NOW)
     assert status.status == "Failed"
     assert status.failure is not None
     assert status.failure.headline == headline
@@ -64,11 +67,11 @@ def test_why_a_job_failed(pods: list[dict[str, Any]], headline: str) -> None:
 
 def test_what_a_job_waits_for() -> None:
     unscheduled = {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]}
-    assert status_of("job", job(active=1), [pod(0, unscheduled)], SPEC, NOW).message == "pod-0: 0/3 nodes are available"
+    assert status_of(job(active=1), [pod(0, unscheduled)], NOW).message == "pod-0: 0/3 nodes are available"
     pulling = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    found = status_of("job", job(active=1), [pod(1, **pulling)], SPEC, NOW)
+    found = status_of(job(active=1), [pod(1, **pulling)], NOW)
     assert (found.phase, found.message) == ("Starting", "pod-1: ImagePullBackOff: no such image")
-    failing = status_of("job", job(active=1, ready=1, failedIndexes="1"), [pod(0, running={})], SPEC, NOW)
+    failing = status_of(job(active=1, ready=1, failedIndexes="1"), [pod(0, running={})], NOW)
     assert (failing.status, failing.phase) == ("InProgress", "Failing")
     assert failing.message == "hosts that failed: 1; the others have not ended yet"
 
@@ -78,12 +81,10 @@ class Recorded:
 
     def __init__(self) -> None:
         self.data = b""
-        self.gone = False
         self.asked: list[tuple[float | None, int | None]] = []
 
     def list(self, kind: str, selector: str) -> Iterator[dict[str, Any]]:
-        if not self.gone:
-            yield pod(0, running={})
+        yield pod(0, running={})
 
     def log(self, pod: str, since_seconds: float | None = None, tail: int | None = None) -> bytes:
         self.asked.append((since_seconds, tail))
@@ -95,8 +96,8 @@ def line(seconds: float, text: str) -> bytes:
     return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S.%f123Z ").encode() + text.encode() + b"\n"
 
 
-def reader(api: Recorded) -> PodLog:
-    return PodLog(api, "job", FakeClock(NOW))  # type: ignore[arg-type]
+def reader(api: Recorded, tail: int | None = None) -> PodLog:
+    return PodLog(api, "job", FakeClock(NOW), tail=tail)  # type: ignore[arg-type]
 
 
 def test_lines_that_come_again_are_left_out_and_those_of_one_moment_counted() -> None:
@@ -110,29 +111,42 @@ def test_lines_that_come_again_are_left_out_and_those_of_one_moment_counted() ->
     assert [each.text for each in log.read()] == ["half a line"]
     assert api.asked[0] == (None, None)
     assert all(seconds is not None and 57 <= seconds <= 61 for seconds, _ in api.asked[1:])
-    assert not log.incomplete
-
-
-def test_what_a_node_threw_away_is_said() -> None:
-    api = Recorded()
-    log = reader(api)
-    api.data = line(0, "a")
-    log.read()
-    api.data = line(5, "after the gap")
-    assert [each.text for each in log.read()] == ["after the gap"]
-    assert log.incomplete == ["pod-0 (job-0-abcde): the node threw lines away before they were read"]
-    api.gone = True
-    assert log.read() == []
-    assert log.incomplete[1] == "pod-0 (job-0-abcde, which is gone)"
 
 
 def test_the_tail_asks_for_no_more_than_it_takes() -> None:
     api = Recorded()
     api.data = b"".join(line(n / 100, f"[rank {n % 2}] {n}") for n in range(5000))
-    log = reader(api)
-    found = log.tail(600, lambda each: each.rank == 1)
-    assert [each.text for each in found][-1] == "[rank 1] 4999"
-    assert len(found) == 600
-    assert [tail for _, tail in api.asked] == [1000, 8000]
+    log = reader(api, tail=6)
+    assert [each.text for each in log.read()] == [f"[rank {n % 2}] {n}" for n in range(4994, 5000)]
     api.data += line(60, "[rank 0] new")
     assert [each.text for each in log.read()] == ["[rank 0] new"]
+    assert [tail for _, tail in api.asked] == [6, None]
+
+
+class Refusing:
+    """A client that answers with a status of HTTP, or not at all."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.configuration = Configuration()
+
+    def call_api(self, *_: object, **__: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ApiException(401, "Unauthorized"), CloudError, "the cluster does not know these credentials"),
+        (ApiException(403, "Forbidden"), CloudError, "403 Forbidden"),
+        (ApiException(503, "Unavailable"), UnreachableError, "503 Unavailable"),
+        (MaxRetryError(None, "/", OSError("refused")), UnreachableError, "did not answer: refused"),  # type: ignore[arg-type]
+    ],
+)
+def test_why_the_api_did_not_do_it(error: Exception, kind: type[CloudError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        list(Api(Refusing(error), "team").list("Job", "a=b"))
+
+
+def test_what_is_not_there_is_none() -> None:
+    assert Api(Refusing(ApiException(404, "Not Found")), "team").read("Job", "none") is None

@@ -6,6 +6,7 @@ And what they get.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,8 @@ from click.testing import CliRunner
 
 from smpkit.cli.main import cli
 from smpkit.errors import CloudError, UnreachableError
-from smpkit_estimator.slurm.commands import Record, accounted, records
+from smpkit_estimator.slurm.backend import SlurmCluster
+from smpkit_estimator.slurm.state import Record, accounted, records
 
 TIME = 1_700_000_000
 MOMENT = datetime.fromtimestamp(TIME, timezone.utc)
@@ -38,8 +40,6 @@ BARE = {
     "nodes": "n[1-2]",
     "partition": "gpu",
     "node_count": 2,
-    "array_job_id": 0,
-    "array_task_id": None,
 }
 WRAPPED = {
     **BARE,
@@ -47,8 +47,6 @@ WRAPPED = {
     **{name: wrapped(TIME) for name in ("submit_time", "start_time")},
     "end_time": wrapped(0),
     "node_count": wrapped(2),
-    "array_job_id": wrapped(0),
-    "array_task_id": wrapped(None),
 }
 
 
@@ -74,11 +72,9 @@ def test_a_job_is_read_in_the_form_of_every_version(folder: Path, item: dict[str
     assert records(["12"]) == {"12": wanted}
 
 
-def test_tasks_of_an_array_and_nodes_that_clean_up(folder: Path) -> None:
-    task = {"job_id": 13, "array_job_id": wrapped(12), "array_task_id": wrapped(0)}
-    ending = {**WRAPPED, **task, "job_state": ["FAILED", "COMPLETING"]}
-    command(folder, "squeue", json.dumps({"jobs": [ending, {**BARE, "array_job_id": 12, "array_task_id": 3}]}))
-    assert {name: each.state for name, each in records().items()} == {"12_0": "COMPLETING", "12_3": "RUNNING"}
+def test_nodes_that_clean_up_are_not_over(folder: Path) -> None:
+    command(folder, "squeue", json.dumps({"jobs": [{**WRAPPED, "job_state": ["FAILED", "COMPLETING"]}]}))
+    assert {name: each.state for name, each in records().items()} == {"12": "COMPLETING"}
 
 
 def test_what_is_no_json_or_no_answer_is_said(folder: Path) -> None:
@@ -110,9 +106,9 @@ def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder
     [
         ({"gpus_per_node": "a100:8", "container": "pyxis"}, ["#SBATCH --gpus-per-node=a100:8"]),
         ({"gres": "gpu:8", "container": "pyxis", "qos": "high", "account": "team"}, ["#SBATCH --gres=gpu:8"]),
-        ({"container": "apptainer", "array": [{"lr": 1}, {"lr": 2}], "array_limit": 1}, ["#SBATCH --array=0-1%1"]),
+        ({"container": "apptainer", "memory": "64G"}, ["#SBATCH --mem=64G"]),
     ],
-    ids=["gpus", "gres", "array"],
+    ids=["gpus", "gres", "memory"],
 )
 def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[str, Any], wanted: list[str]) -> None:
     """No Slurm is needed for a dry run; GPUs are left to the launcher, which gives each rank one."""
@@ -139,3 +135,30 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
         at = started.index("apptainer")
         assert started[at : at + 2] == ["apptainer", "exec"]
         assert started[started.index("docker://registry.io/team/smpkit:1") + 1] == "python3"
+
+
+def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMPKIT_RUNS", str(folder / "runs"))
+    run = folder / "runs" / "job"
+    for part in ("model", "nodes/n1/output", "nodes/n2/output"):
+        (run / part).mkdir(parents=True)
+    (run / "job.json").write_text(json.dumps({"created": MOMENT.isoformat(), "job": {}}))
+    (run / "slurm.json").write_text('{"id": "12"}')
+    command(folder, "squeue", '{"jobs": []}')
+    command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
+    (folder / "out").write_text('{"jobs": []}')
+    cluster = SlurmCluster()
+    with pytest.raises(CloudError, match="no longer knows job `job` \\(12\\), and its batch script left no end"):
+        cluster.describe("job")
+    (run / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
+    for node, seconds, text in (
+        ("n1", 2, "ValueError: y\nrank 0 on n1, exit 1"),
+        ("n2", 1, "ValueError: x\nrank 1 on n2, exit 1"),
+    ):
+        failure = run / "nodes" / node / "output" / "failure"
+        failure.write_text(text)
+        os.utime(failure, (TIME + seconds, TIME + seconds))
+    status = cluster.describe("job")
+    assert (status.status, status.training_seconds, status.interruptions) == ("Failed", 60, 2)
+    assert status.failure is not None
+    assert (status.failure.rank, status.failure.host) == (1, "n2")  # which failed first

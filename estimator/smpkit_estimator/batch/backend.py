@@ -4,36 +4,76 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from smpkit.config import scheduled as names
+from smpkit.config.confidential import masked
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
-from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
-from smpkit_estimator.aws import Cloud, Session, StandIns, open_session
-from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.batch.plan import BatchPlan, plan_job, plan_resumed
-from smpkit_estimator.batch.requests import PLACE, QUEUE, definition, submission
-from smpkit_estimator.batch.status import state_of, status_of
-from smpkit_estimator.described import shown_spec
+from smpkit.config.wire import SECRETS, TOKEN_FILE
+from smpkit.config.words import quoted
+from smpkit.errors import ConfigError, Problem, UnreachableError, UsageError
+from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
+from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, base_name, tried, unique_name
+from smpkit_estimator.batch.requests import PLACE, definition, shown_definition, staging_of, submission
 from smpkit_estimator.doctor import check_cloud
 from smpkit_estimator.files import Files, folder_here
-from smpkit_estimator.finding import Finding, tried
+from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.names import base_name, unique_name
-from smpkit_estimator.run_folder import run_in_volume
-from smpkit_estimator.sources import pack
-from smpkit_estimator.status import FINAL, JobStatus
+from smpkit_estimator.scheduled import (
+    config_files,
+    first_of_each,
+    job_again,
+    job_to_keep,
+    not_for_schedulers,
+    place_problems,
+    run_in_volume,
+    shown_files,
+    status_with_phases,
+    unused_settings,
+    world_problems,
+)
+from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
+from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
-__all__ = ["AwsBatch", "open_batch"]
+__all__ = ["AwsBatch", "open_batch", "status_of"]
 
 _PAGE = 100
 """Jobs that one call describes."""
 _OLDEST = timedelta(days=30)
+_PHASES = {
+    "SUBMITTED": "Pending",
+    "PENDING": "Pending",
+    "RUNNABLE": "Pending",
+    "STARTING": "Starting",
+    "RUNNING": "Training",
+}
+_LIMIT = re.compile(r"attempt duration exceeded timeout", re.IGNORECASE)
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What is uploaded and sent."""
+
+    job: JobConfig
+    place: str
+    files: Mapping[str, bytes] = field(repr=False)
+    """What goes below the place."""
+    archive: str
+    sources: Sources | None
+    """What is packed into the archive; None if it is in S3 already."""
+    digest: str | None
+    definition: Object
+    submission: Object
 
 
 class AwsBatch:
@@ -42,187 +82,170 @@ class AwsBatch:
     def __init__(self, session: Session) -> None:
         self.cloud = Cloud(session)
         self.clock = self.cloud.clock
-        self.pace = Pace()
-
-    @property
-    def place(self) -> str:
-        return self.cloud.region
+        self.pace = 5.0
 
     @property
     def title(self) -> str:
-        return f"AWS Batch in {self.place}"
+        return f"AWS Batch in {self.cloud.region}"
 
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> BatchPlan:
-        now = self.clock.now()
+    ) -> Plan:
+        chosen = name or unique_name(job.name, self.clock.now())
+        problems = list(_not_for_batch(job, chosen))
+        sources = job_sources(job, folder, problems, script_only=script_only)
+        if problems:
+            raise ConfigError(first_of_each(problems), subject="job for AWS Batch")
+        archive, digest, notes = job.source_dir, None, list(_notes(job))
+        if sources is not None:
+            packed = pack(sources)
+            digest = packed.digest
+            archive = f"{staging_of(job)}/sources/{digest}/sourcedir.tar.gz"
+            notes += packing_notes(sources, packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return plan_job(job, folder, name or unique_name(job.name, now), now, region, script_only=script_only)
+        return _plan(job, chosen, region, archive, sources, digest, notes)
 
-    def submit(self, plan: BatchPlan) -> dict[str, Any]:
-        facts = plan.facts
-        if self._definition(plan.name) is not None:
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        sent: _Sent = plan.payload
+        began, queue = self.clock.now(), str(sent.job.backend.batch.queue)
+        if self._find(plan.name, [queue]) is not None:
             raise UsageError(f"there is a job `{plan.name}` already", hint="`--name` gives another name")
-        self._upload_sources(plan)
-        files: dict[str, bytes] = {"spec.json": _packed(plan.spec), "job.json": _packed(plan.kept())}
-        if facts.job.compute.num_hosts > 1:
-            files["token"] = secrets.token_hex(32).encode()
-        for name, content in files.items():
-            self.cloud.upload(io.BytesIO(content), f"{facts.place}/{name}", facts.job.encryption.output_key)
+        self._upload(sent)
         doing = f"cannot start job `{plan.name}`"
-        self.cloud.ask("batch", "register_job_definition", doing, **definition(facts))
+        defined = self.cloud.ask("batch", "register_job_definition", doing, **sent.definition)["jobDefinitionArn"]
         try:
-            answer = self.cloud.ask_once("batch", "submit_job", doing, **submission(facts))
+            body = {**sent.submission, "jobDefinition": defined}
+            answer: Object = self.cloud.ask_once("batch", "submit_job", doing, **body)
         except UnreachableError as error:
-            found = self._found(plan.name, str(facts.options.queue))
-            if found is None:
+            there = self._find(plan.name, [queue])
+            if there is None or there["createdAt"] < (began.timestamp() - 60) * 1000:  # clocks differ
                 hint = f"`smpkit status {plan.name}` tells whether it was; look before you start another"
                 raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
-            answer = found
-        except CloudError:
-            self._forget(plan.name)
-            raise
-        facts_of_it = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"], "region": self.place}
-        return {**facts_of_it, "source": plan.archive_uri}
+            answer = there
+        finally:
+            # A job keeps what its definition said; nothing else is to be started with it.
+            self.cloud.ask("batch", "deregister_job_definition", "cannot remove a definition", jobDefinition=defined)
+        own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
+        return {**own, "region": self.cloud.region, "source": sent.archive}
+
+    def _upload(self, sent: _Sent) -> None:
+        key = sent.job.encryption.output_key
+        if sent.sources is not None and not self.cloud.object_exists(sent.archive):
+            with tempfile.TemporaryFile(prefix="smpkit-") as file:
+                if pack(sent.sources, file).digest != sent.digest:
+                    message = "changed while the job was submitted"
+                    raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+                self.cloud.upload(file, sent.archive, key)
+        for name, content in sent.files.items():
+            self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
     def describe(self, name: str) -> JobStatus:
-        job, place = self._job(name)
-        spec = json.loads(self.cloud.read(f"{place}/spec.json"))
-        failures = self._failures(place) if state_of(job)[0] == "Failed" else []
-        return status_of(name, job, spec, failures, self.clock.now())
+        job = self._job(name)
+        failures = self._failures(_place(job)) if _state(job)[0] == "Failed" else []
+        return status_of(job, failures, self.clock.now())
 
-    def details(self, name: str) -> dict[str, Any]:
-        job, place = self._job(name)
-        spec = json.loads(self.cloud.read(f"{place}/spec.json"))
-        return {**shown_spec(spec), "batch": {key: each for key, each in job.items() if key != "ResponseMetadata"}}
-
-    def logs(self, name: str, since: datetime | None = None) -> Log:
-        job, _ = self._job(name)
-        [nodes] = job["nodeProperties"]["nodeRangeProperties"]
-        options = nodes["container"].get("logConfiguration", {}).get("options", {})
+    def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
+        job = self._job(name)
+        options = _container(job).get("logConfiguration", {}).get("options", {})
         group = options.get("awslogs-group", "/aws/batch/job")
-        hosts = partial(self._host_of, job, {})
-        return LogReader(self.cloud, f"{name}/default", since, group=group, host_of=hosts)
+        hosts = _Hosts(job, self._described)
+        reader = LogReader(self.cloud, f"{name}/default", since, tail=tail, group=group, host_of=hosts)
+        return iter(reader.read, None)
 
     def stop(self, name: str) -> None:
-        job, _ = self._job(name)
-        if state_of(job)[0] not in FINAL:
+        job = self._job(name)
+        if _state(job)[0] not in FINAL:
             doing = f"cannot stop job `{name}`"
             self.cloud.ask("batch", "terminate_job", doing, jobId=job["jobId"], reason="smpkit stop")
 
-    def list(self, query: Query) -> Iterator[JobSummary]:
-        names = {each["jobDefinitionName"]: each["parameters"][QUEUE] for each in self._definitions()}
-        since = self.clock.now() - (query.since or _OLDEST)
-        after = [{"name": "AFTER_CREATED_AT", "values": [str(round(since.timestamp() * 1000))]}]
-        found = [
-            job
-            for queue in sorted(set(names.values()))
-            for job in self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=after)
-            if job["jobName"] in names and (query.name is None or query.name in job["jobName"])
-        ]
-        count = 0
-        for job in sorted(found, key=lambda job: int(job["createdAt"]), reverse=True):
-            status, phase = state_of(job)
-            if query.status is not None and status.lower() != query.status.lower():
-                continue
-            ended = job.get("stoppedAt") if status in FINAL else None
-            created = datetime.fromtimestamp(job["createdAt"] / 1000, timezone.utc)
-            over = datetime.fromtimestamp(ended / 1000, timezone.utc) if ended else None
-            yield JobSummary(job["jobName"], job["jobArn"], status, phase, created, over)
-            count += 1
-            if count == query.limit:
-                return
-
-    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> BatchPlan:
-        _, place = self._job(name)
-        kept = json.loads(self.cloud.read(f"{place}/job.json"))
+    def list(self, query: Query) -> Iterator[JobStatus]:
         now = self.clock.now()
-        chosen = new_name or unique_name(base_name(name), now)
-        return plan_resumed(kept["job"], kept["sources"], chosen, now, self.cloud.region, changes or {})
+        since = round((now - (query.since or _OLDEST)).timestamp() * 1000)
+        jobs = self._listed(self._queues(), {"name": "AFTER_CREATED_AT", "values": [str(since)]})
+        yield from query.of(self._statuses(sorted(jobs, key=lambda job: int(job["createdAt"]), reverse=True), now), now)
 
-    def files(self, place: str) -> Files:
-        return folder_here(place, "a volume of the nodes")
+    def _statuses(self, jobs: Sequence[Object], now: datetime) -> Iterator[JobStatus]:
+        """Yield the states of listed jobs, of which Batch says only when asked that somebody stopped them."""
+        for first in range(0, len(jobs), _PAGE):
+            described = {
+                job["jobId"]: job for job in self._described([job["jobId"] for job in jobs[first : first + _PAGE]])
+            }
+            for job in jobs[first : first + _PAGE]:
+                if PLACE in described.get(job["jobId"], {}).get("parameters", {}):
+                    yield status_of(described[job["jobId"]], [], now)
 
-    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        _, place = self._job(name)
-        places = json.loads(self.cloud.read(f"{place}/spec.json"))["places"]
-        return run_in_volume(places, name, "a volume of the nodes")
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
+        kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
+        if changes and "InstanceType" in changes:
+            kept["job"]["backend"]["batch"]["instance_type"] = changes["InstanceType"]
+        job = job_again(kept["job"], changes)
+        chosen = new_name or unique_name(base_name(name), self.clock.now())
+        problems = list(_not_for_batch(job, chosen))
+        if problems:
+            raise ConfigError(first_of_each(problems), subject="job for AWS Batch")
+        return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
 
-    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
+    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
         reached = check_cloud(self.cloud, needed=job is not None)
         if job is None or any(finding.state != "ok" for finding in reached):
             return reached
-        options = job.backend.batch
-        staging = (options.staging or job.code_location or "").rstrip("/")
-        found = [tried("queue", lambda: self._queue(options.queue))]
-        if write and staging:
-            found.append(tried("staging", lambda: self._write(staging)))
-        return [*reached, *found]
+        return [*reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
 
     def _queue(self, queue: str | None) -> Finding:
         if queue is None:
             return Finding("queue", "problem", "the job names no queue", "set `backend.batch.queue`")
         doing = f"cannot look at the queue `{queue}`"
-        found = self.cloud.ask("batch", "describe_job_queues", doing, jobQueues=[queue])["jobQueues"]
-        if not found:
+        queues = self.cloud.ask("batch", "describe_job_queues", doing, jobQueues=[queue])["jobQueues"]
+        if not queues:
             hint = "`aws batch describe-job-queues` lists them"
-            return Finding("queue", "problem", f"there is no queue `{queue}` in {self.place}", hint)
-        state, status = found[0]["state"], found[0]["status"]
+            return Finding("queue", "problem", f"there is no queue `{queue}` in {self.cloud.region}", hint)
+        state, status = queues[0]["state"], queues[0]["status"]
         if (state, status) != ("ENABLED", "VALID"):
             return Finding("queue", "problem", f"queue `{queue}` is {state}, {status}", "jobs would wait in it")
         return Finding("queue", "ok", f"queue `{queue}` takes jobs")
 
-    def _write(self, staging: str) -> Finding:
-        uri = f"{staging}/doctor-{secrets.token_hex(4)}"
-        self.cloud.upload(io.BytesIO(b""), uri)
-        self.cloud.delete(uri)
-        return Finding("staging", "ok", f"wrote to and deleted from {staging}")
+    def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
+        return run_in_volume(job_again(kept["job"], None), name, "a volume of the nodes")
+
+    def files(self, place: str) -> Files:
+        return folder_here(place, "a volume of the nodes")
 
     # ---- jobs and their places ---------------------------------------------------------------------------------------
 
-    def _job(self, name: str) -> tuple[dict[str, Any], str]:
-        """Return what Batch knows of a job, and where its files are.
+    def _job(self, name: str) -> Object:
+        """Return what Batch knows of a job, which it forgets some days after the end.
 
         Raises:
             UsageError: there is no such job.
-            CloudError: Batch has forgotten it, as it does some days after the end.
         """
-        made = self._definition(name)
-        if made is None:
-            message = f"there is no job `{name}` in {self.place}"
-            raise UsageError(message, hint="`smpkit jobs` lists them; `--region` looks elsewhere")
-        found = self._found(name, made["parameters"][QUEUE])
-        if found is None:
-            hint = "Batch keeps them for at least seven days after their end"
-            raise CloudError(f"AWS Batch no longer knows job `{name}`", hint=hint)
-        return self._described([found["jobId"]])[0], made["parameters"][PLACE]
+        job = self._find(name, self._queues())
+        described = self._described([job["jobId"]]) if job is not None else []
+        if not described or PLACE not in described[0].get("parameters", {}):
+            message = f"there is no job `{name}` in {self.cloud.region}"
+            hint = "`smpkit jobs` lists them, for at least seven days after their end; `--region` looks elsewhere"
+            raise UsageError(message, hint=hint)
+        return described[0]
 
-    def _definition(self, name: str) -> dict[str, Any] | None:
-        found = self._pages("describe_job_definitions", "jobDefinitions", jobDefinitionName=name, status="ACTIVE")
-        ours = (each for each in found if PLACE in each.get("parameters", {}))
-        return next(ours, None)
+    def _find(self, name: str, queues: Iterable[str]) -> Object | None:
+        jobs = self._listed(queues, {"name": "JOB_NAME", "values": [name]})
+        # The service's filter does not tell upper case from lower. Of several jobs, the last one is meant.
+        named = [job for job in jobs if job["jobName"] == name]
+        return max(named, key=lambda job: int(job["createdAt"]), default=None)
 
-    def _definitions(self) -> Iterator[dict[str, Any]]:
-        for each in self._pages("describe_job_definitions", "jobDefinitions", status="ACTIVE"):
-            if PLACE in each.get("parameters", {}):
-                yield each
+    def _queues(self) -> Sequence[str]:
+        return [queue["jobQueueName"] for queue in self._pages("describe_job_queues", "jobQueues")]
 
-    def _found(self, name: str, queue: str) -> dict[str, Any] | None:
-        named = [{"name": "JOB_NAME", "values": [name]}]
-        for job in self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=named):
-            if job["jobName"] == name:  # the service's filter does not tell upper case from lower
-                return job
-        return None
+    def _listed(self, queues: Iterable[str], wanted: Object) -> Iterator[Object]:
+        for queue in queues:
+            yield from self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=[wanted])
 
-    def _described(self, ids: Sequence[str]) -> Sequence[dict[str, Any]]:
+    def _described(self, ids: Sequence[str]) -> Sequence[Object]:
         answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=ids)
-        jobs: Sequence[dict[str, Any]] = answer["jobs"]
+        jobs: Sequence[Object] = answer["jobs"]
         return jobs
 
-    def _forget(self, name: str) -> None:
-        self.cloud.ask("batch", "deregister_job_definition", "cannot remove its definition", jobDefinition=f"{name}:1")
-
-    def _pages(self, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    def _pages(self, operation: str, key: str, **arguments: Any) -> Iterator[Object]:
         while True:
             page = self.cloud.ask("batch", operation, "cannot look up jobs", **arguments)
             yield from page.get(key, ())
@@ -230,33 +253,12 @@ class AwsBatch:
                 return
             arguments["nextToken"] = page["nextToken"]
 
-    def _host_of(self, job: Mapping[str, Any], known: dict[str, str], stream: str) -> str:
-        """Return the node that writes a log stream, of any attempt."""
-        if stream not in known:
-            ids = [f"{job['jobId']}#{index}" for index in range(job["nodeProperties"]["numNodes"])]
-            for first in range(0, len(ids), _PAGE):
-                for node in self._described(ids[first : first + _PAGE]):
-                    host = f"node-{node['jobId'].rpartition('#')[2]}"
-                    parts = [node, *node.get("attempts", ())]
-                    streams = [part.get("container", {}).get("logStreamName") for part in parts]
-                    known |= {each: host for each in streams if each}
-        return known.get(stream, "node-?")
-
-    def _failures(self, place: str) -> Sequence[str]:
-        prefix = f"{place}/failures/"
+    def _failures(self, place: str) -> Sequence[tuple[datetime, str]]:
         bucket = place.removeprefix("s3://").partition("/")[0]
-        keys = [item.key for item in self.cloud.objects(prefix)]
-        return [self.cloud.read(f"s3://{bucket}/{key}").decode("utf-8", "replace") for key in keys]
-
-    def _upload_sources(self, plan: BatchPlan) -> None:
-        if plan.sources is None or self.cloud.object_exists(plan.archive_uri):
-            return
-        with tempfile.TemporaryFile(prefix="smpkit-") as file:
-            packed = pack(plan.sources, file)
-            if plan.packed is not None and packed.digest != plan.packed.digest:
-                message = "changed while the job was submitted"
-                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-            self.cloud.upload(file, plan.archive_uri, plan.facts.job.encryption.output_key)
+        return [
+            (item.modified, self.cloud.read(f"s3://{bucket}/{item.key}").decode("utf-8", "replace"))
+            for item in self.cloud.objects(f"{place}/failures/")
+        ]
 
 
 def open_batch(access: Access) -> AwsBatch:
@@ -264,5 +266,186 @@ def open_batch(access: Access) -> AwsBatch:
     return AwsBatch(open_session(access.profile, access.region))
 
 
-def _packed(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()
+class _Hosts:
+    """Tells which node writes a log stream, of any attempt."""
+
+    def __init__(self, job: Object, described: Callable[[Sequence[str]], Sequence[Object]]) -> None:
+        self._nodes = [f"{job['jobId']}#{index}" for index in range(job["nodeProperties"]["numNodes"])]
+        self._described = described
+        self._known: dict[str, str] = {}
+
+    def __call__(self, stream: str) -> str:
+        if stream not in self._known:
+            for first in range(0, len(self._nodes), _PAGE):
+                for node in self._described(self._nodes[first : first + _PAGE]):
+                    for part in (node, *node.get("attempts", ())):
+                        name = part.get("container", {}).get("logStreamName")
+                        self._known[name] = f"node-{node['jobId'].rpartition('#')[2]}"
+        return self._known.get(stream, "node-?")
+
+
+# ---- from a job file to what is sent ---------------------------------------------------------------------------------
+
+
+def _plan(
+    job: JobConfig,
+    name: str,
+    region: str,
+    archive: str,
+    sources: Sources | None,
+    digest: str | None,
+    notes: Sequence[str],
+) -> Plan:
+    place = f"{staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
+    requests = {"RegisterJobDefinition": definition(job, name, region, place), "SubmitJob": submission(job, name)}
+    for operation, body in requests.items():
+        problems = preflight(body, request_shape("batch", operation))
+        if problems:
+            raise ConfigError(problems, subject=f"request of {operation}")
+    count, compute = job.compute.num_hosts, job.compute
+    files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
+    hidden: dict[str, bytes] = {}
+    if count > 1:
+        files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
+        hidden["token"] = secrets.token_hex(32).encode()
+    if job.secrets:
+        entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
+        files["hyperparameters"][SECRETS] = json.dumps(entries)
+    contents = {f"{file}.json": content for file, content in files.items()}
+    kept = {"job.json": {"job": job_to_keep(job), "sources": archive}}
+    encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
+    shown = {
+        "RegisterJobDefinition": shown_definition(requests["RegisterJobDefinition"]),
+        "SubmitJob": requests["SubmitJob"],
+        **{f"{place}/{file}.json": content for file, content in shown_files(files).items()},
+        f"{place}/job.json": masked("", kept["job.json"]),
+    }
+    options = job.backend.batch
+    kind = f" of {options.instance_type}" if options.instance_type else ""
+    return Plan(
+        name=name,
+        machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
+        shown=shown,
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, digest, *requests.values()),
+        max_seconds=compute.max_run_seconds if "max_run_seconds" in compute.model_fields_set else None,
+        notes=tuple(notes),
+    )
+
+
+def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
+    options = job.backend.batch
+    if re.fullmatch(JOB_NAME, name) is None:
+        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
+        yield Problem(("name",), message, "give a shorter one")
+    if job.image is None:
+        yield Problem(("image",), "is required on AWS Batch", "push an image with smpkit to ECR, and name it")
+    if options.queue is None:
+        yield Problem(("backend", "batch", "queue"), "is required", "`aws batch describe-job-queues` lists them")
+    if not staging_of(job):
+        yield Problem(("backend", "batch", "staging"), "is required", "an S3 URI that you write to and the role reads")
+    role = options.role or job.role
+    if role is None or not role.startswith("arn:"):
+        hint = "`arn:aws:iam::<account>:role/<name>`, which ECS tasks may take"
+        yield Problem(("backend", "batch", "role"), "must be the ARN of the job's role", hint)
+    for variable, secret in job.secrets.items():
+        if secret.entry is None:
+            hint = f"write `{variable}: <name or ARN of the entry>`"
+            yield Problem(("secrets", variable), "names no entry in AWS Secrets Manager", hint)
+    yield from not_for_schedulers(job, "AWS Batch")
+    yield from place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
+    yield from world_problems(job)
+
+
+def _notes(job: JobConfig) -> Iterator[str]:
+    yield from unused_settings(job, "AWS Batch", "role", "tags", "code_location")
+    if job.distribution.launcher == "mpirun":
+        yield "the ranks are started with torchrun, not mpirun: the main node cannot start processes on the others"
+    if job.output is None:
+        yield "the model stays in the containers and goes with them: `output` names a folder in a volume"
+    if job.checkpoints is None and job.backend.batch.retries > 1:
+        yield "without `checkpoints` in a volume, a job that is tried again begins anew"
+    limit = job.compute.max_run_seconds
+    if "max_run_seconds" in job.compute.model_fields_set and limit < 60:
+        yield f"the time limit is 60 s, not {limit}: Batch takes none below"
+
+
+# ---- what a job is doing and how it ended ----------------------------------------------------------------------------
+
+
+def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: datetime) -> JobStatus:
+    """Return the state of a job.
+
+    Args:
+        job: as `DescribeJobs` has it.
+        failures: what the launchers of its hosts left, each with the time.
+    """
+    status, phase = _state(job)
+    over = status in FINAL
+    created = _time(job.get("createdAt")) or now
+    # A job that waits for its next attempt has the time at which the last one began.
+    started = _time(job.get("startedAt")) if over or phase in ("Training", "Stopping") else None
+    environment = {each["name"]: each["value"] for each in _container(job).get("environment", ())}
+    places = json.loads(environment.get(names.PLACES, "{}"))
+    found = JobStatus(
+        name=job["jobName"],
+        arn=job["jobArn"],
+        status=status,
+        phase=phase,
+        created=created,
+        seen=now,
+        ended=(_time(job.get("stoppedAt")) or started or created) if over else None,
+        message=job.get("statusReason", ""),
+        training_started=started,
+        machines=(Machines("nodes", environment.get(names.MACHINE, "batch"), job["nodeProperties"]["numNodes"]),),
+        failure=_failure(job, failures) if status == "Failed" else None,
+        model_data=places.get("model"),
+        checkpoints=places.get("checkpoints"),
+        raw={key: value for key, value in job.items() if key != "ResponseMetadata"},
+    )
+    attempts = list(_attempts(job, current=started if over else None))
+    return status_with_phases(found, interrupted=attempts, waiting="waiting for machines")
+
+
+def _state(job: Object) -> tuple[str, str]:
+    """Return status and phase of a job."""
+    ended = bool(job.get("isTerminated") or job.get("isCancelled"))
+    state = job["status"]
+    if state == "SUCCEEDED":
+        return "Completed", "Completed"
+    if state == "FAILED":
+        if _LIMIT.search(job.get("statusReason", "")):
+            return "Stopped", "MaxRuntimeExceeded"
+        return ("Stopped", "Stopped") if ended else ("Failed", "Failed")
+    return ("Stopping", "Stopping") if ended else ("InProgress", _PHASES.get(state, state.capitalize()))
+
+
+def _attempts(job: Object, current: datetime | None) -> Iterator[Phase]:
+    """Yield the attempts that another one followed."""
+    for number, each in enumerate(job.get("attempts") or (), 1):
+        start, end = _time(each.get("startedAt")), _time(each.get("stoppedAt"))
+        if start and end and start != current:
+            yield Phase("Interrupted", f"attempt {number}: {each.get('statusReason', '')}", start, end)
+
+
+def _failure(job: Object, failures: Sequence[tuple[datetime, str]]) -> JobFailure:
+    """Return why a job failed: what the host of the first failing rank left, else another, else Batch's words."""
+    words = blamed(failures)
+    if words is not None:
+        return read_reason(words)
+    container = job.get("container", {})
+    code = f", exit code: {container['exitCode']}" if "exitCode" in container else ""
+    return read_reason(f"{container.get('reason') or job.get('statusReason') or 'Batch does not say why'}{code}")
+
+
+def _container(job: Object) -> Object:
+    container: Object = job["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    return container
+
+
+def _place(job: Object) -> str:
+    place: str = job["parameters"][PLACE]
+    return place
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    return datetime.fromtimestamp(milliseconds / 1000, timezone.utc) if milliseconds else None

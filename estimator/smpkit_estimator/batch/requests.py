@@ -1,104 +1,110 @@
 """The two requests of a job on AWS Batch, as a pure function: what `smpkit submit --dry-run` prints and boto3 sends.
 
-Every job has a definition of its own name. Its parameters say where the job is, since Batch finds jobs by queue only,
-and the name is the beginning of the names of its log streams.
+Every job has a definition of its own name, which is the beginning of the names of its log streams.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from smpkit.config import scheduled as names
 from smpkit.config.batch import Batch, BatchVolume
+from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
+from smpkit_estimator.scheduled import host_variables, places_in_volumes
 
-__all__ = ["BASE", "PLACE", "QUEUE", "BatchFacts", "definition", "submission"]
+__all__ = ["PLACE", "definition", "shown_definition", "staging_of", "submission"]
 
-BASE = "/opt/ml"
-QUEUE, PLACE = "smpkit_queue", "smpkit_place"
-"""Parameters of the job's definition: its queue, and the S3 URI below which its description is."""
+PLACE = "smpkit_place"
+"""Parameter of the job: the S3 URI below which its files are."""
 
-_STOPPED, _LOST = "143", "75"  # the launcher's exit codes, `smpkit_container.described`
+_BASE = "/opt/ml"
 _DEFAULT_GROUP = "/aws/batch/job"
 _SHORTEST_LIMIT = 60
 """Seconds; Batch takes none below."""
 
 
-@dataclass(frozen=True)
-class BatchFacts:
-    """All that the requests are made of."""
+def definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
+    """Return the request of `RegisterJobDefinition`.
 
-    name: str
-    job: JobConfig
-    region: str
-    place: str
-    """S3 URI below which the job's own files are."""
-
-    @property
-    def options(self) -> Batch:
-        """The job file's options of Batch."""
-        return self.job.backend.batch
-
-
-def definition(facts: BatchFacts) -> dict[str, Any]:
-    """Return the request of `RegisterJobDefinition`."""
-    options, count = facts.options, facts.job.compute.num_hosts
-    nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container(facts)}
+    Args:
+        place: S3 URI below which the job's own files are.
+    """
+    options, count = job.backend.batch, job.compute.num_hosts
+    nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container(job, name, region, place)}
     if options.instance_type is not None:
         nodes["instanceTypes"] = [options.instance_type]
     body: dict[str, Any] = {
-        "jobDefinitionName": facts.name,
+        "jobDefinitionName": name,
         "type": "multinode",
-        "parameters": {QUEUE: str(options.queue), PLACE: facts.place},
+        "parameters": {PLACE: place},
         "nodeProperties": {"numNodes": count, "mainNode": 0, "nodeRangeProperties": [nodes]},
         "retryStrategy": {
             "attempts": options.retries,
             "evaluateOnExit": [
                 # The machine is gone; or the launchers saved because it was about to go; or one host lost another.
                 {"onStatusReason": "Host EC2*", "action": "RETRY"},
-                {"onExitCode": _STOPPED, "action": "RETRY"},
-                {"onExitCode": _LOST, "action": "RETRY"},
+                {"onExitCode": str(names.STOPPED), "action": "RETRY"},
+                {"onExitCode": str(names.LOST), "action": "RETRY"},
                 {"onReason": "*", "action": "EXIT"},
             ],
         },
         "propagateTags": True,
-        "tags": {"smpkit": "job", **facts.job.tags},
+        "tags": {"smpkit": "job", **job.tags},
     }
-    compute = facts.job.compute
-    if "max_run_seconds" in compute.model_fields_set:
-        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, compute.max_run_seconds)}
+    if "max_run_seconds" in job.compute.model_fields_set:
+        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, job.compute.max_run_seconds)}
     return body
 
 
-def submission(facts: BatchFacts) -> dict[str, Any]:
-    """Return the request of `SubmitJob`."""
-    options = facts.options
+def submission(job: JobConfig, name: str) -> dict[str, Any]:
+    """Return the request of `SubmitJob`, but for the definition's revision."""
+    options = job.backend.batch
     more = {"shareIdentifier": options.share, "schedulingPriorityOverride": options.priority}
-    body = {"jobName": facts.name, "jobQueue": options.queue, "jobDefinition": facts.name, **more}
-    return {**{name: value for name, value in body.items() if value is not None}, "tags": {"smpkit": "job"}}
+    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more}
+    return {**{key: value for key, value in body.items() if value is not None}, "tags": {"smpkit": "job"}}
 
 
-def _container(facts: BatchFacts) -> dict[str, Any]:
-    options = facts.options
-    amounts = [("VCPU", options.cpus), ("MEMORY", options.memory_mib)]
-    if options.gpus:
-        amounts.append(("GPU", options.gpus))
+def shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of `RegisterJobDefinition` without secrets."""
+    shown: dict[str, Any] = json.loads(json.dumps(body))
+    for each in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
+        each["value"] = masked(each["name"], each["value"])
+    return shown
+
+
+def staging_of(job: JobConfig) -> str:
+    """Return the S3 URI below which files are put; empty if the job file names none."""
+    return (job.backend.batch.staging or job.code_location or "").rstrip("/")
+
+
+def _container(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
+    options = job.backend.batch
+    amounts = [("VCPU", options.cpus), ("MEMORY", options.memory_mib), ("GPU", options.gpus)]
     variables = {
-        "SMPKIT_BASE_DIR": BASE,
-        "SMPKIT_TERMINATION_MESSAGE": f"{facts.place}/failures",
-        "PYTHONUNBUFFERED": "1",
-        "TRAINING_JOB_NAME": facts.name,
-        "AWS_REGION": facts.region,
+        **host_variables(
+            job,
+            name,
+            base=_BASE,
+            machine=options.instance_type or "batch",
+            places=places_in_volumes(job, name),
+            grace_seconds=options.grace_seconds,
+            port=options.port,
+        ),
+        names.HOSTS: " ".join(f"node-{index}" for index in range(job.compute.num_hosts)),
+        names.CONFIG: place,
+        names.MESSAGE: f"{place}/failures",
+        "AWS_REGION": region,
     }
     container: dict[str, Any] = {
-        "image": facts.job.image,
-        # Behind the image's entry point.
-        "command": ["host", f"{facts.place}/spec.json"],
-        "environment": [{"name": name, "value": value} for name, value in variables.items()],
-        "resourceRequirements": [{"type": kind, "value": str(amount)} for kind, amount in amounts],
+        "image": job.image,
+        "command": ["train"],  # behind the image's entry point
+        "environment": [{"name": key, "value": value} for key, value in variables.items()],
+        "resourceRequirements": [{"type": kind, "value": str(amount)} for kind, amount in amounts if amount],
         "linuxParameters": _linux(options),
-        "jobRoleArn": options.role or facts.job.role,
+        "jobRoleArn": options.role or job.role,
         "privileged": options.privileged,
     }
     if options.efa:  # it registers memory
@@ -110,19 +116,17 @@ def _container(facts: BatchFacts) -> dict[str, Any]:
             for index, each in enumerate(options.volumes)
         ]
     if options.log_group != _DEFAULT_GROUP:
-        prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": facts.name}
+        prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
         container["logConfiguration"] = {"logDriver": "awslogs", "options": prefix}
     return container
 
 
 def _linux(options: Batch) -> Mapping[str, Any]:
     shared = options.shared_memory_mib or max(64, options.memory_mib // 2)
-    devices = [f"/dev/infiniband/uverbs{index}" for index in range(options.efa)]
-    found: dict[str, Any] = {"sharedMemorySize": shared}
-    if devices:
-        rights = ["READ", "WRITE", "MKNOD"]
-        found["devices"] = [{"hostPath": path, "containerPath": path, "permissions": rights} for path in devices]
-    return found
+    rights = ["READ", "WRITE", "MKNOD"]
+    paths = [f"/dev/infiniband/uverbs{index}" for index in range(options.efa)]
+    devices = [{"hostPath": path, "containerPath": path, "permissions": rights} for path in paths]
+    return {"sharedMemorySize": shared, **({"devices": devices} if devices else {})}
 
 
 def _volume(index: int, volume: BatchVolume) -> dict[str, Any]:

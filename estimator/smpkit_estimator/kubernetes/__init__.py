@@ -1,1 +1,1 @@
-"""Kubernetes as a back end: an Indexed Job or a JobSet, one pod for each host."""
+"""Kubernetes as a back end: an Indexed Job, one pod for each host."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.kubernetes.manifests import JOBSET
 
 __all__ = ["Api", "Object", "connect"]
 
@@ -22,20 +21,14 @@ Object = Mapping[str, Any]
 
 _TIMEOUT = (10, 60)
 """To connect, and between two parts of an answer, in seconds."""
-_CHUNK_BYTES = 1 << 20
 _PAGE = 500
-_KINDS: Mapping[str, tuple[str, str]] = {
-    "ConfigMap": ("CoreV1Api", "config_map"),
-    "Job": ("BatchV1Api", "job"),
-    "PersistentVolumeClaim": ("CoreV1Api", "persistent_volume_claim"),
-    "Pod": ("CoreV1Api", "pod"),
-    "Secret": ("CoreV1Api", "secret"),
-    "Service": ("CoreV1Api", "service"),
+_PATHS: Mapping[str, str] = {
+    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
+    "Job": "/apis/batch/v1/namespaces/{}/jobs",
+    "Pod": "/api/v1/namespaces/{}/pods",
+    "Secret": "/api/v1/namespaces/{}/secrets",
+    "Service": "/api/v1/namespaces/{}/services",
 }
-"""Kind -> class of the client, and the end of its methods' names."""
-_CUSTOM = {"JobSet": (*JOBSET.split("/"), "jobsets"), "LocalQueue": ("kueue.x-k8s.io", "", "localqueues")}
-"""Kind -> group, version (empty: the one that the cluster prefers), plural."""
-_INSTALL = "`pip install 'smpkit[kubernetes]'`"
 
 
 class Api:
@@ -54,83 +47,40 @@ class Api:
 
     def version(self) -> str:
         """Return the cluster's version."""
-        from kubernetes import client
-
-        call = client.VersionApi(self._client).get_code
-        version: str = self._called(call, "cannot reach the cluster")["gitVersion"]
+        version: str = json.loads(self._ask("GET", "/version", "cannot reach the cluster"))["gitVersion"]
         return version
 
-    def has_group(self, group: str) -> bool:
-        """Tell whether the cluster serves an API group, such as `jobset.x-k8s.io`."""
-        return group in self._groups()
-
-    def _groups(self) -> dict[str, str]:
-        """Return the API groups that the cluster serves, with the versions that it prefers."""
-        from kubernetes import client
-
-        found = self._called(client.ApisApi(self._client).get_api_versions, "cannot look at the cluster's APIs")
-        return {each["name"]: each["preferredVersion"]["version"] for each in found["groups"]}
-
-    def create(self, manifest: Object) -> Object:
-        """Create an object."""
+    def create(self, manifest: Object, *, dry: bool = False) -> Object:
+        """Create an object; or only learn whether it could be created."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
-        made: Object = self._called(self._method("create", kind), f"cannot create the {kind} `{name}`", body=manifest)
-        return made
+        query = {"dryRun": "All"} if dry else {}
+        return self._object("POST", kind, "", f"cannot create the {kind} `{name}`", query=query, body=manifest)
 
     def read(self, kind: str, name: str) -> Object | None:
         """Return an object; None if there is none."""
-        doing = f"cannot read the {kind} `{name}`"
-        found: Object | None = self._called(self._method("get", kind), doing, missing=None, name=name)
-        return found
+        try:
+            return self._object("GET", kind, f"/{name}", f"cannot read the {kind} `{name}`")
+        except _MissingError:
+            return None
 
     def patch(self, kind: str, name: str, change: Object) -> Object:
         """Merge a change into an object."""
-        doing = f"cannot change the {kind} `{name}`"
-        changed: Object = self._called(self._method("patch", kind), doing, name=name, body=dict(change))
-        return changed
+        return self._object("PATCH", kind, f"/{name}", f"cannot change the {kind} `{name}`", body=change)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object and what belongs to it; nothing if there is none."""
+        """Delete an object and what belongs to it."""
         body = {"propagationPolicy": "Background"}
-        self._called(
-            self._method("delete", kind), f"cannot delete the {kind} `{name}`", missing={}, name=name, body=body
-        )
+        self._object("DELETE", kind, f"/{name}", f"cannot delete the {kind} `{name}`", body=body)
 
     def list(self, kind: str, selector: str) -> Iterator[Object]:
         """Yield the objects with these labels."""
-        method, token = self._method("list", kind), ""
+        query = {"labelSelector": selector, "limit": str(_PAGE)}
         while True:
-            more = {"_continue": token} if token else {}
-            doing = f"cannot list {kind}s"
-            page = self._called(method, doing, label_selector=selector, limit=_PAGE, **more)
+            page = self._object("GET", kind, "", f"cannot list {kind}s", query=query)
             yield from page["items"]
-            token = page.get("metadata", {}).get("continue") or ""
-            if not token:
+            query["continue"] = page.get("metadata", {}).get("continue") or ""
+            if not query["continue"]:
                 return
-
-    def namespaces_of_jobs(self, selector: str) -> set[str]:
-        """Return the namespaces that have Jobs with these labels."""
-        from kubernetes import client
-
-        call = client.BatchV1Api(self._client).list_job_for_all_namespaces
-        page = self._called(call, "cannot list Jobs of all namespaces", label_selector=selector, limit=_PAGE)
-        return {each["metadata"]["namespace"] for each in page["items"]}
-
-    def may(
-        self, verb: str, resource: str, group: str = "", subresource: str = "", *, everywhere: bool = False
-    ) -> bool:
-        """Tell whether this identity may do something in the namespace, or in all of them."""
-        from kubernetes import client
-
-        attributes = {"namespace": "" if everywhere else self.namespace, "verb": verb, "resource": resource}
-        attributes |= {"group": group, **({"subresource": subresource} if subresource else {})}
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": attributes},
-        }
-        call = client.AuthorizationV1Api(self._client).create_self_subject_access_review
-        return bool(self._called(call, "cannot ask for the permissions", body=review)["status"]["allowed"])
 
     def log(self, pod: str, since_seconds: float | None = None, tail: int | None = None) -> bytes | None:
         """Return what a pod's container has printed, each line behind its time; None if the pod is gone.
@@ -139,53 +89,45 @@ class Api:
             since_seconds: only what was printed so long ago at most.
             tail: only so many lines of the end.
         """
-        from kubernetes import client
-
-        options: dict[str, Any] = {"timestamps": True}
+        query = {"timestamps": "true"}
         if since_seconds is not None:
-            options["since_seconds"] = max(1, math.ceil(since_seconds))
+            query["sinceSeconds"] = str(max(1, math.ceil(since_seconds)))
         if tail is not None:
-            options["tail_lines"] = tail
-        call = client.CoreV1Api(self._client).read_namespaced_pod_log
-        arguments = {"name": pod, "namespace": self.namespace, **options}
-        found: bytes | None = self._answer(call, f"cannot read the log of the pod `{pod}`", None, arguments)
-        return found
+            query["tailLines"] = str(tail)
+        path = f"{_PATHS['Pod'].format(self.namespace)}/{pod}/log"
+        try:
+            return self._ask("GET", path, f"cannot read the log of the pod `{pod}`", query=query)
+        except _MissingError:
+            return None
 
-    def _method(self, verb: str, kind: str) -> Any:
-        """Return the client's method for one kind of object of the namespace, as a function of the rest."""
-        from kubernetes import client
+    def _object(self, method: str, kind: str, rest: str, doing: str, **more: Any) -> Object:
+        answer: Object = json.loads(self._ask(method, _PATHS[kind].format(self.namespace) + rest, doing, **more))
+        return answer
 
-        if kind in _CUSTOM:
-            group, version, plural = _CUSTOM[kind]
-            version = version or self._groups()[group]
-            place = {"group": group, "version": version, "namespace": self.namespace, "plural": plural}
-            custom = getattr(client.CustomObjectsApi(self._client), f"{verb}_namespaced_custom_object")
-            return lambda **rest: custom(**place, **rest)
-        owner, ending = _KINDS[kind]
-        api = getattr(client, owner)(self._client)
-        method = getattr(api, f"{'read' if verb == 'get' else verb}_namespaced_{ending}")
-        return lambda **rest: method(namespace=self.namespace, **rest)
-
-    def _called(self, call: Any, doing: str, *, missing: Any = ..., **arguments: Any) -> Any:
-        data = self._answer(call, doing, missing, arguments)
-        return data if not isinstance(data, bytes) else json.loads(data)
-
-    def _answer(self, call: Any, doing: str, missing: Any, arguments: Mapping[str, Any]) -> Any:
-        """Call, and return the answer as it came; `missing` for what is not there, unless that is an error (...)."""
+    def _ask(
+        self, method: str, path: str, doing: str, query: Mapping[str, str] | None = None, body: Object | None = None
+    ) -> bytes:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:
-            response = call(**arguments, _preload_content=False, _request_timeout=_TIMEOUT)
-            return b"".join(response.stream(_CHUNK_BYTES))
+            response = self._client.call_api(
+                path, method, query_params=list((query or {}).items()), body=body, auth_settings=["BearerToken"],
+                header_params={"Content-Type": kind, "Accept": "*/*"}, _return_http_data_only=True,
+                _preload_content=False, _request_timeout=_TIMEOUT,
+            )  # fmt: skip
+            return bytes(response.read())
         except ApiException as error:
-            if error.status == 404 and missing is not ...:
-                return missing
             raise _refusal(error, doing, self) from None
         except HTTPError as error:
             reason = str(getattr(error, "reason", None) or error)
             hint = "`kubectl cluster-info` shows whether the cluster answers; `--profile` chooses another context"
             raise UnreachableError(f"{doing}: {self.host} did not answer: {reason}", hint=hint) from None
+
+
+class _MissingError(CloudError):
+    """There is no such object."""
 
 
 def connect(context: str | None, namespace: str | None) -> Api:
@@ -198,7 +140,8 @@ def connect(context: str | None, namespace: str | None) -> Api:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise UsageError("Kubernetes needs its client, which is not installed", hint=_INSTALL) from None
+        hint = "`pip install 'smpkit[kubernetes]'`"
+        raise UsageError("Kubernetes needs its client, which is not installed", hint=hint) from None
     options = client.Configuration()
     options.retries = 0  # who waits or follows tries again, and says so
     doing = "cannot use Kubernetes"
@@ -207,8 +150,7 @@ def connect(context: str | None, namespace: str | None) -> Api:
         contexts, active = config.list_kube_config_contexts(file)
     except config.ConfigException as error:
         if context is None and _in_cluster(options):
-            own = _own_namespace()
-            return Api(client.ApiClient(options), namespace or own)
+            return Api(client.ApiClient(options), namespace or _own_namespace())
         hint = "KUBECONFIG names the file; your cluster's provider has a command that writes it"
         raise CloudError(f"{doing}: {str(error).rstrip('.').lower()}", hint=hint) from None
     names = [each["name"] for each in contexts]
@@ -220,8 +162,7 @@ def connect(context: str | None, namespace: str | None) -> Api:
         config.load_kube_config(file, chosen["name"], client_configuration=options)
     except config.ConfigException as error:
         raise CloudError(f"{doing}: {error}", hint="look at the kubeconfig with `kubectl config view`") from None
-    found = namespace or chosen["context"].get("namespace") or "default"
-    return Api(client.ApiClient(options), found)
+    return Api(client.ApiClient(options), namespace or chosen["context"].get("namespace") or "default")
 
 
 def _in_cluster(options: Any) -> bool:
@@ -250,6 +191,8 @@ def _refusal(error: Any, doing: str, api: Api) -> SmpkitError:
         return CloudError(f"{doing}: the cluster does not know these credentials", hint=hint)
     if error.status == 403:
         return CloudError(f"{doing}: {words}", hint=f"a Role in the namespace `{api.namespace}` must allow it")
+    if error.status == 404:
+        return _MissingError(f"{doing}: {words}")
     if error.status == 409:
         return CloudError(f"{doing}: {words}", hint="`--name` gives another name")
     if error.status in (429, 500, 502, 503, 504):

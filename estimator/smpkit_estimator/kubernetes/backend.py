@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
+import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from smpkit.config.job import JobConfig
-from smpkit.errors import CloudError, SmpkitError, UnreachableError, UnsupportedError, UsageError
-from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.clock import SystemClock
-from smpkit_estimator.described import shown_spec
+from smpkit.config.words import quoted
+from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError, UsageError
+from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, SystemClock, base_name, tried, unique_name
 from smpkit_estimator.files import Files, folder_here
-from smpkit_estimator.finding import Finding
 from smpkit_estimator.kubernetes.api import Api, Object, connect
-from smpkit_estimator.kubernetes.doctor import check_cluster
-from smpkit_estimator.kubernetes.log import PodLog
-from smpkit_estimator.kubernetes.manifests import JOB_LABEL, JOBSET, LONGEST_NAME, MANAGED_BY, QUEUE_LABEL, manifests
-from smpkit_estimator.kubernetes.plan import KubernetesPlan, plan_job, plan_resumed, proper_name
-from smpkit_estimator.kubernetes.status import STOPPED_AT, state_of, status_of
-from smpkit_estimator.names import base_name, unique_name
-from smpkit_estimator.run_folder import run_in_volume
-from smpkit_estimator.status import FINAL, JobStatus
+from smpkit_estimator.kubernetes.manifests import (
+    JOB_LABEL,
+    LONGEST_NAME,
+    MANAGED_BY,
+    QUEUE_LABEL,
+    SOURCES,
+    SUBMISSION,
+    manifests,
+    shown_manifest,
+)
+from smpkit_estimator.kubernetes.state import STOPPED_AT, PodLog, status_of
+from smpkit_estimator.local import local_secrets
+from smpkit_estimator.scheduled import (
+    first_of_each,
+    job_again,
+    not_for_schedulers,
+    place_problems,
+    run_in_volume,
+    unused_settings,
+    world_problems,
+)
+from smpkit_estimator.sources import job_sources, pack, packing_notes
+from smpkit_estimator.status import JobStatus
 
 __all__ = ["KubernetesCluster", "open_kubernetes"]
 
-_SOURCES = "sourcedir.tar.gz"
+_NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?")
+_MAX_BYTES = 2**20
+"""What the API takes as the content of one ConfigMap or Secret."""
+_OLDEST = (1, 29)
+"""The first version that ends the hosts of an Indexed Job one by one (`backoffLimitPerIndex`) by itself."""
 
 
 class KubernetesCluster:
@@ -40,241 +61,252 @@ class KubernetesCluster:
 
     def __init__(self, access: Access) -> None:
         self.clock = SystemClock()
-        self.pace = Pace(poll=2.0, streams_per_second=20.0, settle=1.0, wait=2.0)
+        self.pace = 2.0
         self._access = access
 
     @cached_property
     def _api(self) -> Api:
         return connect(self._access.profile, self._access.region)
 
-    @property
-    def place(self) -> str:
-        try:
-            return f"namespace `{self._api.namespace}` of {self._api.host}"
-        except SmpkitError:
-            return "no cluster"
+    def _api_for(self, job: JobConfig) -> Api:
+        """Return the cluster and namespace of a job file; the command line goes before it."""
+        options = job.backend.kubernetes
+        return connect(self._access.profile or options.context, self._access.region or options.namespace)
 
     @property
     def title(self) -> str:
-        return f"Kubernetes in {self.place}"
+        try:
+            return f"Kubernetes in namespace `{self._api.namespace}` of {self._api.host}"
+        except SmpkitError:
+            return "Kubernetes in no cluster"
 
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> KubernetesPlan:
-        now = self.clock.now()
-        chosen = name or unique_name(proper_name(job.name), now, LONGEST_NAME)
-        options = job.backend.kubernetes
-        # The command line goes before the job file.
-        self._access = Access(self._access.profile or options.context, self._access.region or options.namespace)
-        self.__dict__.pop("_api", None)
+    ) -> Plan:
+        chosen = name or unique_name(_proper_name(job.name), self.clock.now(), LONGEST_NAME)
         notes: list[str] = []
+        api: Api | None = None
         try:
-            namespace = self._api.namespace
-            jobset = options.workload == "jobset"
-            if options.workload == "auto":
-                jobset = self._api.has_group(JOBSET.partition("/")[0])
+            api = self._api_for(job)
         except CloudError as error:
             if not dry:
                 raise
-            namespace, jobset = options.namespace or "default", options.workload == "jobset"
-            notes.append(f"{error.message}: whether it has JobSets is not known, and the namespace may be another")
-        plan = plan_job(job, folder, chosen, now, namespace=namespace, jobset=jobset, script_only=script_only)
-        if options.namespace is not None and not self._may_look_everywhere():
-            notes.append(f"later commands find the job with `--region {namespace}`, or in a context of that namespace")
-        return KubernetesPlan(plan.facts, (*plan.notes, *notes))
+            notes.append(f"{error.message}: the namespace may be another")
+        problems = list(_not_for_kubernetes(job, chosen))
+        sources = None
+        if job.backend.kubernetes.code is None:
+            sources = job_sources(job, folder, problems, script_only=script_only)
+            if sources is None and "://" in job.source_dir:
+                hint = "name a local folder, or set `backend.kubernetes.code`"
+                problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
+        hidden = dict(local_secrets(job, os.environ, problems))
+        if problems:
+            raise ConfigError(first_of_each(problems), subject="job for Kubernetes")
+        archive = None
+        if sources is not None:
+            file = io.BytesIO()
+            notes += packing_notes(sources, pack(sources, file))
+            archive = file.getvalue()
+        return _plan(job, chosen, api, archive, hidden, notes)
 
-    def _may_look_everywhere(self) -> bool:
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        api: Api
+        api, (job, *parts) = plan.payload
+        created = _created(api, job)
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": plan.name}
+        owner["uid"] = created["metadata"]["uid"]
         try:
-            return self._api.may("list", "jobs", "batch", everywhere=True)
-        except CloudError:
-            return False
-
-    def submit(self, plan: KubernetesPlan) -> dict[str, Any]:
-        *parts, workload = manifests(plan.facts, secrets.token_hex(32))
-        made: list[Object] = []
-        try:
-            for manifest in parts:
-                self._api.create(manifest)
-                made.append(manifest)
-            answer = self._created(workload)
-        except UnreachableError as error:
-            hint = f"`smpkit status {plan.name}` tells whether it was; look before you start another"
-            raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
-        except CloudError:
-            for each in made:
-                with contextlib.suppress(CloudError):
-                    self._api.delete(each["kind"], plan.name)
-            raise
-        owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": plan.name}
-        owner["uid"] = answer["metadata"]["uid"]
-        for manifest in parts:  # so that deleting the job deletes them
-            self._api.patch(manifest["kind"], plan.name, {"metadata": {"ownerReferences": [owner]}})
-        place = f"{self._api.namespace}/{plan.name}"
-        return {
-            "name": plan.name,
-            "arn": f"kubernetes:{place}",
-            "kind": workload["kind"],
-            "namespace": plan.facts.namespace,
-        }
-
-    def _created(self, workload: Object) -> Object:
-        """Create the Job or JobSet; if no answer came, look whether it was created."""
-        try:
-            return self._api.create(workload)
-        except UnreachableError:
+            for part in parts:
+                _created(api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
+        except SmpkitError:
             with contextlib.suppress(CloudError):
-                found = self._api.read(workload["kind"], workload["metadata"]["name"])
-                if found is not None:
-                    return found
+                api.delete("Job", plan.name)  # and what it owns
             raise
+        return {"name": plan.name, "arn": f"kubernetes:{api.namespace}/{plan.name}", "namespace": api.namespace}
 
     def describe(self, name: str) -> JobStatus:
-        job, spec = self._job(name), self._files(name)["spec.json"]
-        return status_of(name, job, self._pods(name), spec, self.clock.now())
+        job = self._job(name)
+        return status_of(job, [*self._api.list("Pod", f"{JOB_LABEL}={name}")], self.clock.now())
 
-    def details(self, name: str) -> dict[str, Any]:
-        job, spec = self._job(name), self._files(name)["spec.json"]
-        pods = [{"name": pod["metadata"]["name"], "status": pod.get("status", {})} for pod in self._pods(name)]
-        return {**shown_spec(spec), "job": job, "pods": pods}
-
-    def logs(self, name: str, since: datetime | None = None) -> Log:
-        self._job(name)  # which finds its namespace
-        return PodLog(self._api, name, self.clock, since, lambda: state_of(self._job(name))[0] in FINAL)
+    def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
+        self._job(name)
+        return iter(PodLog(self._api, name, self.clock, since, tail).read, None)
 
     def stop(self, name: str) -> None:
         """End the job: its pods get SIGTERM, and Kubernetes deletes them, and their logs, when they have ended."""
         job = self._job(name)
-        if state_of(job)[0] in FINAL:
+        if status_of(job, [], self.clock.now()).over:
             return
-        if _is_jobset(job):
-            hint = "try again in a moment"
-            raise UnreachableError(f"cannot stop job `{name}`: the cluster has not made its Job yet", hint=hint)
-        child = job["metadata"]["name"]
-        asked = {"metadata": {"annotations": {STOPPED_AT: datetime.now(timezone.utc).isoformat()}}}
+        asked: dict[str, Any] = {"annotations": {STOPPED_AT: self.clock.now().isoformat()}}
         if job["spec"].get("suspend"):
             # It waits in a queue, or would: without the queue's label nobody lets it run.
-            self._api.patch("Job", child, {"metadata": {**asked["metadata"], "labels": {QUEUE_LABEL: None}}})
-            if child != name:
-                self._api.patch(
-                    "JobSet", name, {"metadata": {"labels": {QUEUE_LABEL: None}}, "spec": {"suspend": True}}
-                )
+            self._api.patch("Job", name, {"metadata": {**asked, "labels": {QUEUE_LABEL: None}}})
             return
         # A limit that is over is the one way to end a Job for good that keeps it.
-        self._api.patch("Job", child, {**asked, "spec": {"activeDeadlineSeconds": 1}})
+        self._api.patch("Job", name, {"metadata": asked, "spec": {"activeDeadlineSeconds": 1}})
 
-    def list(self, query: Query) -> Iterator[JobSummary]:
+    def list(self, query: Query) -> Iterator[JobStatus]:
         now = self.clock.now()
-        found = sorted(self._jobs(), key=lambda item: str(item[1]["metadata"]["creationTimestamp"]), reverse=True)
-        count = 0
-        for name, job in found:
-            created = datetime.fromisoformat(job["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
-            status, phase, ended = state_of(job)
-            if query.name is not None and query.name not in name:
-                continue
-            if query.since is not None and created < now - query.since:
-                continue
-            if query.status is not None and status.lower() != query.status.lower():
-                continue
-            arn = f"kubernetes:{job['metadata']['namespace']}/{job['metadata']['name']}"
-            yield JobSummary(name, arn, status, phase, created, ended)
-            count += 1
-            if count == query.limit:
-                return
+        jobs = [status_of(job, [], now) for job in self._api.list("Job", f"{MANAGED_BY}=smpkit")]
+        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
 
-    def resumed(
-        self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None
-    ) -> KubernetesPlan:
-        changes = changes or {}
-        if "InstanceType" in changes:
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
+        if changes and "InstanceType" in changes:
             hint = "submit the job file with another `backend.kubernetes.node_selector`, and the same `checkpoints`"
             raise UnsupportedError("`--instance-type` is not for Kubernetes, whose pods have no types", hint=hint)
-        job, files = self._job(name), self._files(name)
-        secret = self._api.read("Secret", name) or {}
-        hidden = secret.get("data", {}).get("secrets.json")
-        now = self.clock.now()
-        return plan_resumed(
-            name,
-            files["job.json"],
-            base64.b64decode(files[_SOURCES]) if _SOURCES in files else None,
-            json.loads(base64.b64decode(hidden)) if hidden else {},
-            new_name or unique_name(base_name(name), now, LONGEST_NAME),
-            now,
-            changes,
-            namespace=self._api.namespace,
-            jobset=_is_jobset(job) or job["metadata"]["name"] != name,
+        kept, files = self._kept(name)
+        job = job_again(kept, changes)
+        chosen = new_name or unique_name(base_name(name), self.clock.now(), LONGEST_NAME)
+        problems = list(_not_for_kubernetes(job, chosen))
+        if problems:
+            raise ConfigError(first_of_each(problems), subject="job for Kubernetes")
+        data = (self._api.read("Secret", name) or {}).get("data", {})
+        hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
+        archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
+        return _plan(job, chosen, self._api, archive, hidden, [])
+
+    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
+        reached = tried(
+            "kubernetes", lambda: _version(self._api_for(job) if job else self._api), needed=job is not None
         )
+        if job is None or reached.state != "ok":
+            return [reached]
+        return [reached, tried("job", lambda: _acceptable(self._api_for(job), job))]
+
+    def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        return run_in_volume(job_again(self._kept(name)[0], None), name, "a volume of the cluster")
 
     def files(self, place: str) -> Files:
         return folder_here(place, "a volume of the cluster")
 
-    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        self._job(name)  # which finds its namespace
-        places = self._files(name)["spec.json"]["places"]
-        return run_in_volume(places, name, "a volume of the cluster")
-
-    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        options = job.backend.kubernetes if job is not None else None
-        if options is not None:
-            self._access = Access(self._access.profile or options.context, self._access.region or options.namespace)
-        return check_cluster(lambda: self._api, job, write=write)
-
-    def _jobs(self) -> Iterator[tuple[str, Object]]:
-        for job in self._api.list("Job", f"{MANAGED_BY}=smpkit,{JOB_LABEL}"):
-            yield job["metadata"]["labels"][JOB_LABEL], job
-
     def _job(self, name: str) -> Object:
-        """Return the Job whose pods are the hosts; its namespace is that of all calls after this one.
+        """Return the Job whose pods are the hosts.
 
         Raises:
             UsageError: there is none.
         """
-        selector = f"{MANAGED_BY}=smpkit,{JOB_LABEL}={name}"
-        hint = "`smpkit jobs` lists them; `--region` names another namespace"
-        message = f"there is no job `{name}` in namespace `{self._api.namespace}`"
-        if name == proper_name(name):
-            found = next(iter(self._api.list("Job", selector)), None)
-            if found is None and self._api.has_group(JOBSET.partition("/")[0]):
-                found = self._api.read("JobSet", name)
-                # Its Job is not made yet.
-                found = {**found, "status": {}} if found is not None else None
-            if found is not None:
-                return found
-            elsewhere = self._elsewhere(selector)
-            if len(elsewhere) == 1:
-                self._access = replace(self._access, region=elsewhere[0])
-                del self.__dict__["_api"]
-                return self._job(name)
-            if elsewhere:
-                hint = f"there are some in {', '.join(elsewhere)}; choose one with `--region`"
-        raise UsageError(message, hint=hint)
+        job = self._api.read("Job", name) if name == _proper_name(name) else None
+        if job is None or job["metadata"].get("labels", {}).get(MANAGED_BY) != "smpkit":
+            message = f"there is no job `{name}` in namespace `{self._api.namespace}`"
+            raise UsageError(message, hint="`smpkit jobs` lists them; `--region` names another namespace")
+        return job
 
-    def _elsewhere(self, selector: str) -> Sequence[str]:
-        """Return the other namespaces that have such a job, unless the user chose one; none if nobody may look."""
-        if self._access.region is not None:
-            return []
-        with contextlib.suppress(CloudError):
-            return sorted(self._api.namespaces_of_jobs(selector) - {self._api.namespace})
-        return []
-
-    def _files(self, name: str) -> dict[str, Any]:
-        """Return what was sent beside the job: descriptions as objects, the sources in base64."""
-        found = self._api.read("ConfigMap", name)
-        if found is None:
-            raise CloudError(
-                f"the ConfigMap `{name}` of the job is gone", hint=f"`kubectl delete job {name}` forgets it"
-            )
-        data = {key: json.loads(text) for key, text in found["data"].items()}
-        return {**data, **found.get("binaryData", {})}
-
-    def _pods(self, name: str) -> Sequence[Object]:
-        return [*self._api.list("Pod", f"{JOB_LABEL}={name}")]
-
-
-def _is_jobset(job: Object) -> bool:
-    """Tell whether this is a JobSet whose Job is not made yet."""
-    return bool(job.get("kind") == "JobSet")
+    def _kept(self, name: str) -> tuple[Any, Mapping[str, str]]:
+        """Return the job file that was sent beside the job, and the sources in base64."""
+        self._job(name)
+        sent = self._api.read("ConfigMap", name)
+        if sent is None:
+            hint = f"`kubectl delete job {name}` forgets it"
+            raise CloudError(f"the ConfigMap `{name}` of the job is gone", hint=hint)
+        return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
 
 
 def open_kubernetes(access: Access) -> KubernetesCluster:
     """Open the cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
     return KubernetesCluster(access)
+
+
+def _plan(
+    job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
+) -> Plan:
+    options, compute = job.backend.kubernetes, job.compute
+    namespace = api.namespace if api is not None else options.namespace or "default"
+    objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
+    _check_sizes(objects[1], objects[2])
+    shown = [shown_manifest(each) for each in objects]
+    count, gpus = compute.num_hosts, f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
+    return Plan(
+        name=name,
+        machines=f"{count} pod{'s' * (count != 1)}{gpus}",
+        shown={"manifests": shown},
+        payload=(api, objects),
+        max_seconds=compute.max_run_seconds if "max_run_seconds" in compute.model_fields_set else None,
+        notes=(*_notes(job), *notes),
+        script=yaml.safe_dump_all(shown, sort_keys=False, allow_unicode=True, width=120),
+    )
+
+
+def _proper_name(base: str) -> str:
+    """Make of a job's name one that Kubernetes takes: lower case, beginning with a letter."""
+    name = base.lower()
+    return name if name[:1].isalpha() else f"job-{name}"
+
+
+def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
+    if _NAME.fullmatch(name) is None:
+        message = f"makes the name {quoted(name)}, and on Kubernetes it has 1 to {LONGEST_NAME} characters"
+        yield Problem(("name",), message, "lower-case letters, digits and hyphens, the first a letter")
+    if job.image is None:
+        yield Problem(("image",), "is required on Kubernetes", "an image with smpkit that the nodes can pull")
+    yield from not_for_schedulers(job, "Kubernetes")
+    mounts = [volume.mount for volume in job.backend.kubernetes.volumes]
+    yield from place_problems(job, mounts, "backend.kubernetes.volumes")
+    yield from world_problems(job)
+
+
+def _check_sizes(files: Object, secret: Object) -> None:
+    """Refuse what the API would, before anything is sent.
+
+    Raises:
+        ConfigError: the ConfigMap or the Secret is too large; says which part of it.
+    """
+    hidden = sum(map(len, secret["stringData"].values()))
+    if hidden > _MAX_BYTES:
+        message = f"have {hidden:,} bytes, and a Secret takes {_MAX_BYTES:,}"
+        raise ConfigError([Problem(("secrets",), message)], subject="job for Kubernetes")
+    packed = sum(len(text) * 3 // 4 for text in files.get("binaryData", {}).values())
+    settings = sum(len(text.encode()) for text in files["data"].values())
+    if packed + settings <= _MAX_BYTES:
+        return
+    largest, path = (
+        ("the packed sources", "source_dir") if packed > settings else ("hyperparameters", "hyperparameters")
+    )
+    message = f"makes {packed + settings:,} bytes for a ConfigMap, which takes {_MAX_BYTES:,}; most are {largest}"
+    hint = (
+        "name what the job does not need in .smpkitignore, or put the sources into the image or a volume and set "
+        "`backend.kubernetes.code` to their folder"
+    )
+    raise ConfigError([Problem((path,), message, hint)], subject="job for Kubernetes")
+
+
+def _notes(job: JobConfig) -> Iterator[str]:
+    yield from unused_settings(job, "Kubernetes")
+    if job.distribution.launcher == "mpirun":
+        yield "the ranks are started with torchrun, not mpirun: on Kubernetes, pods do not start processes in others"
+    if job.output is None:
+        yield "the model stays in the pods and goes with them: `output` names a folder in a volume"
+    if job.checkpoints is None:
+        yield "without `checkpoints` in a volume, pods that are evicted begin anew"
+
+
+def _created(api: Api, manifest: Object) -> Object:
+    """Create an object; if no answer came, look once whether it was created, and by this submission."""
+    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    try:
+        return api.create(manifest)
+    except UnreachableError as error:
+        with contextlib.suppress(CloudError):
+            there = api.read(kind, name)
+            ours = manifest["metadata"].get("annotations", {}).get(SUBMISSION)
+            if there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == ours:
+                return there
+        hint = f"`smpkit status {name}` tells whether it was; look before you start another"
+        raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
+
+
+def _version(api: Api) -> Finding:
+    version = api.version()
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    text = f"Kubernetes {version} at {api.host}, namespace `{api.namespace}`"
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        needed = ".".join(map(str, _OLDEST))
+        return Finding("kubernetes", "problem", f"{text}: jobs need {needed} or later", "choose another cluster")
+    return Finding("kubernetes", "ok", text)
+
+
+def _acceptable(api: Api, job: JobConfig) -> Finding:
+    """Let the API check all objects of the job, with the rights to create them; it creates none."""
+    name = unique_name(_proper_name(job.name), SystemClock().now(), LONGEST_NAME)
+    for manifest in manifests(job, name, api.namespace, archive=b"", secrets={}, token=""):
+        api.create(manifest, dry=True)
+    return Finding("job", "ok", f"the cluster would take the job in `{api.namespace}`")

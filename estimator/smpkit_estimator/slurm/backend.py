@@ -2,33 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.confidential import masked
-from smpkit.config.job import JobConfig
-from smpkit.errors import CloudError, SmpkitError, UnreachableError, UnsupportedError
-from smpkit_estimator.backend import Access, JobSummary, Log, Pace, Query
-from smpkit_estimator.clock import SystemClock
+from smpkit.config import scheduled as names
+from smpkit.config.backend import Slurm
+from smpkit.config.confidential import HIDDEN, masked
+from smpkit.config.fields import JOB_NAME
+from smpkit.config.job import Checkpoints, JobConfig
+from smpkit.config.section import KeyPath
+from smpkit.config.wire import TOKEN_FILE
+from smpkit.config.words import quoted
+from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError
+from smpkit.modules import module_command
+from smpkit_estimator.backend import (
+    Access,
+    Finding,
+    LogLine,
+    Plan,
+    Query,
+    SystemClock,
+    base_name,
+    run_below,
+    tried,
+    unique_name,
+)
 from smpkit_estimator.files import Files, Folder
-from smpkit_estimator.finding import Finding
-from smpkit_estimator.names import base_name, unique_name
-from smpkit_estimator.run_folder import run_below
-from smpkit_estimator.slurm.commands import Record, accounted, ask, controller_settings, records
-from smpkit_estimator.slurm.doctor import check_cluster
-from smpkit_estimator.slurm.folder import find_run, make_run, read_json, runs, unmake, write_json
-from smpkit_estimator.slurm.log import RunLog
-from smpkit_estimator.slurm.plan import SlurmPlan, plan_runs, resumed_run
-from smpkit_estimator.slurm.status import status_of
-from smpkit_estimator.status import FINAL, JobStatus
+from smpkit_estimator.local import local_inputs, local_secrets
+from smpkit_estimator.scheduled import (
+    config_files,
+    first_of_each,
+    host_variables,
+    job_again,
+    not_for_schedulers,
+    shown_files,
+    unused_settings,
+    world_problems,
+)
+from smpkit_estimator.slurm.folder import (
+    Run,
+    RunLog,
+    all_runs,
+    find_run,
+    kept_job,
+    make_run,
+    named_places,
+    read_json,
+    runs_folder,
+    unmake_run,
+    write_json,
+)
+from smpkit_estimator.slurm.script import batch_script, container_words, limit_of
+from smpkit_estimator.slurm.state import ask, controller_settings, id_by_name, listed_run, record_of, records, status_of
+from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
+from smpkit_estimator.status import JobStatus
 
 __all__ = ["SlurmCluster", "open_slurm"]
 
-_KEPT_STATES = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"})
-"""States in which Slurm leaves a job, so they may be kept; a job that is preempted or lost a node is queued again."""
+_MAX_GRACE_SECONDS = 110  # as on SageMaker
+_MARGIN_SECONDS = 5
+_SHORT_GRACE_SECONDS = 60
 
 
 class SlurmCluster:
@@ -36,164 +79,121 @@ class SlurmCluster:
 
     def __init__(self) -> None:
         self.clock = SystemClock()
-        self.pace = Pace(poll=2.0, streams_per_second=100.0, settle=1.0, wait=2.0)
-
-    @property
-    def place(self) -> str:
-        try:
-            return f"cluster `{controller_settings().get('ClusterName', '')}`"
-        except CloudError:
-            return "no cluster that answers"
+        self.pace = 2.0
 
     @property
     def title(self) -> str:
-        return f"Slurm in {self.place}"
+        try:
+            return f"Slurm in cluster `{controller_settings()['ClusterName']}`"
+        except CloudError:
+            return "Slurm in no cluster that answers"
 
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> SlurmPlan:
-        now = self.clock.now()
+    ) -> Plan:
+        notes: list[str] = []
+        settings: Mapping[str, str] = {}
         try:
             settings = controller_settings()
         except CloudError as error:
             if not dry:
                 raise
-            settings = {"KillWait": "30 sec", "": error.message}
-        return plan_runs(job, folder, name or unique_name(job.name, now), now, settings, script_only=script_only)
+            notes.append(f"{error.message}: `KillWait` is taken as 30 s")
+        problems: list[Problem] = []
+        sources = job_sources(job, folder, problems, script_only=script_only)
+        inputs = dict(local_inputs(job, folder, problems))
+        hidden = dict(local_secrets(job, os.environ, problems))
+        absolute = _with_absolute_places(job, folder, inputs)
+        chosen = name or unique_name(job.name, self.clock.now())
+        run = _planned(absolute, chosen, settings, problems, hidden, sources)
+        if sources is not None:
+            notes += packing_notes(sources, pack(sources))
+        return _plan(run, settings, hidden, notes)
 
-    def submit(self, plan: SlurmPlan) -> dict[str, Any]:
-        made: list[Path] = []
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        run: Run = plan.payload
+        made = False
         try:
-            for run in plan.runs:
-                make_run(run.folder, run.spec, plan.script, plan.secrets, plan.sources, plan.code)
-                made.append(run.folder)
-            number = self._sent(plan)
+            make_run(run, self.clock.now())
+            made = True
+            number = self._sent(run.folder)
         except UnreachableError:
             raise  # it may have been started, and needs its folder
         except (SmpkitError, OSError):
-            for folder in made:
-                unmake(folder)
+            if made:
+                unmake_run(run.folder)
             raise
-        ids = [f"{number}_{index}" for index in range(len(plan.runs))] if plan.is_array else [number]
-        for run, each in zip(plan.runs, ids, strict=True):
-            write_json(run.folder / "slurm.json", {"id": each})
-        names = plan.job_names
-        arn = f"slurm:{plan.runs[0].spec['cluster']}/{number}"
-        found = {"name": plan.name, "arn": arn, "id": number, "folder": str(plan.runs[0].folder)}
-        return {**found, "jobs": list(names)} if plan.is_array else found
+        write_json(run.folder / "slurm.json", {"id": number})
+        return {"name": plan.name, "arn": f"slurm:{number}", "id": number, "folder": str(run.folder)}
 
-    def _sent(self, plan: SlurmPlan) -> str:
-        script = plan.runs[0].folder / "script.sh"
-        doing = f"cannot start job `{plan.name}`"
+    def _sent(self, run: Path) -> str:
+        doing = f"cannot start job `{run.name}`"
         try:
-            answer = ask("sbatch", "--parsable", f"--chdir={plan.runs[0].folder}", str(script), doing=doing)
+            answer = ask("sbatch", "--parsable", f"--chdir={run}", str(run / "script.sh"), doing=doing)
         except UnreachableError as error:
-            number = self._found_by_name(plan.name)
+            number = id_by_name(run.name)
             if number is None:
-                hint = f"`smpkit status {plan.name}` tells whether it was; look before you start another"
+                hint = f"`smpkit status {run.name}` tells whether it was; look before you start another"
                 raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
             return number
         return answer.strip().partition(";")[0]
 
-    def _found_by_name(self, name: str) -> str | None:
-        try:
-            text = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%A", doing="cannot look for it")
-        except CloudError:
-            return None
-        return text.split()[0] if text.split() else None
-
     def describe(self, name: str) -> JobStatus:
         run = find_run(name)
-        return status_of(name, run, _spec(run), self._record(name, run), self.clock.now())
+        return status_of(run, record_of(run), self.clock.now())
 
-    def details(self, name: str) -> dict[str, Any]:
-        run = find_run(name)
-        record = asdict(self._record(name, run))
-        times = {key: value.isoformat() for key, value in record.items() if isinstance(value, datetime)}
-        return {**_shown(_spec(run)), "folder": str(run), "slurm": {**record, **times}}
-
-    def logs(self, name: str, since: datetime | None = None) -> Log:
-        return RunLog(find_run(name), since)
+    def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
+        return iter(RunLog(find_run(name), since, tail).read, None)
 
     def stop(self, name: str) -> None:
         run = find_run(name)
-        record = self._record(name, run)
-        if status_of(name, run, _spec(run), record, self.clock.now()).status in FINAL:
+        record = record_of(run)
+        if status_of(run, record, self.clock.now()).over:
             return
         (run / "stopped").touch()
-        doing = f"cannot stop job `{name}`"
-        if record.state == "RUNNING":
-            # To the launchers alone: the batch script must see how they end.
-            ask("scancel", "--signal=TERM", record.id, doing=doing)
-        else:
-            ask("scancel", record.id, doing=doing)
+        # Of a job that runs, the launchers alone are told: the batch script must see how they end.
+        signal = ["--signal=TERM"] if record.state == "RUNNING" else []
+        ask("scancel", *signal, record.id, doing=f"cannot stop job `{name}`")
 
-    def list(self, query: Query) -> Iterator[JobSummary]:
-        now = self.clock.now()
-        specs = {name: (run, _spec(run)) for name, run in runs() if query.name is None or query.name in name}
-        found = sorted(specs.items(), key=lambda item: str(item[1][1]["created"]), reverse=True)
-        if query.since is not None:
-            found = [item for item in found if datetime.fromisoformat(item[1][1]["created"]) >= now - query.since]
-        known = records() if any(not (run / "final.json").exists() for _, (run, _) in found) else {}
-        count = 0
-        for name, (run, spec) in found:
-            try:
-                status = status_of(name, run, spec, self._record(name, run, known), now)
-            except UnreachableError:
-                raise
-            except CloudError:
-                status = None  # Slurm has forgotten it, and nobody looked before
-            state = status.status if status is not None else "Unknown"
-            if query.status is not None and state.lower() != query.status.lower():
-                continue
-            created = datetime.fromisoformat(spec["created"])
-            arn, phase, ended = (status.arn, status.phase, status.ended) if status is not None else ("", None, None)
-            yield JobSummary(name, arn, state, phase, created, ended)
-            count += 1
-            if count == query.limit:
-                return
+    def list(self, query: Query) -> Iterator[JobStatus]:
+        now, runs = self.clock.now(), list(all_runs())
+        known = records() if runs else {}
+        jobs = [listed_run(run, known, now) for run in runs]
+        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
 
-    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> SlurmPlan:
+    def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         changes = changes or {}
         if "InstanceType" in changes:
             hint = "submit the job file with another `backend.slurm.partition`, and the same `checkpoints`"
             raise UnsupportedError("`--instance-type` is not for Slurm, whose nodes have no types", hint=hint)
-        run = find_run(name)
-        spec = _spec(run)
-        now = self.clock.now()
-        name = new_name or unique_name(base_name(name), now)
-        return resumed_run(run, spec, name, now, changes)
+        old = find_run(name)
+        kept = kept_job(old)["job"]
+        if "MaxRuntimeInSeconds" in changes:
+            kept.get("backend", {}).get("slurm", {}).pop("time", None)
+        job = job_again(kept, changes)
+        checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
+        job = job.model_copy(update={"checkpoints": checkpoints})
+        variables = read_json(old / "variables.json") or {}
+        hidden = {key: variables[key] for key in job.secrets if key in variables}
+        settings = controller_settings()
+        run = _planned(job, new_name or unique_name(base_name(name), self.clock.now()), settings, [], hidden, None)
+        return _plan(replace(run, code=old / "code"), settings, hidden, [])
+
+    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
+        checks = [tried("slurm", _version)]
+        if checks[0].state == "ok" and job is not None:
+            checks.append(tried("partition", lambda: _partition(job)))
+        if checks[0].state == "ok" and write:
+            checks.append(tried("runs", lambda: _writable(job)))
+        return checks
+
+    def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
+        return run_below(find_run(name) / "output" / "data", name)
 
     def files(self, place: str) -> Files:
         if "://" in place:
             raise UnsupportedError(f"{place} is no folder that Slurm's nodes see")
         return Folder(Path(place))
-
-    def run_folder(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        return run_below(Path(_spec(find_run(name))["places"]["output/data"]), name)
-
-    def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        return check_cluster(job, write=write)
-
-    def _record(self, name: str, run: Path, known: Mapping[str, Record] | None = None) -> Record:
-        """Return what is known of a run: how it ended if that was seen, else what Slurm says, else its nodes."""
-        final = read_json(run / "final.json")
-        if final is not None:
-            times = {name: _time(final[name]) for name in ("submitted", "started", "ended")}
-            return Record(**{**final, **times})
-        sent = read_json(run / "slurm.json")
-        job_id = sent["id"] if sent is not None else self._found_by_name(name)
-        if job_id is None:
-            raise CloudError(f"job `{name}` was not started", hint=f"`rm -r {run}` forgets it")
-        record = (known or {}).get(job_id) or _of(job_id, records([job_id])) or accounted(job_id) or _left(run, job_id)
-        if record is None:
-            raise CloudError(f"Slurm no longer knows job `{name}` ({job_id}), and its nodes left no end")
-        if record.state in _KEPT_STATES and record.ended is not None:
-            plain = asdict(record)
-            write_json(
-                run / "final.json", {k: v.isoformat() if isinstance(v, datetime) else v for k, v in plain.items()}
-            )
-        return record
 
 
 def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
@@ -201,36 +201,162 @@ def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's comman
     return SlurmCluster()
 
 
-def _time(value: str | None) -> datetime | None:
-    return None if value is None else datetime.fromisoformat(value)
+# ---- from a job file to a run ----------------------------------------------------------------------------------------
 
 
-def _spec(run: Path) -> dict[str, Any]:
-    spec = read_json(run / "spec.json")
-    if spec is None:
-        raise CloudError(f"{run / 'spec.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
-    return spec
+def _planned(
+    job: JobConfig,
+    name: str,
+    settings: Mapping[str, str],
+    problems: list[Problem],
+    hidden: Mapping[str, str],
+    sources: Sources | None,
+) -> Run:
+    """Decide everything about a run of a job file whose places are absolute.
+
+    Raises:
+        ConfigError: the job cannot be sent as it is; lists all problems, with those that were seen before.
+    """
+    options = job.backend.slurm
+    problems = [*_not_for_slurm(job, name), *problems, *world_problems(job)]
+    runtime = _container_runtime(options, job.image, problems)
+    if problems:
+        raise ConfigError(first_of_each(problems), subject="job for Slurm")
+    root = Path(options.folder) if options.folder else runs_folder()
+    run = root / name
+    inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}
+    places = [str(place.parent) for place in named_places(job).values()]
+    mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
+    around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
+    python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
+    variables = host_variables(
+        job,
+        name,
+        base=f"{run}/nodes/{{host}}",
+        machine=options.partition or "slurm",
+        places={part: str(run / part) for part in ("input", "model", "output/data", "checkpoints")},
+        grace_seconds=options.grace_seconds or _grace_seconds(settings),
+        interface=options.interface,
+    )
+    own = {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
+    files = config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
+    files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
+    script = batch_script(job, run, [*around], [*before, *python, "train"])
+    return Run(run, script, job, files, {**variables, **own, **hidden}, inputs, sources)
 
 
-def _shown(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {**spec, "environment": masked("", spec["environment"])}
+def _plan(run: Run, settings: Mapping[str, str], hidden: Mapping[str, str], notes: Sequence[str]) -> Plan:
+    options, count = run.job.backend.slurm, run.job.compute.num_hosts
+    variables = {**masked("", dict(run.variables)), **dict.fromkeys(hidden, HIDDEN)}
+    shown = {"script": run.script, "folder": str(run.folder), **shown_files(run.files), "variables": variables}
+    lines = [run.script]
+    for name in ("hyperparameters", "inputdataconfig", "variables"):
+        text = json.dumps(shown[name], indent=2, ensure_ascii=False)
+        lines += [f"# {name}.json", *(f"# {line}" for line in text.splitlines()), ""]
+    where = f" of {options.partition}" if options.partition else ""
+    return Plan(
+        name=run.folder.name,
+        machines=f"{count} node{'s' * (count != 1)}{where}",
+        shown=shown,
+        payload=run,
+        max_seconds=None if options.time else limit_of(run.job),
+        notes=(*notes, *_notes(run.job, settings)),
+        script="\n".join(lines),
+    )
 
 
-def _of(job_id: str, found: Mapping[str, Record]) -> Record | None:
-    """Return a job's record; the tasks of an array that wait have one together."""
-    if job_id in found:
-        return found[job_id]
-    together = found.get(job_id.partition("_")[0])
-    return replace(together, id=job_id) if together is not None and "_" in job_id else None
+def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Path]) -> JobConfig:
+    """Return the job file without places that depend on where it lies."""
+    channels = {
+        name: each.model_copy(update={"uri": str(inputs.get(name, each.uri))}) for name, each in job.inputs.items()
+    }
+    updates: dict[str, Any] = {"inputs": channels}
+    if job.output is not None and "://" not in job.output:
+        updates["output"] = str((folder / job.output).absolute())
+    if job.checkpoints is not None and "://" not in job.checkpoints.uri:
+        kept = str((folder / job.checkpoints.uri).absolute())
+        updates["checkpoints"] = job.checkpoints.model_copy(update={"uri": kept})
+    options = job.backend.slurm
+    if options.folder is not None:
+        moved = options.model_copy(update={"folder": str((folder / options.folder).absolute())})
+        updates["backend"] = job.backend.model_copy(update={"slurm": moved})
+    return job.model_copy(update=updates)
 
 
-def _left(run: Path, job_id: str) -> Record | None:
-    """Return how a run ended by what its nodes left, where Slurm has forgotten it."""
-    ends = [end for path in run.glob("nodes/*/ended.json") if (end := read_json(path)) is not None]
-    if not ends:
-        return None
-    last = max(end["attempt"] for end in ends)
-    codes = [end["code"] for end in ends if end["attempt"] == last]
-    state = "COMPLETED" if not any(codes) else "CANCELLED" if set(codes) == {143} else "FAILED"
-    time = datetime.fromtimestamp(max(end["time"] for end in ends)).astimezone()
-    return Record(job_id, state, "", None, time, time, last, "", "", len(codes))
+def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
+    """Yield the settings that Slurm cannot follow."""
+    if re.fullmatch(JOB_NAME, name) is None:
+        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
+        yield Problem(("name",), message, "give a shorter one")
+    yield from not_for_schedulers(job, "Slurm")
+    places: dict[KeyPath, str | None] = {("output",): job.output}
+    places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
+    for path, uri in places.items():
+        if uri is not None and "://" in uri:
+            yield Problem(path, f"is not a folder that the nodes see: `{uri}`", "name a folder on a shared file system")
+
+
+def _notes(job: JobConfig, settings: Mapping[str, str]) -> Iterator[str]:
+    yield from unused_settings(job, "Slurm")
+    options = job.backend.slurm
+    if job.distribution.launcher == "mpirun":
+        yield "the ranks are started with torchrun, not mpirun: on Slurm, mpirun would start its processes with srun"
+    if job.image is not None and options.container == "none":
+        yield f"the image {job.image} is not used: `backend.slurm.container` is `none`"
+    grace = options.grace_seconds or _grace_seconds(settings)
+    if grace < _SHORT_GRACE_SECONDS and "SMPKIT_GRACE_SECONDS" not in job.environment:
+        yield f"when the job is stopped or preempted, ranks have {grace} s to save (the cluster's `KillWait`)"
+
+
+def _grace_seconds(settings: Mapping[str, str]) -> int:
+    """Return how long ranks may save: Slurm sends SIGKILL `KillWait` seconds after SIGTERM."""
+    seconds = re.match(r"\d+", settings.get("KillWait", "30"))
+    return max(1, min(_MAX_GRACE_SECONDS, int(seconds[0]) - _MARGIN_SECONDS)) if seconds else 25
+
+
+def _container_runtime(options: Slurm, image: str | None, problems: list[Problem]) -> str:
+    """Return what starts the image: `pyxis`, `apptainer`, or `none` where the job names no image."""
+    if image is None or options.container == "none":
+        return "none"
+    if options.container != "auto":
+        return options.container
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=20, check=False).stdout
+        if "--container-image" in said:
+            return "pyxis"
+    if shutil.which("apptainer"):
+        return "apptainer"
+    hint = "name one with `backend.slurm.container`, or set it to `none` to run in the environment that submits"
+    message = "is a container image, and neither pyxis nor Apptainer was found here to start it"
+    problems.append(Problem(("image",), message, hint))
+    return "none"
+
+
+# ---- smpkit doctor ---------------------------------------------------------------------------------------------------
+
+
+def _version() -> Finding:
+    version = ask("sbatch", "--version", doing="cannot use Slurm").strip()
+    return Finding("slurm", "ok", f"{version}: cluster `{controller_settings()['ClusterName']}` answers")
+
+
+def _partition(job: JobConfig) -> Finding:
+    """Ask Slurm whether it would take the job; nothing is started."""
+    script = batch_script(job, runs_folder() / job.name, [], ["true"])
+    with tempfile.NamedTemporaryFile("w", prefix="smpkit-", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
+        ask("sbatch", "--test-only", file.name, doing="this job cannot run")
+    return Finding("partition", "ok", f"Slurm would start {job.compute.num_hosts} nodes for the job")
+
+
+def _writable(job: JobConfig | None) -> Finding:
+    chosen = job.backend.slurm.folder if job is not None else None
+    root = Path(chosen).absolute() if chosen else runs_folder()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        raise CloudError(f"cannot write to {root}: {error.strerror}", hint="set `backend.slurm.folder`") from None
+    return Finding("runs", "ok", f"wrote to and deleted from {root}")

@@ -1,18 +1,18 @@
-"""The folders of runs: what is written before a job is sent, and found again by its name.
+"""The folders of runs: what is written before a job is sent, found again by its name, and the logs.
 
 ::
 
     ~/smpkit-runs/NAME/     SMPKIT_RUNS or `backend.slurm.folder` moves it; only its owner may look inside
-        spec.json           what every node needs to know
+        job.json            the job file, for `smpkit resume`, and when it was sent
         script.sh           the batch script
         slurm.json          the id that Slurm gave it
-        token, secrets.json what nobody else may read
+        variables.json, token   what nobody else may read
         code/               the unpacked sources
+        input/ model/ output/ checkpoints/    as below /opt/ml; links where the job file names other places
+        nodes/NODE/         what stands for /opt/ml on a node: links to these, and its own output/failure
         logs/               one file for each attempt and node, and slurm.log, what the batch script printed
-        nodes/NODE/         what stands for /opt/ml on a node, with the failure file
-        model/ data/ checkpoints/   unless the job file names other places
         stopped             `smpkit stop` was here
-        final.json          how it ended, once somebody has looked
+        ended               how it ended: exit code, restarts, when it began and ended
 """
 
 from __future__ import annotations
@@ -26,20 +26,65 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from smpkit.config.fields import JOB_NAME
+from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import CloudError, UsageError
+from smpkit_estimator.backend import LogLine, rank_of
+from smpkit_estimator.scheduled import job_to_keep
 from smpkit_estimator.sources import Sources, pack
 
-__all__ = ["find_run", "make_run", "read_json", "runs", "runs_folder", "unmake", "write_json"]
+__all__ = [
+    "Run",
+    "RunLog",
+    "all_runs",
+    "find_run",
+    "kept_job",
+    "make_run",
+    "named_places",
+    "read_json",
+    "runs_folder",
+    "unmake_run",
+    "write_json",
+]
 
 
-def runs_folder(environ: Mapping[str, str] | None = None) -> Path:
+@dataclass(frozen=True)
+class Run:
+    """What is written before a job is sent."""
+
+    folder: Path
+    script: str
+    job: JobConfig
+    files: Mapping[str, Mapping[str, Any]]
+    """Of `input/config`."""
+    variables: Mapping[str, str] = field(repr=False)
+    """With the job's secrets."""
+    inputs: Mapping[str, Path]
+    sources: Sources | None
+    """What is shipped; None for a run that takes the sources of another one."""
+    code: Path | None = None
+    """The sources of that other run."""
+
+
+def named_places(job: JobConfig) -> dict[str, Path]:
+    """Return the folders of a run that lie where the job file says."""
+    places = {}
+    if job.output is not None:
+        places = {"model": Path(job.output) / "model", "output/data": Path(job.output) / "data"}
+    if job.checkpoints is not None:
+        places["checkpoints"] = Path(job.checkpoints.uri)
+    return places
+
+
+def runs_folder() -> Path:
     """Return where runs are found by their names."""
-    chosen = (os.environ if environ is None else environ).get("SMPKIT_RUNS")
+    chosen = os.environ.get("SMPKIT_RUNS")
     return Path(chosen).absolute() if chosen else Path.home() / "smpkit-runs"
 
 
@@ -53,66 +98,60 @@ def find_run(name: str) -> Path:
         hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
         raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
     run = runs_folder() / name
-    if not (run / "spec.json").is_file():
+    if not (run / "job.json").is_file():
         hint = "`smpkit jobs` lists them; SMPKIT_RUNS names another folder of runs"
         raise UsageError(f"there is no job `{name}` in {runs_folder()}", hint=hint)
     return run.resolve()
 
 
-def runs() -> Iterator[tuple[str, Path]]:
-    """Yield name and folder of every run."""
+def all_runs() -> Iterator[Path]:
+    """Yield the folder of every run."""
     with contextlib.suppress(FileNotFoundError):
-        for path in runs_folder().iterdir():
-            if (path / "spec.json").is_file():
-                yield path.name, path.resolve()
+        yield from (path.resolve() for path in runs_folder().iterdir() if (path / "job.json").is_file())
 
 
-def make_run(
-    run: Path,
-    spec: Mapping[str, Any],
-    script: str,
-    hidden: Mapping[str, str],
-    sources: Sources | None,
-    code: Path | None = None,
-) -> None:
-    """Make the folder of a run.
-
-    Args:
-        hidden: the job's secrets, variable -> value.
-        sources: what is unpacked into `code`; None to take the sources of another run.
-        code: the sources of another run.
+def make_run(run: Run, now: datetime) -> None:
+    """Write the folder of a run.
 
     Raises:
         UsageError: there is a run of this name.
         CloudError: the folder cannot be written.
     """
-    root = runs_folder()
+    folder, root = run.folder, runs_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run.parent.mkdir(parents=True, exist_ok=True)
-        if (root / run.name).exists() or run.exists():
-            raise UsageError(f"there is a job `{run.name}` already", hint="`--name` gives another name")
-        run.mkdir(mode=0o700)
-        if run.parent.resolve() != root.resolve():
-            (root / run.name).symlink_to(run, target_is_directory=True)
-        for name in ("logs", "nodes"):
-            (run / name).mkdir()
-        _private(run / "token", secrets.token_hex(32))
-        if hidden:
-            _private(run / "secrets.json", json.dumps(hidden))
-        if sources is not None:
-            _unpack(sources, run / "code")
-        elif code is not None:
-            shutil.copytree(code, run / "code")
-        (run / "script.sh").write_text(script, encoding="utf-8")
-        write_json(run / "spec.json", spec)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if (root / folder.name).exists() or folder.exists():
+            raise UsageError(f"there is a job `{folder.name}` already", hint="`--name` gives another name")
+        folder.mkdir(mode=0o700)
+        if folder.parent.resolve() != root.resolve():
+            (root / folder.name).symlink_to(folder, target_is_directory=True)
+        for part in ("logs", "nodes", "output", "input/data", "input/config"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        for part in ("model", "output/data", "checkpoints"):
+            place = named_places(run.job).get(part)
+            (place or folder / part).mkdir(parents=True, exist_ok=True)
+            if place is not None:
+                (folder / part).symlink_to(place, target_is_directory=True)
+        for channel, place in run.inputs.items():
+            (folder / "input" / "data" / channel).symlink_to(place)
+        for name, content in run.files.items():
+            write_json(folder / "input" / "config" / f"{name}.json", content)
+        _private(folder / "token", secrets.token_hex(32))
+        _private(folder / "variables.json", json.dumps(dict(run.variables)))
+        if run.sources is not None:
+            _unpack(run.sources, folder / "code")
+        elif run.code is not None:
+            shutil.copytree(run.code, folder / "code")
+        (folder / "script.sh").write_text(run.script, encoding="utf-8")
+        write_json(folder / "job.json", {"created": now.isoformat(), "job": job_to_keep(run.job)})
     except OSError as error:
         hint = "set `backend.slurm.folder` or SMPKIT_RUNS to a folder that all nodes see and you may write to"
         reason = (error.strerror or str(error)).lower()
-        raise CloudError(f"cannot make {printable(str(run))}: {reason}", hint=hint) from None
+        raise CloudError(f"cannot make {printable(str(folder))}: {reason}", hint=hint) from None
 
 
-def unmake(run: Path) -> None:
+def unmake_run(run: Path) -> None:
     """Remove the folder of a run that was not started."""
     link = runs_folder() / run.name
     if link.is_symlink():
@@ -149,3 +188,69 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(value, indent=2), encoding="utf-8")
     part.replace(path)
+
+
+def kept_job(run: Path) -> dict[str, Any]:
+    """Return the job file of a run, and when it was sent."""
+    kept = read_json(run / "job.json")
+    if kept is None:
+        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
+    return kept
+
+
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6})Z (.*)", re.DOTALL)
+
+
+@dataclass
+class _Stream:
+    path: Path
+    host: str
+    last: datetime
+    """The time of its last line: what is printed beside the launcher has none."""
+    offset: int = 0
+    count: int = 0
+    rest: bytes = b""
+
+
+class RunLog:
+    """The logs that nodes write into a run's folder; each call of `read` returns what is new, sorted by time."""
+
+    def __init__(self, run: Path, since: datetime | None = None, tail: int | None = None) -> None:
+        self._folder, self._since, self._tail = run / "logs", since, tail
+        self._streams: dict[str, _Stream] = {}
+
+    def read(self) -> list[LogLine]:
+        """Return what has come since the last call; the first one returns all, or the tail."""
+        tail, self._tail = self._tail, None
+        for path in sorted(self._folder.glob("*.log")):
+            if path.name not in self._streams and path.stat().st_size:
+                began = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+                self._streams[path.name] = _Stream(path, self._host_of(path), began)
+        lines: list[LogLine] = []
+        for stream in self._streams.values():
+            fresh = self._new(stream)
+            lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
+        return sorted(lines)
+
+    def _host_of(self, path: Path) -> str:
+        """Return the node of a file, whose name has the attempt and the node's number: `0-1.log`."""
+        attempt, _, number = path.stem.partition("-")
+        return (self._folder / f"{attempt}.hosts").read_text().split()[int(number)] if number else path.stem
+
+    def _new(self, stream: _Stream) -> list[LogLine]:
+        with stream.path.open("rb") as file:
+            file.seek(stream.offset)
+            data = file.read()
+        stream.offset += len(data)
+        whole, end, stream.rest = (stream.rest + data).rpartition(b"\n")
+        lines = []
+        for text in whole.decode("utf-8", "replace").split("\n") if end else ():
+            stamped = _STAMPED.fullmatch(text)
+            words = stamped[2] if stamped else text
+            if stamped:
+                stream.last = datetime.fromisoformat(stamped[1]).replace(tzinfo=timezone.utc)
+            if self._since is None or stream.last >= self._since:
+                name = stream.path.name
+                lines.append(LogLine(stream.last, name, stream.count, words, stream.host, rank_of(words)))
+            stream.count += 1
+        return lines

@@ -5,57 +5,53 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
-from smpkit.config.backend import Slurm
+from smpkit.config import scheduled as names
+from smpkit.config.job import JobConfig
 
-__all__ = ["Batch", "batch_script", "container_words", "srun_words"]
-
-_ADDRESS = "scontrol --oneliner show node \"$first\" | grep -o ' NodeAddr=[^ ]*'"
-_STOPPED = 143  # as the launcher has it
+__all__ = ["batch_script", "container_words", "limit_of"]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """All that the script depends on."""
+def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
+    """Return the script.
 
-    name: str
-    run: str
-    """The folder of the run; of an array, without the number of the task, which is put behind it."""
-    nodes: int
-    cpus: int
-    """CPUs of each node."""
-    command: tuple[str, ...]
-    """What every node runs, without the folder of the run."""
-    options: Slurm
-    seconds: int | None = None
-    """The time limit, where the job file gives one in seconds."""
-    runs: int = 0
-    """The runs of an array; 0 for a job that is none."""
-    container: tuple[str, ...] = ()
-    """Options of `srun` for pyxis."""
-
-
-def batch_script(batch: Batch) -> str:
-    """Return the script."""
-    run = shlex.quote(batch.run) + ("-$SLURM_ARRAY_TASK_ID" if batch.runs else "")
+    Args:
+        run: the folder of the run.
+        around: options of `srun`.
+        command: what every node runs.
+    """
+    options, nodes = job.backend.slurm, job.compute.num_hosts
+    srun = [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(job)}"),
+        # A launcher hears from the others why they ended; srun must not kill it meanwhile.
+        *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
+        *around,
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in _options(batch)),
+            *(f"#SBATCH {option}" for option in _sbatch_options(job, run)),
             "",
-            f"run={run}",
+            f"run={shlex.quote(str(run))}",
+            "began=$(date +%s)",
+            'trap \'echo "$? ${SLURM_RESTART_COUNT:-0} $began $(date +%s)" > "$run/ended"\' EXIT',
             '[ ! -e "$run/stopped" ] || exit 0',
-            *batch.options.setup,
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"address=$({_ADDRESS})",
-            'export SMPKIT_FIRST_HOST="${address#*=}"',
-            f'{shlex.join(srun_words(batch))} "$run"',
+            *options.setup,
+            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")',
+            "address=$(scontrol --oneliner show node \"${hosts%% *}\" | grep -o ' NodeAddr=[^ ]*')",
+            f'export {names.HOSTS}="$hosts" {names.FIRST_HOST}="${{address#*=}}"',
+            f'export {names.VARIABLES}="$run/variables.json"',
+            # Below those that systems give to outgoing connections; jobs that share a node do not meet at one port.
+            f"export {names.PORT}=$((12000 + 2 * (SLURM_JOB_ID % 10000)))",
+            'attempt="$run/logs/${SLURM_RESTART_COUNT:-0}"',
+            'echo "$hosts" > "$attempt.hosts"',
+            f'{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}',  # `%n` is the number of the node
             "code=$?",
             # Ranks that saved after SIGTERM: the job was preempted with a time of grace, or somebody stopped it.
-            f'if [ "$code" = {_STOPPED} ]; then',
+            f'if [ "$code" = {names.STOPPED} ]; then',
             '  [ ! -e "$run/stopped" ] || exit 0',
-            *(['  scontrol requeue "$SLURM_JOB_ID" && sleep 60'] if batch.options.requeue else []),
+            *(['  scontrol requeue "$SLURM_JOB_ID" && sleep 60'] if options.requeue else []),
             "fi",
             'exit "$code"',
             "",
@@ -63,41 +59,32 @@ def batch_script(batch: Batch) -> str:
     )
 
 
-def srun_words(batch: Batch) -> list[str]:
-    """Return the command that starts one launcher on each node; the folder of the run comes behind it."""
-    return [
-        *("srun", f"--nodes={batch.nodes}", f"--ntasks={batch.nodes}", "--ntasks-per-node=1"),
-        # A launcher hears from the others why they ended; srun must not kill it meanwhile.
-        *(f"--cpus-per-task={batch.cpus}", "--kill-on-bad-exit=0", "--wait=0"),
-        *batch.container,
-        *batch.command,
-    ]
+def _cpus(job: JobConfig) -> int:
+    return job.backend.slurm.cpus_per_node or job.distribution.processes_per_host or 1
 
 
-def _options(batch: Batch) -> Iterator[str]:
-    options = batch.options
+def _sbatch_options(job: JobConfig, run: Path) -> Iterator[str]:
+    options, seconds = job.backend.slurm, limit_of(job)
     values = {
-        "job-name": batch.name,
-        "nodes": batch.nodes,
+        "job-name": run.name,
+        "nodes": job.compute.num_hosts,
         "ntasks-per-node": 1,
-        "cpus-per-task": batch.cpus,
+        "cpus-per-task": _cpus(job),
         "partition": options.partition,
         "account": options.account,
         "qos": options.qos,
-        "time": options.time or (_limit(batch.seconds) if batch.seconds is not None else None),
+        "time": options.time or (_time_limit(seconds) if seconds is not None else None),
         "gpus-per-node": options.gpus_per_node,
         "gres": options.gres,
         "mem": options.memory,
         "constraint": options.constraint,
         "reservation": options.reservation,
-        "array": _tasks(batch),
     }
     yield from (f"--{name}={_word(str(value))}" for name, value in values.items() if value is not None)
     if options.exclusive:
         yield "--exclusive"
     yield "--requeue" if options.requeue else "--no-requeue"
-    log = f"{batch.run}{'-%a' if batch.runs else ''}/logs/slurm.log"
-    yield f"--output={_word(log if batch.runs else log.replace('%', '%%'))}"
+    yield f"--output={_word(f'{run}/logs/slurm.log'.replace('%', '%%'))}"
     yield "--open-mode=append"
     yield from options.options
 
@@ -109,18 +96,11 @@ def _word(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _limit(seconds: int) -> str:
+def _time_limit(seconds: int) -> str:
     """Return a time limit in Slurm's form, which has whole minutes."""
     hours, minutes = divmod(-(-seconds // 60), 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00"
-
-
-def _tasks(batch: Batch) -> str | None:
-    if not batch.runs:
-        return None
-    limit = f"%{batch.options.array_limit}" if batch.options.array_limit else ""
-    return f"0-{batch.runs - 1}{limit}"
 
 
 def container_words(
@@ -137,3 +117,8 @@ def container_words(
     name = image if image.startswith(("/", ".")) or "://" in image else f"docker://{image}"
     binds = [word for pair in pairs for word in ("--bind", pair)]
     return (), ("apptainer", "exec", *(("--nv",) if gpus else ()), *binds, name)
+
+
+def limit_of(job: JobConfig) -> int | None:
+    """Return the time limit that the job file gives in seconds."""
+    return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from smpkit.errors import LaunchError, UsageError
-from smpkit_estimator.docker.engine import docker
+from smpkit_estimator.docker import docker
 
 __all__ = ["DEFAULT_BASE_IMAGE", "Recipe", "build_image", "pack_wheel"]
 

@@ -1,1 +1,0 @@
-"""The job in the real training image, with one container for each host."""

@@ -1,0 +1,274 @@
+"""What jobs on Slurm, Kubernetes and AWS Batch have in common: what they cannot have, and what their hosts are told.
+
+The launcher finds there what it finds on SageMaker: `hyperparameters.json` and `inputdataconfig.json` below
+`input/config`. Variables (`smpkit.config.scheduled`) tell the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from smpkit.config import scheduled as names
+from smpkit.config.confidential import masked
+from smpkit.config.explain import validated
+from smpkit.config.job import JobConfig
+from smpkit.config.section import KeyPath
+from smpkit.config.wire import INSTANCE_GROUPS, PROCESSES_PER_HOST
+from smpkit.errors import Problem, UnsupportedError
+from smpkit_estimator.backend import run_below
+from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.status import FINAL, JobStatus, Phase
+
+__all__ = [
+    "config_files",
+    "first_of_each",
+    "host_variables",
+    "job_again",
+    "job_to_keep",
+    "not_for_schedulers",
+    "place_problems",
+    "places_in_volumes",
+    "run_in_volume",
+    "shown_files",
+    "status_with_phases",
+    "unused_settings",
+    "world_problems",
+]
+
+_OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
+"""Settings of the job file that mean nothing elsewhere."""
+_OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "keep_alive_seconds", "retries")
+
+
+# ---- what such a job cannot have -------------------------------------------------------------------------------------
+
+
+def not_for_schedulers(job: JobConfig, where: str) -> Iterator[Problem]:
+    """Yield the settings that only SageMaker can follow.
+
+    Args:
+        where: the scheduler's name.
+    """
+    if job.compute.instance_groups:
+        message = f"are SageMaker's: on {where} all hosts of a job are alike"
+        yield Problem(("compute", "instance_groups"), message, "submit a job for each group")
+    for channel, each in job.inputs.items():
+        if each.mode == "Pipe" or each.sharded:
+            what = "mode" if each.mode == "Pipe" else "sharded"
+            yield Problem(("inputs", channel, what), "is SageMaker's: hosts read folders as they are", "remove it")
+
+
+def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterator[Problem]:
+    """Yield the folders of the job file that lie in no volume of its containers.
+
+    Args:
+        mounts: where the containers see the volumes.
+        where: the key of the job file that has the volumes.
+    """
+    places: dict[KeyPath, str | None] = {("inputs", name): each.uri for name, each in job.inputs.items()}
+    if job.output is not None:
+        places["output",] = job.output
+    if job.checkpoints is not None:
+        places["checkpoints", "uri"] = job.checkpoints.uri
+    known = ", ".join(mounts) or "there are none"
+    for path, uri in places.items():
+        if uri is None:
+            yield Problem(path, "is a file system of AWS", f"mount it with `{where}`, and name the folder")
+        elif "://" in uri:
+            yield Problem(path, f"is no folder that containers see: `{uri}`", f"name one in `{where}` ({known})")
+        elif not any(PurePosixPath(uri).is_relative_to(mount) for mount in mounts):
+            yield Problem(path, f"lies in no volume of the containers: `{uri}`", f"name one in `{where}` ({known})")
+
+
+def world_problems(job: JobConfig) -> Iterator[Problem]:
+    """Yield what is wrong between the degrees and the number of ranks, where that is known."""
+    per_host = job.distribution.processes_per_host
+    if per_host is None or job.is_shell_script:
+        return
+    for problem in job.distribution.world_problems(job.compute.num_hosts * per_host):
+        yield Problem(("distribution", *problem.path), problem.message, problem.hint)
+
+
+def first_of_each(problems: Iterable[Problem]) -> list[Problem]:
+    """Keep the first problem of each key."""
+    first: dict[KeyPath, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.path, problem)
+    return list(first.values())
+
+
+def unused_settings(job: JobConfig, where: str, *used: str) -> Iterator[str]:
+    """Yield a note on the settings of AWS that the job file has and that mean nothing here."""
+    written = [*job.model_fields_set, *(f"compute.{name}" for name in job.compute.model_fields_set)]
+    of_aws = [*_OF_AWS, *(f"compute.{name}" for name in _OF_AWS_COMPUTE)]
+    unused = [name for name in of_aws if name in written and name not in used]
+    if unused:
+        yield f"not used on {where}: {', '.join(f'`{name}`' for name in unused)}"
+
+
+# ---- what hosts are told ---------------------------------------------------------------------------------------------
+
+
+def config_files(
+    job: JobConfig, name: str, submit_directory: str, *, ranks_per_host: int | None, region: str = "", mpi: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Return the contents of `hyperparameters.json` and `inputdataconfig.json`.
+
+    Args:
+        submit_directory: where hosts find the sources.
+        ranks_per_host: None: one for each GPU of the host.
+        mpi: start the ranks with mpirun if the job says so, and not with torchrun.
+    """
+    sent = hyperparameters(job, submit_directory=submit_directory, job_name=name, region=region)
+    launcher = job.distribution.launcher if mpi else "torchrun"
+    dropped = [INSTANCE_GROUPS, *PROCESSES_PER_HOST.values()]  # of a job with groups, only hosts with ranks run here
+    sent = {key: text for key, text in sent.items() if key not in dropped}
+    if launcher == "torchrun":
+        sent = {key: text for key, text in sent.items() if not key.startswith("sagemaker_mpi_")}
+    if ranks_per_host is not None:
+        sent[PROCESSES_PER_HOST[launcher]] = json.dumps(ranks_per_host)
+    channels = {
+        channel: {
+            "TrainingInputMode": each.mode or job.input_mode,
+            "S3DistributionType": "FullyReplicated",
+            "RecordWrapperType": "None",
+            **({"ContentType": each.content_type} if each.content_type else {}),
+        }
+        for channel, each in job.inputs.items()
+    }
+    return {"hyperparameters": sent, "inputdataconfig": channels}
+
+
+def shown_files(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return those contents without secrets."""
+    return {**files, "hyperparameters": {name: _masked(name, text) for name, text in files["hyperparameters"].items()}}
+
+
+def _masked(name: str, text: str) -> str:
+    value = json.loads(text)
+    hidden = masked(name, value)
+    return text if hidden == value else json.dumps(hidden)
+
+
+def host_variables(
+    job: JobConfig,
+    name: str,
+    *,
+    base: str,
+    machine: str,
+    places: Mapping[str, str],
+    grace_seconds: int,
+    port: int | None = None,
+    interface: str | None = None,
+) -> dict[str, str]:
+    """Return the variables of every launcher and its ranks that are the same on all hosts, without secrets.
+
+    Args:
+        base: the folder that stands for `/opt/ml`.
+        machine: what stands for the instance type.
+        places: folders below it that lie elsewhere.
+        grace_seconds: how long ranks may save after SIGTERM.
+    """
+    variables = {
+        "SMPKIT_BASE_DIR": base,
+        "SMPKIT_GRACE_SECONDS": str(grace_seconds),
+        "PYTHONUNBUFFERED": "1",
+        "TRAINING_JOB_NAME": name,
+        names.MACHINE: machine,
+        names.PLACES: json.dumps(places),
+        names.PORT: str(port or ""),
+        names.INTERFACE: interface or "",
+    }
+    return {**{key: value for key, value in variables.items() if value}, **job.variables}
+
+
+def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
+    """Return where a job's folders below `/opt/ml` lie in its volumes."""
+    places = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
+    if job.output is not None:
+        output = f"{job.output.rstrip('/')}/{name}"
+        places |= {"model": f"{output}/model", "output/data": f"{output}/data"}
+    if job.checkpoints is not None:
+        places["checkpoints"] = job.checkpoints.uri
+    return places
+
+
+# ---- what is found again ---------------------------------------------------------------------------------------------
+
+
+def job_to_keep(job: JobConfig) -> dict[str, Any]:
+    """Return the job file as JSON has it, to plan the job again when it is resumed."""
+    kept: dict[str, Any] = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return kept
+
+
+def job_again(kept: Mapping[str, Any], changes: Mapping[str, Any] | None) -> JobConfig:
+    """Return a job like one that was kept.
+
+    Args:
+        changes: `InstanceCount` and `MaxRuntimeInSeconds`, as far as they are to be different.
+
+    Raises:
+        ConfigError: they do not fit the job.
+    """
+    changed, changes = json.loads(json.dumps(kept)), changes or {}
+    keys = {"InstanceCount": "instance_count", "MaxRuntimeInSeconds": "max_run_seconds"}
+    for key in keys.keys() & changes.keys():
+        changed.setdefault("compute", {})[keys[key]] = changes[key]
+    return validated(JobConfig, changed, subject="job")
+
+
+def run_in_volume(job: JobConfig, name: str, what: str) -> Path:
+    """Return that folder of a job whose results lie in a volume, if this machine mounts it.
+
+    Args:
+        what: whose volume it is, such as `a volume of the cluster`.
+
+    Raises:
+        JobError: there is none.
+        UnsupportedError: there are no results that stay, or this machine does not see the volume.
+    """
+    if job.output is None:
+        hint = "name a folder in a volume with `output`"
+        raise UnsupportedError(f"the results of job `{name}` went with its containers", hint=hint)
+    if not Path(job.output).is_dir():
+        raise UnsupportedError(f"{job.output} is in {what}, which this machine does not see")
+    return run_below(Path(places_in_volumes(job, name)["output/data"]), name)
+
+
+def status_with_phases(
+    status: JobStatus, *, interrupted: Sequence[Phase] = (), waiting: str = "", working: str = ""
+) -> JobStatus:
+    """Add the phases and lengths that follow from a status's times.
+
+    Args:
+        interrupted: attempts that another one followed.
+        waiting: what the job waits for, or waited for, until its hosts began.
+        working: where it works, or worked.
+    """
+    created, started, ended = status.created, status.training_started, status.ended
+    phases = list(interrupted)
+    if started is None:
+        phases.append(Phase(status.phase, status.message or waiting, created, ended))
+    else:
+        now = "Training" if ended else status.phase
+        phases.append(Phase("Pending", "", created, started))
+        phases.append(Phase(now, (not ended and status.message) or working, started, ended))
+        if ended:
+            phases.append(Phase(status.phase, status.message, ended, ended))
+    seconds: int | None = None
+    before = 0
+    if status.status in FINAL:
+        seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
+        before = round(sum(each.seconds(status.seen) for each in interrupted))
+    return replace(
+        status,
+        message=phases[-1].message,
+        phases=tuple(phases),
+        training_seconds=seconds,
+        billable_seconds=None if seconds is None else seconds + before,
+    )

@@ -1,0 +1,298 @@
+"""What a run is doing and how it ended: Slurm's commands, and what the run left.
+
+Jobs are read as JSON, which `squeue` prints since 21.08, in two forms: later versions wrap numbers and list states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from smpkit.config import scheduled as names
+from smpkit.errors import CloudError, UnreachableError
+from smpkit_estimator.scheduled import status_with_phases
+from smpkit_estimator.slurm.folder import kept_job, read_json
+from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
+
+__all__ = [
+    "Record",
+    "accounted",
+    "ask",
+    "controller_settings",
+    "id_by_name",
+    "listed_run",
+    "record_of",
+    "records",
+    "status_of",
+]
+
+_STATES: Mapping[str, tuple[str, str]] = {
+    "PENDING": ("InProgress", "Pending"),
+    "CONFIGURING": ("InProgress", "Starting"),
+    "RUNNING": ("InProgress", "Training"),
+    "SUSPENDED": ("InProgress", "Suspended"),
+    "STOPPED": ("InProgress", "Suspended"),
+    "SIGNALING": ("InProgress", "Training"),
+    "STAGE_OUT": ("InProgress", "Uploading"),
+    "COMPLETING": ("InProgress", "Completing"),
+    "REQUEUED": ("InProgress", "Pending"),
+    "REQUEUE_FED": ("InProgress", "Pending"),
+    "REQUEUE_HOLD": ("InProgress", "Pending"),
+    "RESIZING": ("InProgress", "Training"),
+    "RESV_DEL_HOLD": ("InProgress", "Pending"),
+    "SPECIAL_EXIT": ("InProgress", "Pending"),
+    "COMPLETED": ("Completed", "Completed"),
+    "CANCELLED": ("Stopped", "Stopped"),
+    "TIMEOUT": ("Stopped", "MaxRuntimeExceeded"),
+    "DEADLINE": ("Stopped", "MaxWaitTimeExceeded"),
+    "PREEMPTED": ("Stopped", "Interrupted"),
+    "REVOKED": ("Stopped", "Stopped"),
+}
+"""Status and phase by Slurm's state; all others (`FAILED`, `NODE_FAIL`, `OUT_OF_MEMORY`, ...) have failed."""
+
+_WORDS: Mapping[str, str] = {
+    "NODE_FAIL": "a node of the job failed",
+    "OUT_OF_MEMORY": "the job ran out of memory (Slurm: OUT_OF_MEMORY)",
+    "BOOT_FAIL": "the job's nodes could not be started",
+}
+_MAX_REASON_CHARACTERS = 1024
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known about one job."""
+
+    id: str
+    state: str
+    """`PENDING`, `RUNNING`, `COMPLETED`, ..."""
+    reason: str = ""
+    submitted: datetime | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
+    restarts: int = 0
+    nodes: str = ""
+    partition: str = ""
+    node_count: int = 0
+
+
+def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
+    """Return what Slurm says of a run, or once it has forgotten it, what its batch script left.
+
+    Raises:
+        CloudError: it was not started, or left nothing.
+    """
+    sent = read_json(run / "slurm.json")
+    number = str(sent["id"]) if sent is not None else id_by_name(run.name)
+    if number is None:
+        raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
+    record = (known or {}).get(number) or records([number]).get(number) or accounted(number) or _left(run, number)
+    if record is None:
+        raise CloudError(f"Slurm no longer knows job `{run.name}` ({number}), and its batch script left no end")
+    return record
+
+
+def _left(run: Path, number: str) -> Record | None:
+    try:
+        code, restarts, began, ended = map(int, (run / "ended").read_text().split())
+    except (OSError, ValueError):
+        return None
+    state = {0: "COMPLETED", names.STOPPED: "CANCELLED"}.get(code, "FAILED")
+    started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
+    return Record(number, state, started=started, ended=over, restarts=restarts)
+
+
+def listed_run(run: Path, known: Mapping[str, Record], now: datetime) -> JobStatus:
+    """Return the state of a run, or that nobody knows it."""
+    try:
+        return status_of(run, record_of(run, known), now)
+    except UnreachableError:
+        raise
+    except CloudError:
+        created = datetime.fromtimestamp(run.stat().st_ctime, timezone.utc)
+        return JobStatus(run.name, "", "Unknown", "Unknown", created, now)
+
+
+def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
+    """Return the state of a run from what Slurm and the run's folder say."""
+    status, phase = _STATES.get(record.state, ("Failed", "Failed"))
+    kept, stopped = kept_job(run), (run / "stopped").exists()
+    if stopped and status == "Completed":
+        status, phase = "Stopped", "Stopped"
+    elif stopped and status == "InProgress":
+        status, phase = "Stopping", "Stopping"
+    created = record.submitted or datetime.fromisoformat(kept["created"])
+    started = record.started if record.state != "PENDING" else None
+    ended = (record.ended or started or now) if status in FINAL else None
+    if started is not None and ended is not None and started > ended:  # it never started
+        started = None
+    count = record.node_count or int(kept["job"].get("compute", {}).get("instance_count", 1))
+    model = (run / "model").resolve()
+    found = JobStatus(
+        name=run.name,
+        arn=f"slurm:{record.id}",
+        status=status,
+        phase=phase,
+        created=created,
+        seen=now,
+        ended=ended,
+        message=record.state if ended else "",
+        training_started=started,
+        machines=(Machines("nodes", record.partition or "node", count),),
+        failure=_failure(run, record) if status == "Failed" else None,
+        model_data=str(model) if any(path.is_file() for path in model.rglob("*")) else None,
+        checkpoints=str((run / "checkpoints").resolve()),
+    )
+    # Slurm keeps the times of the last attempt only, so the earlier ones have no length.
+    attempts = (f"attempt {number + 1} was requeued" for number in range(record.restarts))
+    interrupted = [Phase("Interrupted", words, created, created) for words in attempts]
+    reason = record.reason if record.reason not in ("", "None") else "waiting for Slurm"
+    return status_with_phases(found, interrupted=interrupted, waiting=reason, working=f"on {record.nodes}")
+
+
+def _failure(run: Path, record: Record) -> JobFailure:
+    """Return why a run failed: what the host of the first failing rank left, else another, else Slurm's words."""
+    files = run.glob("nodes/*/output/failure")
+    left = [
+        (datetime.fromtimestamp(path.stat().st_mtime, timezone.utc), path.read_text("utf-8", "replace"))
+        for path in files
+    ]
+    words = blamed(left)
+    if words is None:
+        log = run / "logs" / "slurm.log"
+        lines = log.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:] if log.is_file() else []
+        words = "\n".join([_WORDS.get(record.state, f"Slurm says {record.state}, {record.reason}"), *lines])
+    return read_reason(words[:_MAX_REASON_CHARACTERS])
+
+
+# ---- Slurm's own commands --------------------------------------------------------------------------------------------
+
+_SECONDS = 60.0
+_UNREACHABLE = re.compile(
+    r"Unable to contact slurm controller|Connection refused|Socket timed out|Zero Bytes were transmitted|Timed out"
+    r"|Protocol authentication error|Transport endpoint|Resource temporarily unavailable",
+    re.IGNORECASE,
+)
+_UNKNOWN = re.compile(r"Invalid job id", re.IGNORECASE)
+
+
+def ask(*command: str, doing: str) -> str:
+    """Run a command of Slurm and return what it prints.
+
+    Raises:
+        UnreachableError: the controller did not answer.
+        CloudError: it is not installed here, or refused.
+    """
+    if shutil.which(command[0]) is None:
+        hint = "run this where Slurm's commands are, such as a login node"
+        raise CloudError(f"{doing}: `{command[0]}` was not found", hint=hint)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, stdin=subprocess.DEVNULL,
+            check=False, env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        message = f"{doing}: `{command[0]}` did not answer within {_SECONDS:.0f} s"
+        raise UnreachableError(message, hint="`scontrol ping` shows whether the controller is up") from None
+    if done.returncode == 0:
+        return done.stdout
+    said = " ".join(re.sub(rf"^{command[0]}: (?:error: )?", "", line) for line in done.stderr.strip().splitlines())
+    words = said or f"exit code {done.returncode}"
+    if _UNREACHABLE.search(words):
+        raise UnreachableError(f"{doing}: {words}", hint="`scontrol ping` shows whether the controller is up")
+    raise CloudError(f"{doing}: Slurm refused: {words}")
+
+
+def records(ids: Iterable[str] = ()) -> dict[str, Record]:
+    """Return what the controller knows of the jobs with these ids, or of all of this user's, by id."""
+    wanted = list(ids)
+    which = ["--jobs", ",".join(wanted)] if wanted else ["--me"]
+    try:
+        text = ask("squeue", "--json", "--states=all", *which, doing="cannot look up jobs")
+    except CloudError as error:
+        if _UNKNOWN.search(error.message):
+            return {}
+        raise
+    try:
+        found = [_read_record(item) for item in json.loads(text)["jobs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CloudError(f"cannot read what `squeue --json` printed: {type(error).__name__}: {error}") from None
+    return {each.id: each for each in found}
+
+
+def accounted(job_id: str) -> Record | None:
+    """Return what the accounting database knows of a job; None where there is none or it has no such job."""
+    fields = ("State", "Submit", "Start", "End", "NodeList", "Partition", "NNodes")
+    command = ("sacct", "-X", "-n", "-P", "-j", job_id, "-o", ",".join(fields))
+    try:
+        text = ask(*command, doing="cannot look up the job in the accounting database")
+    except UnreachableError:
+        raise
+    except CloudError:
+        return None  # sacct fails where the cluster has no database
+    lines = text.strip().splitlines()
+    if not lines:
+        return None
+    state, submitted, started, ended, nodes, partition, count = lines[-1].split("|")
+    return Record(
+        job_id, state.split()[0], "", _local(submitted), _local(started), _local(ended), 0, nodes, partition, int(count)
+    )
+
+
+def controller_settings() -> Mapping[str, str]:
+    """Return the cluster's configuration, as `scontrol show config` prints it."""
+    text = ask("scontrol", "show", "config", doing="cannot read the cluster's configuration")
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _read_record(item: Mapping[str, Any]) -> Record:
+    states = item["job_state"]
+    names = [states] if isinstance(states, str) else list(states)
+    return Record(
+        id=str(item["job_id"]),
+        state="COMPLETING" if "COMPLETING" in names else str(names[0]),
+        reason=str(item.get("state_reason") or ""),
+        submitted=_moment(item.get("submit_time")),
+        started=_moment(item.get("start_time")),
+        ended=_moment(item.get("end_time")),
+        restarts=_number(item.get("restart_cnt")) or 0,
+        nodes=str(item.get("nodes") or ""),
+        partition=str(item.get("partition") or ""),
+        node_count=_number(item.get("node_count")) or 0,
+    )
+
+
+def _number(value: Any) -> int | None:
+    """Read a number in the form of any version: bare, or with whether it is set."""
+    if isinstance(value, Mapping):
+        value = value.get("number") if value.get("set") else None
+    return int(value) if value is not None and value != "" else None
+
+
+def _moment(value: Any) -> datetime | None:
+    seconds = _number(value)
+    return datetime.fromtimestamp(seconds, timezone.utc) if seconds else None
+
+
+def _local(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text).astimezone(timezone.utc)
+    except ValueError:
+        return None  # `Unknown` or `None`
+
+
+def id_by_name(name: str) -> str | None:
+    try:
+        text = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%A", doing="cannot look for it")
+    except CloudError:
+        return None
+    return text.split()[0] if text.split() else None

@@ -1,1 +1,0 @@
-"""A fake of Kubernetes: an API server on the loopback address, and a controller that runs pods as processes."""
