@@ -14,11 +14,8 @@ from smpkit_container.environment import (
     count_cpus,
     count_gpus,
 )
-from smpkit_container.secret_entries import SECRETS
-from smpkit_container.token import TOKEN_FILE
-from smpkit_container.topology import TORCHRUN_PROCESSES_PER_HOST
 
-OURS = (SECRETS, TOKEN_FILE, TORCHRUN_PROCESSES_PER_HOST)
+OURS = ("sagemaker_smpkit_processes_per_host", "sagemaker_smpkit_secrets", "sagemaker_smpkit_token_file")
 
 
 def write(base: Path, name: str, value: Any) -> None:
