@@ -393,7 +393,7 @@ class _StepRunner:
     def _keep_output(self, index: int, output: Any) -> None:
         """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
         self.outputs[index] = output
-        self.microbatches[index].end_forward()
+        self.microbatches[index].end_forward(output)
         if len(self.outputs) == len(self.microbatches):
             self._is_output_broadcast_due = True
             segments = [each.segments[self.stage.rank] for each in self.microbatches]

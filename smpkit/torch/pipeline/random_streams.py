@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
-from smpkit.torch.pipeline.mutation import changes_in_place
+from smpkit.torch.pipeline.changes import changes_in_place
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, is_operation
 
 __all__ = [
