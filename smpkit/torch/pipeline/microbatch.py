@@ -63,12 +63,10 @@ from smpkit.torch.pipeline.output_specs import (
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
-from smpkit.torch.pipeline.step_hints import Departure
-from smpkit.torch.pipeline.units import owner_of_operation
+from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
     from smpkit.torch.core.module_call import CallWrapper
-    from smpkit.torch.pipeline.module_state import ModuleStateTracker
     from smpkit.torch.pipeline.stage_context import StageContext
 
 __all__ = ["Microbatch"]
@@ -76,15 +74,10 @@ __all__ = ["Microbatch"]
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 """Around the engine's own questions to tensors, which are not operations of the step."""
 
-_T: Final = torch.Tensor
-_BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
-"""Questions whose answer usually decides a branch, so that another microbatch may take another path."""
 
-_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or call the same layers in each branch"
-_SHAPES_ADVICE: Final = (
-    'hand the same layers the same shapes in each step (padding, or `reduction="none"` times the mask), or '
-    "put the code whose shapes depend on the data into one torch.nn.Module"
-)
+def _described(transfer: P2PTransfer) -> str:
+    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
+    return f"{transfer.spec} from rank {transfer.source} to rank {transfer.target}{user}"
 
 
 class Microbatch:
@@ -100,15 +93,13 @@ class Microbatch:
     """The transfers that it should make; None if it is the first of its kind, or each may differ."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
-    departure: Departure | None = None
-    """Why it has diverged, or may: Python has asked for a value that a branch may depend on."""
+    departure: tuple[str, ScriptLine | None] | None = None
+    """How it has diverged, and at which line of the script; no line: at the end of the step."""
     has_backward = False
     released = False
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
     """Called where a new segment begins: lets other work of this rank go first."""
-    state_tracker: ModuleStateTracker | None = None
-    """Compares the state of modules where a new segment begins; None once that is known."""
     unit_wrapper: CallWrapper | None = None
     """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
     _weights: StageParameters | None = None
@@ -267,8 +258,6 @@ class Microbatch:
         """Run a call that this rank owns; see `run_on_owner`."""
         stage, owner = self.stage, self._rank
         with _NoTorchFunction():
-            if self.state_tracker is not None:
-                self.state_tracker.on_call(call.key[0])
             if stream:
                 self.backward_work.units[self.segments[owner]].append(name)
             # Only after all transfers: a receive may have begun a segment, in which older values are detached.
@@ -306,6 +295,8 @@ class Microbatch:
 
         Returns the call, and the arguments as `owner` has them.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise vmap_error(self._consumer)
         key = [target, *mode_key]
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,9 +326,11 @@ class Microbatch:
             if inferred is not MISSING:
                 output_specs.remember_inferred(call, inferred)
                 return
+        if self.record is not None and not self.diverged and output_specs.expect_other_floats(call):
+            return
         # All ranks must reach a broadcast in program order. While other work ran in `_diverge`, another microbatch may
         # have made the same call.
-        self._diverge()
+        self._diverge(f"`{self._consumer}` was called in a way in which the first one did not call it")
         output_specs.look_up(call)
 
     def _usual_arguments(self, call: CachedCall, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -436,16 +429,8 @@ class Microbatch:
 
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
-        if func in _BRANCHING:
-            self.note_dynamic(f"`{func.__name__}` asks for the value of a tensor, on which a branch may depend")
-        self.stage.hints.count_python_value(func)
         args, kwargs = map_tensors(self.replicate, (args, kwargs))
         return func(*args, **kwargs)
-
-    def note_dynamic(self, why: str) -> None:
-        """Note that another microbatch may take another path."""
-        if self.departure is None:
-            self.departure = Departure(why, _BRANCH_ADVICE, script_line())
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -491,11 +476,8 @@ class Microbatch:
         self.transfers.append(transfer)
         if source == self._rank:
             self._send(tensor, transfer)
-        elif target == self._rank and begins_segment:
-            if self.state_tracker is not None:
-                self.state_tracker.cut()
-            if self.before_wait is not None:
-                self.before_wait()  # let other microbatches run instead of waiting for this value
+        elif target == self._rank and begins_segment and self.before_wait is not None:
+            self.before_wait()  # let other microbatches run instead of waiting for this value
         copy = make_stage_tensor(spec, self.stage.device, target, None, self.segments[target])
         if target == self._rank:
             self.changes.note_received(copy)
@@ -551,7 +533,9 @@ class Microbatch:
                 and (known.spec is spec or known.spec == spec)
             ):
                 return known
-            self._diverge()
+            expected = "nothing more" if known is None else _described(known)
+            made = P2PTransfer(number, source, target, 0, 0, spec, self._consumer)
+            self._diverge(f"it sent {_described(made)}, where the first one sent {expected}")
         if record is not None:
             # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
             number += len(record.transfers)
@@ -564,20 +548,15 @@ class Microbatch:
             )
         return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, self._consumer)
 
-    def _diverge(self) -> None:
+    def _diverge(self, how: str) -> None:
         """Diverge from the record, and first run everything that follows it."""
         if self.record is not None and not self.diverged:
-            self._leave_record(script_line())
+            self._leave_record(how, script_line())
             if self.before_wait is not None:
                 self.before_wait()
 
-    def _leave_record(self, line: ScriptLine | None) -> None:
-        self.diverged = True
-        if self.stage.random.reads_after_draw:
-            self.note_dynamic("a random number is drawn between layers and read by Python")
-        self.departure = self.departure or Departure(
-            "other values go between pipeline ranks than when this step was recorded", _SHAPES_ADVICE, line
-        )
+    def _leave_record(self, how: str, line: ScriptLine | None) -> None:
+        self.diverged, self.departure = True, (how, line)
         self.stage.transport.leave_channels()
 
     def end_forward(self, output: Any) -> None:
@@ -587,7 +566,7 @@ class Microbatch:
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):
             # As `_diverge`, but no code is left that could wait for others.
-            self._leave_record(None)
+            self._leave_record("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
         """Return the transfers that this microbatch has made, for later ones to follow."""

@@ -153,6 +153,8 @@ class OutputSpecs:
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Change, ...]]] = {}
         self._inferred: dict[tuple[Any, ...], Any] = {}
         """Apart from the others, since each rank can make them again at any time."""
+        self._with_other_floats: dict[tuple[Any, ...], tuple[Any, tuple[Change, ...]]] = {}
+        """Known calls by their keys without floats."""
         self.latest: dict[Any, CachedCall] = {}
         """By target; see [Note: the latest call]."""
 
@@ -167,6 +169,17 @@ class OutputSpecs:
     def remember(self, call: CachedCall, output_spec: Any, changes: tuple[Change, ...]) -> None:
         """Keep what a call of a new kind returns and changes."""
         self._known[call.key] = call.output_spec, call.changes = output_spec, changes
+        self._with_other_floats[_without_floats(call.key)] = output_spec, changes
+
+    def expect_other_floats(self, call: CachedCall) -> bool:
+        """Expect of a call what another one has returned that had other floats (a temperature), if there was one.
+
+        They seldom decide shapes; if they do, the owner says so.
+        """
+        found = self._with_other_floats.get(_without_floats(call.key))
+        if found is not None:
+            call.output_spec, call.changes = found
+        return found is not None
 
     def remember_inferred(self, call: CachedCall, output_spec: Any) -> None:
         """Keep what a call returns that no rank has run yet, and that changes nothing."""
@@ -189,6 +202,10 @@ class OutputSpecs:
         tensors_only = arguments is not None and all(isinstance(part, torch.Tensor) for part in args or ())
         call = self.latest[target] = CachedCall(key, *known, arguments, mode, is_inferred, tensors_only)
         return call
+
+
+def _without_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([part for part in key if type(part) is not float])
 
 
 def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:

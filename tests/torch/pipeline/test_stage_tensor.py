@@ -239,15 +239,6 @@ def test_what_python_needs_is_the_same_on_all_ranks(question: str) -> None:
     assert on_both(code) == [code(X)] * 2
 
 
-def test_python_questions_are_counted_and_make_the_path_uncertain_only_where_a_branch_may_follow() -> None:
-    counted = []
-    for code in (lambda x: x.sum().item(), lambda x: bool(x.any())):
-        with running(OWNER, Wire()) as microbatch:
-            code(value_on(OWNER))
-            counted.append((microbatch.stage.hints.python_values, microbatch.departure is not None))
-    assert counted == [({"item": 1}, False), ({"__bool__": 1}, True)]
-
-
 def test_texts_say_where_a_value_lies() -> None:
     with running(OWNER, Wire()):
         assert repr(value_on(OWNER)) == "StageTensor(pp_rank 0, float64[2, 3])"
