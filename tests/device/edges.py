@@ -43,7 +43,7 @@ _DROPPED: Final = {
     "wait_stream",
 }
 """Calls that are left out whole, as all are that begin with `wait_for_`."""
-_KEEPERS: Final = {"_copies_to_host", "_interrupted", "_kept", "uses"}
+_KEEPERS: Final = {"_copies_to_host", "_kept", "uses"}
 """Lists by which memory, or the event that it must wait for, is kept."""
 _LAST: Final = "last_read"
 """The attribute with the event that comes before host memory is used again."""

@@ -32,6 +32,25 @@ class Tagger(nn.Module):
         return logits
 
 
+class Cooled(nn.Linear):
+    """Divides by a temperature."""
+
+    def forward(self, x: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) / temperature
+
+
+class Annealed(nn.Module):
+    """Hands a number that changes from step to step to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(TOKENS, WIDTH), block(), Cooled(WIDTH, TOKENS)
+
+    def forward(self, ids: Tensor, temperature: float) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embed(ids)), temperature)
+        return logits
+
+
 def some_labels(size: int, generator: torch.Generator) -> tuple[Any, ...]:
     """Ignore tokens by chance, so that each microbatch has another number of targets."""
     ids, labels = tokens(size, generator)
@@ -64,6 +83,12 @@ def scaled_step(model: Any, ids: Tensor, labels: Tensor, scale: float, power: in
     return loss
 
 
+def annealed_step(model: Any, ids: Tensor, labels: Tensor, scale: float, _: int) -> Tensor:
+    loss = functional.cross_entropy(model(ids, 1 + scale).flatten(0, 1), labels.flatten())
+    model.backward(loss)
+    return loss
+
+
 def branching_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
     if loss > 2.4:
@@ -90,6 +115,7 @@ def of_any_length(size: int, generator: torch.Generator) -> tuple[Any, ...]:
 CASES = {
     "lengths": Case(Tagger, of_any_length, masked_step),
     "numbers": Case(Tagger, with_numbers, scaled_step),
+    "a number for a layer": Case(Annealed, with_numbers, annealed_step),
     "branch": Case(Tagger, some_labels, branching_step),
     "skipped backward": Case(Tagger, some_labels, skipping_step),
     "masked": Case(Tagger, some_labels, masked_step),
@@ -107,7 +133,7 @@ def train_on_schedule(case: Case, way: Way) -> Trace:
         followed.append(self.last_schedule is not None)
         return outputs
 
-    with mock.patch.object(Executor, "run", noting_run), mock.patch.object(Executor, "_record_again") as given_up:
+    with mock.patch.object(Executor, "run", noting_run), mock.patch.object(Executor, "_give_up_schedule") as given_up:
         trace = train(case, way)
     assert followed == [True] * len(way.batches)
     assert not given_up.called

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.models import WIDTH, Case, Loop, block, doubled, mse_step, tokens, vectors
+from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
 from tests.ranks import RankFailed, run_ranks
-from tests.train import Way, same
+from tests.train import Way, run, same
 
 
 def mixtral() -> nn.Module:
@@ -105,10 +105,6 @@ def stateful() -> nn.Module:
     return Ring([Stateful(WIDTH, WIDTH) for _ in range(4)])
 
 
-def normed() -> nn.Module:
-    return Ring([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)])
-
-
 def scripted() -> nn.Module:
     return nn.Sequential(block(), torch.jit.script(block()), block())
 
@@ -155,9 +151,6 @@ ROWS = {
         Case(Remembering, vectors, mse_step),
         Way(pipeline=2, microbatches=2, traced=True),
     ),
-    # Microbatches mixed what modules keep: the losses were other ones, without a word.
-    "a hidden state on a rank that is visited again": (Case(stateful, vectors, mse_step), RING),
-    "statistics on a rank that is visited again": (Case(normed, doubled, mse_step), RING),
     "an object of which nobody asks for anything": (
         Case(functools.partial(Extending, as_normal), vectors, mse_step),
         Way(pipeline=2, placement=-1),
@@ -364,6 +357,13 @@ def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
         run_ranks(take_step, 2, step, more)
     assert hint in str(caught.value)
+
+
+def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
+    # Microbatches mixed what modules keep: the losses were other ones, without a word.
+    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
+    with pytest.raises(RankFailed, match=message):
+        run(Case(stateful, vectors, mse_step), RING)
 
 
 def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:

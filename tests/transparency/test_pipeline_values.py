@@ -67,25 +67,6 @@ def adaptive_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
     return out.loss, out.output
 
 
-class Averaging(nn.Module):
-    """Keeps a running mean, and has nothing that would give it a place on one rank."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x - self.mean
-
-
-def averaging() -> nn.Module:
-    return nn.Sequential(block(), Averaging(), block(), Averaging())
-
-
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +157,6 @@ class Sliced(nn.Module):
 CASES = {
     "experts": Case(Mixing, vectors, mse_step),
     "adaptive softmax": Case(Adaptive, tokens, adaptive_step),
-    "averages that all ranks keep": Case(averaging, vectors, mse_step),
     # Packed sequences were an AttributeError, masks that choose other numbers refused; a bound made ranks wait in vain.
     "packed": Case(Packed, ragged, length_step),
     "packed by a layer": Case(PackedInside, even, length_step),

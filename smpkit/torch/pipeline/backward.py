@@ -36,15 +36,14 @@ _PYTHON: Final[Any] = torch._C._FunctionBase
 class _SegmentState:
     """What the forward of one segment leaves for its backward."""
 
-    __slots__ = ("cuts", "losses", "mutable", "receives", "sends")
+    __slots__ = ("cuts", "losses", "receives", "sends")
 
     def __init__(self) -> None:
         self.losses: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.sends: list[tuple[GradientEdge | None, P2PTransfer]] = []
-        self.receives: list[tuple[torch.Tensor, P2PTransfer]] = []
+        self.receives: list[tuple[torch.Tensor, torch.Tensor, P2PTransfer]] = []
+        """Received leaves, and the tensors that the segment uses in their place."""
         self.cuts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.mutable: list[tuple[torch.Tensor, P2PTransfer]] = []
-        """Aliases of received values that the segment may change in place."""
 
 
 class BackwardWork:
@@ -86,33 +85,19 @@ class BackwardWork:
         edge = _edge_of(value) if value.requires_grad else None
         self._segments[segment].sends.append((edge, transfer))
 
-    def add_receive(
-        self, value: torch.Tensor, transfer: P2PTransfer, segment: int, *, is_mutable: bool
-    ) -> torch.Tensor:
+    def add_receive(self, value: torch.Tensor, transfer: P2PTransfer, segment: int) -> torch.Tensor:
         """Add a received value, whose gradient must be sent back; return the tensor that the segment uses.
 
-        Args:
-            is_mutable: whether it may be changed in place, which torch allows for neither a leaf nor a view of one.
+        That may be changed in place, which torch allows for neither a leaf nor a view of one.
         """
         leaf = value.requires_grad_()
-        self._segments[segment].receives.append((leaf, transfer))
-        if not is_mutable:
-            return leaf
         # Autograd does not count this as a view. Nobody else uses the data, so its version counter need not be shared.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
         if result.stride() != leaf.stride():
             # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
             result = mutable_alias(leaf)
-        self._segments[segment].mutable.append((result, transfer))
+        self._segments[segment].receives.append((leaf, result, transfer))
         return result
-
-    def make_mutable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
-        """Return a tensor with the data of a value in use that may be changed in place."""
-        return mutable_alias(value) if self.is_received(value, segment) else value
-
-    def is_received(self, value: torch.Tensor, segment: int) -> bool:
-        """Return whether a value is one of the leaves that the segment has received."""
-        return any(leaf is value for leaf, _ in self._segments[segment].receives)
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
         """Return a value of an earlier segment as a leaf of this one, the same leaf each time."""
@@ -135,8 +120,8 @@ class BackwardWork:
         state = self._segments.pop(segment, None)
         if state is None:
             return
-        for value, transfer in (*state.receives, *state.mutable):
-            if not value.requires_grad:
+        for _, used, transfer in state.receives:
+            if not used.requires_grad:
                 raise _detached_error(transfer)
         transport, index = self._transport, self._index
         roots: list[Any] = []
@@ -157,7 +142,7 @@ class BackwardWork:
             self._run_split(segment, state, roots, gradients)
         elif roots:
             run_backward(roots, gradients)
-        for leaf, transfer in state.receives:
+        for leaf, _, transfer in state.receives:
             gradient = leaf.grad
             if gradient is not None and gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
                 # It shares memory, as the parts of the gradient of a `cat` do. Other parts may be gradients of weights:
@@ -168,7 +153,7 @@ class BackwardWork:
     def _run_split(
         self, segment: int, state: _SegmentState, roots: list[Any], gradients: list[torch.Tensor | None]
     ) -> None:
-        inputs = [leaf for leaf, _ in state.receives]
+        inputs = [leaf for leaf, _, _ in state.receives]
         inputs += [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
         weight_backward = backward_inputs(roots, gradients, inputs)
         if weight_backward is not None:

@@ -126,13 +126,6 @@ class InputBroadcast:
         is_reusable = frame is not None and not frame.is_description and len(frame.block) <= FIRST_BYTES
         self._frame = frame if is_reusable else None
 
-    def abandon(self) -> None:
-        """Forget a step that an exception ended, and what the others know: not all may have received it."""
-        self.head_bytes = FIRST_BYTES
-        self._frame = self._in_flight = None
-        self._sent.clear()
-        self._received.clear()
-
     # --- pp_rank 0 ---------------------------------------------------------------------------------------------------
 
     def _send(self, call: str, arguments: Any) -> Any:
@@ -144,7 +137,8 @@ class InputBroadcast:
             self._sent.add(key, described)
             description = described.to_bytes()
         in_order = [
-            to_layout(tensor.detach(), spec.order) for tensor, spec in zip(tensors, described.specs, strict=True)
+            to_layout(tensor.clone() if tensor.is_inference() else tensor.detach(), spec.order)
+            for tensor, spec in zip(tensors, described.specs, strict=True)
         ]
         block = self._pack(described, description, in_order)
         on_device = any(devices.is_asynchronous(tensor.device) for tensor in in_order)
@@ -170,15 +164,14 @@ class InputBroadcast:
         return frame.block
 
     def _new_frame(self, arguments: StepArguments, description: bytes, num_bytes: int, block_bytes: int) -> _Frame:
-        with torch.inference_mode(False):  # later steps outside that mode could not write to an inference tensor
-            block = devices.host_memory(block_bytes, self._device).zero_()
-            header = [arguments.digest, len(description), num_bytes]
-            block[:24].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64, device="cpu"))
-            if description:
-                data = torch.frombuffer(bytearray(description), dtype=torch.uint8)
-                block[_HEADER_BYTES : _HEADER_BYTES + len(description)].copy_(data)
-            begin = _HEADER_BYTES + aligned(len(description))
-            return _Frame(arguments, bool(description), block, _laid_out(block[begin:num_bytes], arguments.specs))
+        block = devices.host_memory(block_bytes, self._device).zero_()
+        header = [arguments.digest, len(description), num_bytes]
+        block[:24].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64, device="cpu"))
+        if description:
+            data = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+            block[_HEADER_BYTES : _HEADER_BYTES + len(description)].copy_(data)
+        begin = _HEADER_BYTES + aligned(len(description))
+        return _Frame(arguments, bool(description), block, _laid_out(block[begin:num_bytes], arguments.specs))
 
     # --- the others --------------------------------------------------------------------------------------------------
 

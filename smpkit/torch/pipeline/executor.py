@@ -4,9 +4,8 @@ The first microbatch of a new kind of step runs straight through all ranks and i
 derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`). After
 the second step the schedule is made again from measured times, and tried (`replan.py`).
 
-Two kinds of step have no schedule; their microbatches run one after the other, in program order, which cannot deadlock
-whatever path each of them takes. In the first, microbatches go other ways than the recorded one, in several steps. In
-the second, they would share state that modules keep between calls (`module_state.py`).
+Once a microbatch goes another way than the recorded one, steps of its kind have no schedule any more: their
+microbatches run one after the other, in program order, which cannot deadlock whatever path each of them takes.
 
 A rank that a microbatch visits more than once must be able to suspend it in the middle of the user's code and work on
 another one meanwhile::
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _di
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-from smpkit.errors import DeadlineError
+from smpkit.errors import DeadlineError, UsageError
 from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
@@ -43,16 +42,12 @@ from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.receives import LOOKAHEAD
 from smpkit.torch.core import devices, offloader, status
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import version_of
+from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import backward_timetable
 from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.module_state import (
-    ModuleStateTracker,
-    gather_conflicts,
-    refuse_kept_graph,
-    warn_of_conflicts,
-)
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -70,10 +65,18 @@ MAX_KINDS: Final = 256
 MAX_OUTPUT_SPECS: Final = 1 << 14
 """Kinds of call that are kept for a kind of step."""
 
-_MAX_DIVERGED_STEPS: Final = 3
-"""After so many steps with microbatches that diverged from the record, that kind of step is not recorded again."""
 _REPLAN_AFTER: Final = 2
 """Steps before the schedule is made again. The first one also warms up caches; the last of them is measured."""
+
+_UNSCHEDULED: Final = (
+    "a microbatch took another way than the first one of its kind: {how}. Steps of this kind follow no schedule from"
+    " now on: their microbatches run one after the other, all forwards before all backwards, so activations of all"
+    " microbatches stay in memory (active_microbatches has no effect) and ranks wait for each other. To train faster,"
+    ' hand the same layers the same shapes in each step (padding, or `reduction="none"` times the mask), or put what'
+    " depends on values into one torch.nn.Module"
+)
+_BACKWARD_TWICE: Final = "backward through the graph a second time"
+"""Torch's error where the backward of one segment reaches the graph of another one that has run."""
 
 _T = TypeVar("_T")
 
@@ -92,13 +95,6 @@ class _StepKind:
     schedule: Schedule | None = None
     trial: Trial[StepPlan] | None = None
     num_steps: int = 0
-    num_diverged: int = 0
-    """Steps with microbatches that diverged from the record."""
-    num_conflicting: int = 0
-    numbers: Hashable = ()
-    """Python's numbers among the arguments of the step that was recorded."""
-    depends_on_numbers: bool = False
-    """Whether those decide what is called: then steps with other numbers are other kinds of step."""
     footprint: int = 0
     """The sizes of the blocks of host memory that one microbatch's activations take."""
 
@@ -113,9 +109,9 @@ class Executor:
         self.recorder: ActionRecorder | None = None
         """Called after every action, in the order in which they ran; None costs nothing."""
         self._policy = policy
-        self._coroutines: dict[int, MicrobatchCoroutine] = {}
         self._kinds: dict[Hashable, _StepKind] = {}
         """What is known of kinds of step, the least recently used first."""
+        self._has_warned = False
 
     def record(self, on_action: ActionRecorder | None, on_message: MessageRecorder | None) -> None:
         """Call these for each action and each message from now on; None costs nothing."""
@@ -144,41 +140,33 @@ class Executor:
         return known
 
     def run(
-        self,
-        kind: Hashable,
-        body: Callable[[int], Any],
-        count: int,
-        before_last_backward: Callable[[], None],
-        numbers: Hashable = (),
+        self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
     ) -> list[Any]:
         """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
 
         Args:
             kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
             before_last_backward: called just before this rank's last backward of the step.
-            numbers: what may be different in another step of this kind; if it turns out to decide what is called, steps
-                with other numbers are of other kinds.
         """
         started = time.perf_counter()
         known = self._known(kind)
-        if known.depends_on_numbers:
-            known = self._known((kind, numbers))
         self.stage.output_specs = known.output_specs
         meter = Meter() if known.num_steps == _REPLAN_AFTER - 1 else None
         step = _StepRunner(self.stage, body, count, before_last_backward, self.recorder, meter)
-        self._coroutines = step.coroutines
         self.stage.begin_step(step.microbatches)
         if not known.is_recorded:
             # Record the first microbatch of this kind: its forward runs straight through all ranks.
             microbatch = step.microbatches[0]
-            microbatch.state_tracker = ModuleStateTracker(self.stage.modules, self.stage.container_modules)
+            kept = _kept_tensors(self.stage)
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.run_forward(0)
             # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
             reserve(self.stage, step.outputs[0], count)
             known.footprint = offloader.current().footprint()
-            known.plan, known.is_recorded = self._make_plan(known, microbatch, count), True
-            known.numbers = numbers
+            _refuse_kept_tensors(kept, microbatch)
+            schedule = self._policy.schedule(graph_of(microbatch), count)
+            check(schedule)
+            known.plan, known.is_recorded = StepPlan.of(microbatch, schedule), True
             self._reserve_host_memory(known, known.plan, count)
             self.stage.transport.connect(microbatch.transfers)
         plan = known.plan if known.trial is None else known.trial.next
@@ -195,14 +183,8 @@ class Executor:
         known.num_steps += 1
         if known.trial is not None:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
-        has_diverged = True in [microbatch.diverged for microbatch in step.microbatches]
-        if has_diverged or known.num_diverged:
-            self.stage.hints.count_unscheduled(microbatch.departure for microbatch in step.microbatches)
-        if has_diverged:
-            self._record_again(known, numbers)
-        elif known.num_conflicting == 1 and plan is None:
-            # Record the second step too: what modules make only once (a table of positions) is no conflict there.
-            known.is_recorded = False
+        if True in [microbatch.diverged for microbatch in step.microbatches]:
+            self._give_up_schedule(known, step.microbatches)
         elif plan is not None:
             self._choose_next_plan(known, plan, meter, time.perf_counter() - started)
         return outputs
@@ -212,17 +194,15 @@ class Executor:
         live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
         offloader.current().reserve(known.footprint * live)
 
-    def _record_again(self, known: _StepKind, numbers: Hashable) -> None:
-        """Record a step again whose microbatches have diverged: perhaps it has changed for good."""
+    def _give_up_schedule(self, known: _StepKind, microbatches: Sequence[Microbatch]) -> None:
+        """Let steps of a kind run in program order for good: a microbatch has left the record."""
         # Nothing will ever arrive in the receives that were posted for the record's transfers.
-        self.stage.transport.abandon(len(self.stage.microbatches))
-        known.trial = None
-        known.plan = None
-        if numbers != known.numbers:
-            known.depends_on_numbers = True
-            return
-        known.num_diverged += 1
-        known.is_recorded = known.num_diverged >= _MAX_DIVERGED_STEPS
+        self.stage.transport.forget_posted(len(microbatches))
+        known.trial = known.plan = None
+        if not self._has_warned:
+            self._has_warned = True
+            how, line = next(each.departure for each in microbatches if each.departure is not None)
+            warn_user(_UNSCHEDULED.format(how=how), line or script_line())
 
     def _choose_next_plan(self, known: _StepKind, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
         """Choose the plan of the next step of this kind: the next of a trial, or a new one from measured times."""
@@ -235,32 +215,47 @@ class Executor:
             if schedule is not plan.schedule:
                 known.trial = Trial(plan, replace(plan, schedule=schedule), seconds)
 
-    def abandon(self, *, on_all_ranks: bool) -> None:
-        """Forget a step that an exception ended.
 
-        Args:
-            on_all_ranks: whether it ended on all ranks, or on this one alone.
-        """
-        for coroutine in self._coroutines.values():
-            coroutine.abandon()
-        self._coroutines = {}
-        for known in self._kinds.values():
-            known.trial = None  # the step that was tried has no time: the schedules before it stay
-        Current.microbatch = None
-        self.stage.inside_unit = False
-        self.stage.transport.abandon(len(self.stage.microbatches), on_all_ranks=on_all_ranks)
+def _kept_tensors(stage: StageContext) -> dict[tuple[str, str], tuple[torch.Tensor, int]]:
+    """Return the tensors that modules of this rank have as attributes, neither weights nor buffers, with versions.
 
-    def _make_plan(self, known: _StepKind, microbatch: Microbatch, count: int) -> StepPlan | None:
-        """Return the plan of a kind of step from its first microbatch, None if it must run in program order."""
-        if conflicts := gather_conflicts(microbatch, self.stage):
-            known.num_conflicting += 1
-            # Warn the second time only: what changes in the first step may have been made there once and for all.
-            if known.num_conflicting > 1:
-                warn_of_conflicts(conflicts)
-            return None
-        schedule = self._policy.schedule(graph_of(microbatch), count)
-        check(schedule)
-        return StepPlan.of(microbatch, schedule)
+    What torch's hooks make of weights before each call (`weight` of `weight_g` and `weight_v`) is left out.
+    """
+    return {
+        (name, key): (value, version_of(value))
+        for name, module in stage.modules.items()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not any(weight.startswith(f"{key}_") for weight in module._parameters)
+    }
+
+
+def _refuse_kept_tensors(before: dict[tuple[str, str], tuple[torch.Tensor, int]], microbatch: Microbatch) -> None:
+    """Raise if a module keeps a tensor, and the microbatch visits this rank more than once: others run in between."""
+    stage = microbatch.stage
+    if microbatch.num_own_segments == 1:
+        return
+    for (name, key), (value, version) in _kept_tensors(stage).items():
+        known, known_version = before.get((name, key), (None, 0))
+        if value is not known or version != known_version:
+            stage.failed_alone = True
+            raise UsageError(
+                f"`{name}.{key}`, a tensor that is neither a weight nor a buffer, changed in a microbatch that visits"
+                f" pipeline rank {stage.rank} {microbatch.num_own_segments} times: other microbatches run in between,"
+                " and would see it",
+                hint="hand it on as an argument and a result of the forward, or put the calls between which it stays"
+                " into one module on one rank (smp.set_partition); let a table that never changes be a buffer",
+            )
+
+
+def _refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
+    """Raise UsageError in place of torch's error where a module has kept a tensor with its graph between segments."""
+    if isinstance(error, RuntimeError) and _BACKWARD_TWICE in str(error) and microbatch.num_own_segments > 1:
+        raise UsageError(
+            "backward came twice through the same graph, and the microbatch visits this pipeline rank more than once:"
+            " a module keeps a tensor that needs gradients from one visit to the next (a hidden state, a cache)",
+            hint="return it from the module's forward and hand it back as an argument, as nn.LSTM does, or put the"
+            " calls into one module on one rank (smp.set_partition)",
+        ) from error
 
 
 class _StepRunner:
@@ -393,7 +388,7 @@ class _StepRunner:
     def _keep_output(self, index: int, output: Any) -> None:
         """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
         self.outputs[index] = output
-        self.microbatches[index].end_forward()
+        self.microbatches[index].end_forward(output)
         if len(self.outputs) == len(self.microbatches):
             self._is_output_broadcast_due = True
             segments = [each.segments[self.stage.rank] for each in self.microbatches]
@@ -464,7 +459,7 @@ class _StepRunner:
             add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
         if kind is not Kind.FORWARD:  # no rank but this one runs this backward
             self.stage.failed_alone = True
-        refuse_kept_graph(error, microbatch)
+        _refuse_kept_graph(error, microbatch)
 
     def _report(self, kind: Kind, segment: int, index: int, start_ns: int, waited_ns: int) -> None:
         """Report the times of an action to the recorder and the meter."""
@@ -475,10 +470,6 @@ class _StepRunner:
             self._meter.note(kind, segment, end_ns - start_ns - (self._transport.waited_ns - waited_ns))
         if self._recorder is not None:
             self._recorder(kind.value, segment, index, start_ns, end_ns)
-
-
-class _Abandoned(BaseException):
-    """Unwinds a suspended microbatch whose step has failed; no `except Exception` in user code may catch it."""
 
 
 class MicrobatchCoroutine:
@@ -502,7 +493,6 @@ class MicrobatchCoroutine:
         self._context = contextvars.copy_context()
         self._resumed = threading.Semaphore(0)
         self._yielded = threading.Semaphore(0)
-        self._abandoned = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="smpkit-microbatch", daemon=True)
 
@@ -524,25 +514,13 @@ class MicrobatchCoroutine:
         self._yielded.release()
         if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
             raise DeadlineError("a suspended microbatch was never resumed")
-        if self._abandoned:
-            raise _Abandoned
         self._random.restore(kept)
-
-    def abandon(self) -> None:
-        """End the thread: its step has failed. The body's `finally` blocks run."""
-        if self._thread.is_alive() and not self.done:
-            self._abandoned = True
-            self._resumed.release()
-            self._thread.join(timeout=10)
 
     def _main(self) -> None:
         self._resumed.acquire()
         try:
-            if not self._abandoned:
-                with self._torch_thread_state():
-                    self.output = self._context.run(self._body)
-        except _Abandoned:
-            pass
+            with self._torch_thread_state():
+                self.output = self._context.run(self._body)
         except BaseException as error:
             self._error = error  # `resume` raises it in the thread that waits
         self.done = True
@@ -554,7 +532,7 @@ def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.Abstrac
 
     Torch has no public function for it; its autograd engine copies such state in C++ (`at::ThreadLocalState`).
     """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
     kinds = {device.type, "cpu"}
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     caches = torch.is_autocast_cache_enabled()
@@ -577,8 +555,6 @@ def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.Abstrac
             torch.autocast_increment_nesting()
         with contextlib.ExitStack() as stack:
             stack.enter_context(devices.on_stream(stream))
-            if inference:
-                stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(hooked())
             # Push modes last: what the lines above do is not an operation of the step.

@@ -26,9 +26,9 @@ from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of_unwrapped, tensors_in
 from smpkit.torch.pipeline.backward import mutable_alias
+from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.mutation import MutationInfo, TrackedArguments, apply_mutations
 from smpkit.torch.pipeline.output_specs import MISSING, make_placeholders
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
@@ -40,7 +40,6 @@ from smpkit.torch.placement.placement import pp_ranks_by_parameter
 __all__ = ["record_on_fakes"]
 
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def record_on_fakes(
@@ -143,9 +142,9 @@ class _FakeMicrobatch(Microbatch):
     def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
         if not tensor.copies or id(tensor) not in self._sent_values:
             self._sent_values[id(tensor)] = tensor, len(self.numbers)
-        return self._send(tensor, target, spec, self._sent_values[id(tensor)][1])
+        return self._count_and_send(tensor, target, spec, self._sent_values[id(tensor)][1])
 
-    def _send(self, tensor: StageTensor, target: int, spec: TensorSpec, number: int) -> StageTensor:
+    def _count_and_send(self, tensor: StageTensor, target: int, spec: TensorSpec, number: int) -> StageTensor:
         self.numbers.append(number)
         return super()._transfer(tensor, target, spec)
 
@@ -182,8 +181,7 @@ class _FakeMicrobatch(Microbatch):
             self.stage.output_specs.remember(call, *found)
         with _NoTorchFunction():
             result = make_placeholders(call.output_spec, self.stage.device, owner)
-            if call.mutation_info is not None:
-                apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
+            self.changes.apply(call.changes, owner, name, caller_args, (args, kwargs))
         return result
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -193,13 +191,13 @@ class _FakeMicrobatch(Microbatch):
         number = len(self.numbers)
         for rank in range(self.stage.size):
             if rank != tensor.owner:
-                self._send(tensor, rank, tensor.spec.without_gradient, number)
+                self._count_and_send(tensor, rank, tensor.spec.without_gradient, number)
         return torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device=self.stage.device)
 
     def _run_on_fakes(
-        self, function: Callable[..., Any], given: _Arguments, *, changes_first: bool
-    ) -> tuple[Any, MutationInfo | None]:
-        """Run a call; return its output spec, and what it does to its arguments."""
+        self, function: Callable[..., Any], given: Arguments, *, changes_first: bool
+    ) -> tuple[Any, tuple[Change, ...]]:
+        """Run a call; return its output spec, and which arguments it changes in place."""
         fakes: dict[int, torch.Tensor] = {}
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,11 +208,13 @@ class _FakeMicrobatch(Microbatch):
             return fakes[id(tensor)]
 
         args, kwargs = map_tensors(fake, given)
-        tracked = TrackedArguments(tensors_in((args, kwargs)), changes_first=changes_first)
+        tensors = tensors_in((args, kwargs))
+        versions = versions_of(tensors)
         with self._inside_unit():
             output = function(*args, **kwargs)
         with _NoTorchFunction():
-            return map_tensors(spec_of_unwrapped, output), tracked.mutation_info(tensors_in(output))
+            changes = changed_arguments(tensors, versions, changes_first=changes_first)
+            return map_tensors(spec_of_unwrapped, output), changes
 
     @contextlib.contextmanager
     def _inside_unit(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from smpkit.torch.core.tensor_spec import (
     tensors_in,
     version_of,
 )
-from smpkit.torch.pipeline.mutation import MutationInfo, TrackedArguments
+from smpkit.torch.pipeline.output_specs import MISSING
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
 __all__ = ["infer_output", "with_strides_of"]
@@ -103,10 +103,10 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def infer_output(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[Any, MutationInfo | None] | None:
-    """Return the output spec of an operation between units, and which arguments its result aliases.
+) -> Any:
+    """Return the output spec of an operation between units, which changes no argument.
 
-    Returns None where that takes the data of the arguments, on all ranks alike.
+    Returns MISSING where that takes the data of the arguments, on all ranks alike.
 
     Args:
         args, kwargs: stage tensors, tensors that every rank holds, and anything else.
@@ -126,19 +126,16 @@ def infer_output(
     try:
         with without_dispatch_modes(), _without_hooks():
             given = map_tensors(shadow, (args, kwargs))
-            tracked = TrackedArguments(_inner_of(given), changes_first=False)
             output = function(*given[0], **given[1])
-            found = tensors_in(output)
-            if not all(type(tensor) is _Shadow for tensor in found):
-                return None
-            mutation_info = tracked.mutation_info(_inner_of(found))
-        if any(map(version_of, shadows.values())) or (mutation_info is not None and len(shadows) > 1):
-            return None  # which other arguments lie in the memory that is changed or returned, the specs do not say
-        return map_tensors(spec_of_unwrapped, output), mutation_info
+            if any(type(tensor) is not _Shadow for tensor in tensors_in(output)):
+                return MISSING
+        if any(map(version_of, shadows.values())):
+            return MISSING
+        return map_tensors(spec_of_unwrapped, output)
     except Exception:
         # No kernel for tensors without data, or a result whose shape depends on them. If the operation itself is
         # wrong, its owner will say so.
-        return None
+        return MISSING
 
 
 def _without_hooks() -> contextlib.AbstractContextManager[object]:
@@ -150,10 +147,6 @@ def _without_hooks() -> contextlib.AbstractContextManager[object]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _inner_of(value: Any) -> list[torch.Tensor]:
-    return [tensor.on_meta if type(tensor) is _Shadow else tensor for tensor in tensors_in(value)]
 
 
 def with_strides_of(specs: Iterator[TensorSpec], output: Any) -> Any:

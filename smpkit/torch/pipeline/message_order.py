@@ -51,10 +51,8 @@ class TransferRecord:
     """The transfers of the first microbatch of a kind, which the schedule and later microbatches follow."""
 
     transfers: tuple[P2PTransfer, ...]
-    mutated: frozenset[int]
+    changed: frozenset[int]
     """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
-    has_mutations: bool
-    """Whether any call has changed its arguments in place: then received values must allow in-place changes."""
 
 
 @dataclass(frozen=True)

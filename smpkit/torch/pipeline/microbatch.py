@@ -37,16 +37,19 @@ from smpkit.torch.core.tensor_spec import (
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
+from smpkit.torch.pipeline.changes import (
+    Arguments,
+    Change,
+    ValueChanges,
+    changed_arguments,
+    changed_through_view_error,
+    changes_in_place,
+    held_everywhere_error,
+    unrecorded_change_error,
+    versions_of,
+)
 from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
-from smpkit.torch.pipeline.mutation import (
-    TrackedArguments,
-    apply_mutations,
-    changes_in_place,
-    stale_alias_error,
-    tracking_writes,
-    unrecorded_mutation_error,
-)
 from smpkit.torch.pipeline.output_specs import (
     MISSING,
     CachedCall,
@@ -60,12 +63,10 @@ from smpkit.torch.pipeline.output_specs import (
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
-from smpkit.torch.pipeline.step_hints import Departure
-from smpkit.torch.pipeline.units import owner_of_operation
+from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
     from smpkit.torch.core.module_call import CallWrapper
-    from smpkit.torch.pipeline.module_state import ModuleStateTracker
     from smpkit.torch.pipeline.stage_context import StageContext
 
 __all__ = ["Microbatch"]
@@ -73,20 +74,10 @@ __all__ = ["Microbatch"]
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 """Around the engine's own questions to tensors, which are not operations of the step."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
-"""Torch's error for an in-place change of a received value, or of a view of one."""
-
-_T: Final = torch.Tensor
-_BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
-"""Questions whose answer usually decides a branch, so that another microbatch may take another path."""
-
-_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or call the same layers in each branch"
-_SHAPES_ADVICE: Final = (
-    'hand the same layers the same shapes in each step (padding, or `reduction="none"` times the mask), or '
-    "put the code whose shapes depend on the data into one torch.nn.Module"
-)
+def _described(transfer: P2PTransfer) -> str:
+    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
+    return f"{transfer.spec} from rank {transfer.source} to rank {transfer.target}{user}"
 
 
 class Microbatch:
@@ -102,17 +93,13 @@ class Microbatch:
     """The transfers that it should make; None if it is the first of its kind, or each may differ."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
-    departure: Departure | None = None
-    """Why it has diverged, or may: Python has asked for a value that a branch may depend on."""
-    has_mutations = False
-    """Whether a call has changed its arguments in place, on whichever rank."""
+    departure: tuple[str, ScriptLine | None] | None = None
+    """How it has diverged, and at which line of the script; no line: at the end of the step."""
     has_backward = False
     released = False
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
     """Called where a new segment begins: lets other work of this rank go first."""
-    state_tracker: ModuleStateTracker | None = None
-    """Compares the state of modules where a new segment begins; None once that is known."""
     unit_wrapper: CallWrapper | None = None
     """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
     _weights: StageParameters | None = None
@@ -135,6 +122,7 @@ class Microbatch:
         """By rank, whether it has sent in its present segment: its next receive begins a new one."""
         self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
         """While this microbatch is recorded: number, value and version of all that this rank has sent."""
+        self.changes = ValueChanges(stage, self.segments)
         self.backward_work = BackwardWork(stage.transport, index)
 
     @property
@@ -170,8 +158,11 @@ class Microbatch:
         if not targets:
             return self.run_plain_operation(func, name, args, kwargs, mode)
         self._check_between_units(name)
-        if not all(isinstance(each, StageTensor) for each in targets):
-            return self._change_everywhere(func, name, args, kwargs, targets)
+        for target in targets:
+            if id(target) in self.stage.parameter_owners:
+                raise parameter_change_error(name, target)
+            if type(target) is not StageTensor:
+                raise held_everywhere_error(name, target)
         result = self.run_on_owner(targets[0].owner, func, name, func, args, kwargs, changes_first=changes)
         return targets[0] if isinstance(result, StageTensor) else result
 
@@ -192,33 +183,6 @@ class Microbatch:
                 hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors;"
                 " make a weight in the module that uses it",
             )
-
-    def _change_everywhere(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: Sequence[torch.Tensor],
-    ) -> Any:
-        """Change tensors that every rank holds (running averages) by values of one rank, which broadcasts the result.
-
-        Raises:
-            UsageError: not every rank holds them, or the values need gradients.
-        """
-        for each in targets:
-            if id(each) in self.stage.parameter_owners:
-                raise parameter_change_error(name, each)
-        needs_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs)))
-        if needs_gradients or any(isinstance(each, StageTensor) for each in targets):
-            raise UsageError(
-                f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
-                hint="write `x = x + y` instead of `x += y`, or let the module that does it be placed as a whole"
-                " (smp.set_partition); running averages are changed under torch.no_grad()",
-            )
-        owner = owner_of_operation(args, kwargs, self.stage)
-        result = self.run_on_owner(owner, func, name, func, args, kwargs, changes_first="out" not in kwargs)
-        return None if result is None else kwargs.get("out", targets[0])
 
     def run_on_owner(
         self,
@@ -275,8 +239,8 @@ class Microbatch:
                     result = make_stage_tensor(spec, stage.device, owner)
                 else:
                     result = make_placeholders(spec, stage.device, owner)
-                if call.mutation_info is not None:
-                    apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
+                if call.changes:
+                    self.changes.apply(call.changes, owner, name, caller_args, (args, kwargs))
                 return result
         return self._run_call(call, name, function, caller_args, (args, kwargs), stream, is_unit, changes_first)
 
@@ -294,17 +258,11 @@ class Microbatch:
         """Run a call that this rank owns; see `run_on_owner`."""
         stage, owner = self.stage, self._rank
         with _NoTorchFunction():
-            if self.state_tracker is not None:
-                self.state_tracker.on_call(call.key[0])
             if stream:
                 self.backward_work.units[self.segments[owner]].append(name)
             # Only after all transfers: a receive may have begun a segment, in which older values are detached.
-            if call.output_spec is MISSING or (call.mutation_info is not None and call.mutation_info.mutated):
-                self._make_mutable(owner_args)
             args, kwargs, tensors = self._as_local_data(call, *owner_args)
-            arguments = TrackedArguments(tensors, changes_first=changes_first)
-            if call.output_spec is MISSING and torch.is_inference_mode_enabled():
-                function = tracking_writes(function, arguments)  # inference tensors have no version counters
+            versions = versions_of(tensors)
             kept = None if stream is None else stage.random.enter(name, stream)
         try:
             stage.inside_unit = is_unit
@@ -314,21 +272,20 @@ class Microbatch:
                 if kept is not None:
                     stage.random.leave(kept)
             with _NoTorchFunction():
-                known = call.output_spec if call.mutation_info is None else None
+                known, has_changed = call.output_spec, changes_first or versions != versions_of(tensors)
                 # Most calls return what is known, and nothing else happens.
-                if type(output) is torch.Tensor and spec_of_unwrapped(output) is known and arguments.are_apart(output):
+                if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
                     return make_stage_tensor(known, stage.device, owner, output, self.segments[owner])
-                result = self._publish_output(call, name, output, arguments)
-        except Exception as error:
+                changes = changed_arguments(tensors, versions, changes_first=changes_first) if has_changed else ()
+                result = self._publish_output(call, name, output, changes)
+        except Exception:
             stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
-            if isinstance(error, RuntimeError) and _LEAF_CHANGED in str(error):
-                self._refuse_change(name, tensors, error)
             raise
         finally:
             stage.inside_unit = False
-        if call.mutation_info is not None:
+        if call.changes:
             with _NoTorchFunction():
-                apply_mutations(call.mutation_info, self, owner, name, caller_args, owner_args, result, tensors)
+                self.changes.apply(call.changes, owner, name, caller_args, owner_args, tensors)
         return result
 
     def _describe_call(
@@ -338,6 +295,8 @@ class Microbatch:
 
         Returns the call, and the arguments as `owner` has them.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise vmap_error(self._consumer)
         key = [target, *mode_key]
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -362,12 +321,16 @@ class Microbatch:
             function: what every rank may run on tensors without data, if anything.
         """
         output_specs = self.stage.output_specs
-        if function is not None and (inferred := infer_output(function, args, kwargs, self.stage.device)) is not None:
-            output_specs.remember_inferred(call, *inferred)
+        if function is not None:
+            inferred = infer_output(function, args, kwargs, self.stage.device)
+            if inferred is not MISSING:
+                output_specs.remember_inferred(call, inferred)
+                return
+        if self.record is not None and not self.diverged and output_specs.expect_other_floats(call):
             return
         # All ranks must reach a broadcast in program order. While other work ran in `_diverge`, another microbatch may
         # have made the same call.
-        self._diverge()
+        self._diverge(f"`{self._consumer}` was called in a way in which the first one did not call it")
         output_specs.look_up(call)
 
     def _usual_arguments(self, call: CachedCall, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -402,7 +365,7 @@ class Microbatch:
     ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
-        if call.has_tensors_only:  # most calls: no need to look into containers
+        if call.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
             segment = self.segments[self._rank]
             for part in args:
                 if type(part) is StageTensor and part.segment == segment and part.value is not None:
@@ -427,42 +390,31 @@ class Microbatch:
                 return self.backward_work.cut(tensor, 0, segment)
             return tensor
         value = tensor.value
-        if value is None:
-            raise stale_alias_error(tensor)
+        assert value is not None, "only the owner of a value is asked for its data"
+        if self.changes.missed:
+            self.changes.check(value)
         if tensor.segment != segment and value.requires_grad:
             return self.backward_work.cut(value, tensor.segment, segment)
         return value
 
-    def _make_mutable(self, given: Any) -> None:
-        """Allow a call to change received values in place."""
-        segment = self.segments[self._rank]
-        for tensor in tensors_in(given):
-            if type(tensor) is StageTensor and (value := tensor.value) is not None and value.is_leaf:
-                tensor.value = self.backward_work.make_mutable(value, segment)
-
-    def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
+    def _publish_output(self, call: CachedCall, name: str, output: Any, changes: tuple[Change, ...]) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
         known, is_one = call.output_spec, type(output) is torch.Tensor
-        is_new = known is MISSING
         if call.is_inferred and not (is_one and output.stride() == known.stride):
             output = with_strides_of(iter(specs_in(known)), output)
-        tensors = [output] if is_one else tensors_in(output)
-        if is_new and any(tensor.is_nested for tensor in tensors):
+        if known is MISSING and any(tensor.is_nested for tensor in tensors_in(output)):
             raise UsageError(
                 f"`{name}` returned a nested tensor, which has no shape that other pipeline ranks could know",
                 hint="make it and use it in one torch.nn.Module, or return its values and offsets",
             )
-        if not is_new and (unrecorded_aliases := arguments.unrecorded_aliases(call.mutation_info, name, tensors)):
-            # The other ranks know of no alias here: copy the result, so that it has memory of its own.
-            output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in unrecorded_aliases else tensor, output)
         stage_tensors = map_tensors(
             lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
         )
         output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
-        if is_new:
-            self.stage.output_specs.remember(call, output_spec, arguments.mutation_info(tensors))
-            self.stage.transport.broadcast_object((output_spec, call.mutation_info))
+        if known is MISSING:
+            self.stage.output_specs.remember(call, output_spec, changes)
+            self.stage.transport.broadcast_object((output_spec, changes))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
                 f"`{name}` returned {describe_difference(known, output_spec)} for arguments of the same shapes",
@@ -470,27 +422,15 @@ class Microbatch:
                 " makes and the code that uses them into one torch.nn.Module, which is placed as a whole, or return"
                 " numbers as tensors",
             )
+        for change in changes:
+            if change not in call.changes:
+                raise unrecorded_change_error(name, change)
         return stage_tensors
-
-    def _refuse_change(self, name: str, tensors: Sequence[torch.Tensor], error: RuntimeError) -> None:
-        """Raise if torch's error comes from an in-place change of a received value that the record does not know."""
-        segment = self.segments[self._rank]
-        for number, tensor in enumerate(tensors):
-            if self.backward_work.is_received(tensor if tensor._base is None else tensor._base, segment):
-                raise unrecorded_mutation_error(name, number, spec_of_unwrapped(tensor)) from error
 
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
-        if func in _BRANCHING:
-            self.note_dynamic(f"`{func.__name__}` asks for the value of a tensor, on which a branch may depend")
-        self.stage.hints.count_python_value(func)
         args, kwargs = map_tensors(self.replicate, (args, kwargs))
         return func(*args, **kwargs)
-
-    def note_dynamic(self, why: str) -> None:
-        """Note that another microbatch may take another path."""
-        if self.departure is None:
-            self.departure = Departure(why, _BRANCH_ADVICE, script_line())
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -500,18 +440,23 @@ class Microbatch:
             return tensor
         if (grad_fn := tensor.grad_fn) is not None:
             refuse_foreign_graph(grad_fn)
+        tensor.refuse_stale()
         if tensor.owner == owner:
             return tensor
         copy = tensor.copies.get(owner)
         if copy is None:
             copy = self._transfer(tensor, owner, tensor.spec)
             tensor.copies = {**tensor.copies, owner: copy}
+        elif tensor.value is not None and tensor.sent_version != version_of(tensor.value):
+            self.stage.failed_alone = True  # no other rank knows what lies in the same memory
+            raise changed_through_view_error(tensor, owner)
         return copy
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value on every rank, without its graph."""
         if type(tensor) is not StageTensor:
             return tensor
+        tensor.refuse_stale()
         spec = tensor.spec.without_gradient
         copies = [self._transfer(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.owner]
         mine = tensor if tensor.owner == self.stage.rank else next(c for c in copies if c.owner == self.stage.rank)
@@ -520,7 +465,7 @@ class Microbatch:
 
     def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
         """Send a value from its owner to `target`; all ranks call this alike, and count segments and transfers."""
-        stage, source, spec = self.stage, tensor.owner, spec.as_sent
+        source, spec = tensor.owner, spec.as_sent
         self.call_trace.append(f"a transfer of {spec} from rank {source} to rank {target}")
         begins_segment = self._sent[target]  # see [Note: segments]
         if begins_segment:
@@ -529,45 +474,53 @@ class Microbatch:
         self._sent[source] = True
         transfer = self._next_transfer(source, target, spec)
         self.transfers.append(transfer)
-        record = None if self.diverged else self.record
         if source == self._rank:
-            value = self._local_value(tensor)
-            # Send first, since the target waits for it; the bookkeeping can come later.
-            sent = value.detach()
-            if record is None:
-                stage.transport.announce(self.index, transfer)
-            # The value may be changed in place while it travels, unless the record says that it is not.
-            is_unchanged = record is not None and transfer.number not in record.mutated
-            if not is_unchanged:
-                self._sent_versions.append((transfer.number, sent, version_of(sent)))
-            stage.transport.send(sent, self.index, transfer, copy=not is_unchanged)
-            if spec.requires_grad:
-                self.backward_work.add_send(value, transfer, self.segments[source])
-        elif target == self._rank and begins_segment:
-            if self.state_tracker is not None:
-                self.state_tracker.cut()
-            if self.before_wait is not None:
-                self.before_wait()  # let other microbatches run instead of waiting for this value
-        segment = self.segments[target]
-        received = make_stage_tensor(spec, stage.device, target, None, segment)
+            self._send(tensor, transfer)
+        elif target == self._rank and begins_segment and self.before_wait is not None:
+            self.before_wait()  # let other microbatches run instead of waiting for this value
+        copy = make_stage_tensor(spec, self.stage.device, target, None, self.segments[target])
         if target == self._rank:
-            use = None
-            if self._in_hooks:
-                self.unsplittable.add(segment)
-            if record is None and not spec.text.startswith(text := stage.transport.announced(self.index, transfer)):
+            self.changes.note_received(copy)
+            copy.value = self._receive(transfer)
+        return copy
+
+    def _send(self, tensor: StageTensor, transfer: P2PTransfer) -> None:
+        transport, record = self.stage.transport, None if self.diverged else self.record
+        value = self._local_value(tensor)
+        if value.requires_grad is not tensor.spec.requires_grad:
+            self.stage.failed_alone = True  # no other rank knows what lies in the same memory
+            raise changed_through_view_error(tensor, transfer.target)
+        # Send first, since the target waits for it; the bookkeeping can come later.
+        sent = value.detach()
+        if record is None:
+            transport.announce(self.index, transfer)
+        # The value may be changed in place while it travels, unless the record says that it is not.
+        is_unchanged = record is not None and transfer.number not in record.changed
+        if not is_unchanged:
+            self._sent_versions.append((transfer.number, sent, version_of(sent)))
+        transport.send(sent, self.index, transfer, copy=not is_unchanged)
+        tensor.sent_version = version_of(sent)
+        if transfer.spec.requires_grad:
+            self.backward_work.add_send(value, transfer, transfer.source_segment)
+
+    def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
+        stage, spec, segment = self.stage, transfer.spec, self.segments[self._rank]
+        if self._in_hooks:
+            self.unsplittable.add(segment)
+        if self.diverged or self.record is None:
+            text = stage.transport.announced(self.index, transfer)
+            if not spec.text.startswith(text):
                 stage.failed_alone = True  # the sender has got its message off, and waits for others
                 raise UsageError(
-                    f"pipeline rank {source} sends {text} for `{self._consumer}` in microbatch {self.index}, where"
-                    f" pipeline rank {target} expects {spec}",
+                    f"pipeline rank {transfer.source} sends {text} for `{self._consumer}` in microbatch {self.index},"
+                    f" where pipeline rank {self._rank} expects {spec}",
                     hint="a step runs on every pipeline rank, and what it does between layers (a slice, say) must not"
                     " depend on the rank or on data of its own",
                 )
-            if spec.requires_grad:
-                # A leaf cannot be changed in place: allow it unless the record says that no call does so.
-                is_mutable = record is None or record.has_mutations
-                use = partial(self.backward_work.add_receive, transfer=transfer, segment=segment, is_mutable=is_mutable)
-            received.value = stage.transport.receive(self.index, transfer, use)
-        return received
+        use = None
+        if spec.requires_grad:
+            use = partial(self.backward_work.add_receive, transfer=transfer, segment=segment)
+        return stage.transport.receive(self.index, transfer, use)
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the next transfer of the record; diverge where that is another one, or there is none."""
@@ -580,7 +533,9 @@ class Microbatch:
                 and (known.spec is spec or known.spec == spec)
             ):
                 return known
-            self._diverge()
+            expected = "nothing more" if known is None else _described(known)
+            made = P2PTransfer(number, source, target, 0, 0, spec, self._consumer)
+            self._diverge(f"it sent {_described(made)}, where the first one sent {expected}")
         if record is not None:
             # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
             number += len(record.transfers)
@@ -593,35 +548,31 @@ class Microbatch:
             )
         return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, self._consumer)
 
-    def _diverge(self) -> None:
+    def _diverge(self, how: str) -> None:
         """Diverge from the record, and first run everything that follows it."""
         if self.record is not None and not self.diverged:
-            self._leave_record(script_line())
+            self._leave_record(how, script_line())
             if self.before_wait is not None:
                 self.before_wait()
 
-    def _leave_record(self, line: ScriptLine | None) -> None:
-        self.diverged = True
-        if self.stage.random.reads_after_draw:
-            self.note_dynamic("a random number is drawn between layers and read by Python")
-        self.departure = self.departure or Departure(
-            "other values go between pipeline ranks than when this step was recorded", _SHAPES_ADVICE, line
-        )
+    def _leave_record(self, how: str, line: ScriptLine | None) -> None:
+        self.diverged, self.departure = True, (how, line)
         self.stage.transport.leave_channels()
 
-    def end_forward(self) -> None:
-        """Note that the code of this microbatch has run to its end."""
+    def end_forward(self, output: Any) -> None:
+        """Note that the code of this microbatch has run to its end, and what it has returned."""
+        self.changes.end(output)
         # An entry of its own, so that a rank whose program ends earlier than its neighbour's is reported.
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):
             # As `_diverge`, but no code is left that could wait for others.
-            self._leave_record(None)
+            self._leave_record("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
         """Return the transfers that this microbatch has made, for later ones to follow."""
-        mutated = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
+        changed = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
         self._sent_versions.clear()
-        return TransferRecord(tuple(self.transfers), frozenset(mutated), self.has_mutations)
+        return TransferRecord(tuple(self.transfers), frozenset(changed))
 
     # --- backward and the end ------------------------------------------------------------------------------------
 
@@ -641,6 +592,7 @@ class Microbatch:
                 owner = 0
                 if isinstance(root, StageTensor):
                     owner = root.owner
+                    root.refuse_stale()
                     if root.grad_fn is not None:
                         refuse_foreign_graph(root.grad_fn)
                 start = None if grad is None else self._transfer_once(grad, owner)

@@ -1,7 +1,7 @@
 """What calls return, so that ranks which do not run a call can go on without waiting for it.
 
 Others make placeholders from the *output spec* of the call: the result with a TensorSpec in place of each tensor, and
-how the call mutates or aliases its arguments (`mutation.py`). For a new kind of call, all ranks infer it alike if it is
+which arguments the call changes in place (`changes.py`). For a new kind of call, all ranks infer it alike if it is
 an operation (`inferred_outputs.py`); else the rank that runs the call broadcasts it. Equal kinds of call have equal
 keys: the module or operation, its mode, and the specs of its arguments.
 
@@ -31,7 +31,7 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, TensorSpec
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.pipeline.mutation import MutationInfo
+from smpkit.torch.pipeline.changes import Change
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
 __all__ = [
@@ -79,8 +79,8 @@ class CachedCall:
     key: tuple[Any, ...]
     """All that its result depends on."""
     output_spec: Any
-    mutation_info: MutationInfo | None
-    """What it does to its arguments."""
+    changes: tuple[Change, ...]
+    """The arguments that it changes in place."""
     arguments: tuple[Any, ...] | None
     """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     mode: Mode
@@ -150,9 +150,11 @@ class OutputSpecs:
     """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
-        self._inferred: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Change, ...]]] = {}
+        self._inferred: dict[tuple[Any, ...], Any] = {}
         """Apart from the others, since each rank can make them again at any time."""
+        self._with_other_floats: dict[tuple[Any, ...], tuple[Any, tuple[Change, ...]]] = {}
+        """Known calls by their keys without floats."""
         self.latest: dict[Any, CachedCall] = {}
         """By target; see [Note: the latest call]."""
 
@@ -162,15 +164,26 @@ class OutputSpecs:
 
     def look_up(self, call: CachedCall) -> None:
         """Look up the output spec of a call again: another of its kind may have run since its key was made."""
-        call.output_spec, call.mutation_info = self._known.get(call.key, (MISSING, None))
+        call.output_spec, call.changes = self._known.get(call.key, (MISSING, ()))
 
-    def remember(self, call: CachedCall, output_spec: Any, mutation_info: MutationInfo | None) -> None:
-        """Keep what a call of a new kind returns and does."""
-        self._known[call.key] = call.output_spec, call.mutation_info = output_spec, mutation_info
+    def remember(self, call: CachedCall, output_spec: Any, changes: tuple[Change, ...]) -> None:
+        """Keep what a call of a new kind returns and changes."""
+        self._known[call.key] = call.output_spec, call.changes = output_spec, changes
+        self._with_other_floats[_without_floats(call.key)] = output_spec, changes
 
-    def remember_inferred(self, call: CachedCall, output_spec: Any, mutation_info: MutationInfo | None) -> None:
-        """Keep what a call returns and does that no rank has run yet."""
-        self._inferred[call.key] = call.output_spec, call.mutation_info = output_spec, mutation_info
+    def expect_other_floats(self, call: CachedCall) -> bool:
+        """Expect of a call what another one has returned that had other floats (a temperature), if there was one.
+
+        They seldom decide shapes; if they do, the owner says so.
+        """
+        found = self._with_other_floats.get(_without_floats(call.key))
+        if found is not None:
+            call.output_spec, call.changes = found
+        return found is not None
+
+    def remember_inferred(self, call: CachedCall, output_spec: Any) -> None:
+        """Keep what a call returns that no rank has run yet, and that changes nothing."""
+        self._inferred[call.key] = call.output_spec = output_spec
         call.is_inferred = True
         if len(self._inferred) > MAX_INFERRED:
             del self._inferred[next(iter(self._inferred))]
@@ -182,12 +195,17 @@ class OutputSpecs:
             args: the arguments, if `key` describes nothing else.
         """
         arguments = None if args is None else _comparable(args)
-        known, inferred = self._known.get(key), self._inferred.get(key)
-        found = known or inferred or (MISSING, None)
-        is_inferred = known is None and inferred is not None
+        known, is_inferred = self._known.get(key), False
+        if known is None:
+            inferred = self._inferred.get(key, MISSING)
+            known, is_inferred = (inferred, ()), inferred is not MISSING
         tensors_only = arguments is not None and all(isinstance(part, torch.Tensor) for part in args or ())
-        call = self.latest[target] = CachedCall(key, *found, arguments, mode, is_inferred, tensors_only)
+        call = self.latest[target] = CachedCall(key, *known, arguments, mode, is_inferred, tensors_only)
         return call
+
+
+def _without_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([part for part in key if type(part) is not float])
 
 
 def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -51,11 +51,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-_log = logging.getLogger("smpkit")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _NUMBERS: Final = (int, float)
 """What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
+
+
+def _as_under_no_grad(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a method run as under torch.no_grad() where the script has entered torch.inference_mode()."""
+
+    @functools.wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        # Tensors of that mode do not count changes in place.
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return called
 
 
 class Pipeline:
@@ -91,7 +106,7 @@ class Pipeline:
         self.resumed: Assignment | None = None
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
-        """The error of a step that has failed on this rank and not on all of them."""
+        """The error that has ended a step."""
         # One rank of the job: where data is sharded wrongly, it is so everywhere.
         reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._input_broadcast = InputBroadcast(
@@ -103,6 +118,7 @@ class Pipeline:
         """The streams of random numbers, once the model is partitioned."""
         return None if self._executor is None else self._executor.stage.random
 
+    @_as_under_no_grad
     def broadcast_inputs(self, call: str, arguments: Any) -> Any:
         """Return the arguments of a step as pp_rank 0 has passed them, as in SMP v1.
 
@@ -112,12 +128,13 @@ class Pipeline:
 
         Raises:
             UsageError: pp_rank 0 has called something else, or passed an object that this rank lacks; or a step before
-                has failed on some ranks.
+                has ended with an exception.
         """
         if self._failure is not None:
             raise UsageError(
-                f"a step was called after one in which not all ranks had failed alike, here with {self._failure}",
-                hint="let such an exception end the script: the ranks have gone different ways",
+                f"a step was called after one that an exception had ended, on this rank {self._failure}",
+                hint="let such an exception end the script, and resume from a checkpoint: messages of that step are"
+                " still under way",
             )
         return self._input_broadcast.broadcast(call, arguments)
 
@@ -248,6 +265,7 @@ class Pipeline:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
+    @_as_under_no_grad
     def run(
         self,
         function: Hashable,
@@ -278,8 +296,7 @@ class Pipeline:
 
         versions = [tied.version for tied in self._tied]
         with random.training_step(training=self._root.training):
-            numbers = tuple([part for part in described if type(part) in _NUMBERS])
-            outputs = self._executor.run(kind, streamed, len(calls), self._before_last_backward, numbers)
+            outputs = self._executor.run(kind, streamed, len(calls), self._before_last_backward)
         for tied, version in zip(self._tied, versions, strict=True):
             if tied.version != version:
                 self._executor.stage.failed_alone = True
@@ -311,17 +328,13 @@ class Pipeline:
         microbatch.backward(roots, (None,) * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:
-        """Forget a step that an exception ended; report it to the other ranks if this rank has failed alone."""
-        self._input_broadcast.abandon()
+        """Note that an exception has ended a step; report it to the other ranks if this rank has failed alone."""
         if self._executor is None:
             return
-        is_of_others = isinstance(error, DeadlineError | RemoteError)
-        is_alone = is_of_others or self._executor.stage.failed_alone
-        self._executor.abandon(on_all_ranks=isinstance(error, Exception) and not is_alone)
-        if is_alone:
-            what = error.message if isinstance(error, SmpkitError) else error
-            self._failure = f"{type(error).__name__}: {what}"
-        if not is_of_others and self._failure is not None:
+        stage = self._executor.stage
+        Current.microbatch, stage.inside_unit = None, False
+        self._failure = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"
+        if stage.failed_alone and not isinstance(error, DeadlineError | RemoteError):
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
 

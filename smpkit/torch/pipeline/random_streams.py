@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
-from smpkit.torch.pipeline.mutation import changes_in_place
+from smpkit.torch.pipeline.changes import changes_in_place
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, is_operation
 
 __all__ = [
@@ -50,9 +50,6 @@ DRAWING: Final = frozenset(
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
 
-_RANDOM_SOURCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
-"""Functions whose result a branch may depend on (LayerDrop's coin)."""
-
 ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
 """Returns other positional arguments for an operation between units; None: those that it has."""
 
@@ -62,10 +59,6 @@ _Kept = tuple[Any, int | None]
 """What the end of a call needs: the mode that was taken away, and the caller's next seed."""
 _BENEATH: Final = object()
 """Instead of the mode, where it stays."""
-_PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
-
-_WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
-
 _MAX_NAMES: Final = 1 << 12
 
 _NOTHING: Final = contextlib.nullcontext()
@@ -93,10 +86,6 @@ class RandomStreams:
         self.step = 0
         self.active = False
         """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
-        self.has_drawn = False
-        """Whether code between units has drawn numbers in this microbatch."""
-        self.reads_after_draw = False
-        """Whether Python has read a tensor after that: a branch may depend on a random number."""
         self.num_closed = 0
         """How many calls run whose stream is closed although operations in them come to the mode."""
         self._mixed_step = 0
@@ -149,7 +138,6 @@ class RandomStreams:
 
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
-        self.has_drawn = self.reads_after_draw = False
         if self.active:
             self._go_on(self._seeds.open(mix(self._mixed_step, index)))
 
@@ -250,19 +238,16 @@ class _OperationStreams(TorchFunctionMode):
                 return microbatch.run_plain_operation(func, name, args, {})
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if on_stage_tensor and name not in _WATCHED:  # it needs no other arguments
+        if on_stage_tensor and name not in DRAWING:  # it needs no other arguments
             return StageTensor.__torch_function__(func, types, args, kwargs)
         if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
             args = replaced
-        if name not in _WATCHED or not random.active:
+        if name not in DRAWING or not random.active:
             # A shortcut: torch's dispatcher would call this next.
             if len(types) == 1 and types[0] is StageTensor:
                 return StageTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
-        random.has_drawn = random.has_drawn or name in _RANDOM_SOURCES
-        random.reads_after_draw = random.reads_after_draw or (random.has_drawn and name in _PYTHON_READS)
-        is_closed = random.num_closed or _CPU.initial_seed() & 1
-        if name not in DRAWING or is_closed:
+        if random.num_closed or _CPU.initial_seed() & 1:
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
 
@@ -275,7 +260,7 @@ def _plain_name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     if len(_PLAIN_NAMES) >= _MAX_NAMES:  # the functions that libraries make anew have no end
         _PLAIN_NAMES.clear()
-    is_plain = name not in _WATCHED and is_operation(func) and not changes_in_place(func, name, {})
+    is_plain = name not in DRAWING and is_operation(func) and not changes_in_place(func, name, {})
     _PLAIN_NAMES[func] = plain = name if is_plain else ""
     return plain
 

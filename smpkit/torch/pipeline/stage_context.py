@@ -12,7 +12,6 @@ from torch import nn
 from smpkit.torch.core import devices
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
-from smpkit.torch.pipeline.step_hints import StepHints
 from smpkit.torch.pipeline.transport import Transport
 
 if TYPE_CHECKING:
@@ -59,7 +58,8 @@ class StageContext:
         """Of calls in steps of the same kind as the one that runs, or ran last."""
         self.inside_unit = False
         """Whether a unit runs here now: calls inside it are not dispatched."""
-        self.hints = StepHints()
+        self.num_steps = 0
+        """How many steps have begun."""
         self.microbatches: Sequence[Microbatch] = ()
         """Those of the step that runs, or ran last."""
         self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
@@ -69,15 +69,8 @@ class StageContext:
         """Modules that code of this rank may call or inspect, by name."""
         self.remote_modules: dict[str, nn.Module] = {}
         """All others."""
-        self.container_modules: set[str] = set()
-        """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
         self._first_trainable: bytes | None = None
         self._trainable_entry = ""
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps have begun."""
-        return self.hints.num_steps
 
     def set_trainable(self, trainable: bytes) -> None:
         """Note which parameters need gradients.
@@ -93,7 +86,7 @@ class StageContext:
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Count a step, and keep its microbatches."""
-        self.hints.num_steps += 1
+        self.num_steps += 1
         self.microbatches = microbatches
         if self._trainable_entry:
             for microbatch in microbatches:

@@ -32,7 +32,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, storage_of, version_of
 from smpkit.torch.distributed.rendezvous import name_ranks
-from smpkit.torch.pipeline.mutation import changes_in_place
+from smpkit.torch.pipeline.changes import changes_in_place
 from smpkit.torch.pipeline.random_streams import DRAWING
 from smpkit.torch.pipeline.stage_tensor import (
     PROPERTIES,
@@ -111,10 +111,6 @@ class StageParameters:
         """
         if type(tensor) is not StageTensor and tensor.grad_fn is not None:
             _refuse_leak(tensor.grad_fn, self._stage)
-        return self.as_stored_on(owner, tensor)
-
-    def as_stored_on(self, owner: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same without checking where the tensor was made: the call may have changed it since."""
         remote = id(tensor) in self._stage.parameter_owners and not self._stage.holds(owner, tensor)
         return self.stage_tensor(tensor) if remote else tensor
 
@@ -231,8 +227,7 @@ def _assignment_error(func: Any, tensor: torch.Tensor) -> UsageError:
         f"`.{func.__self__.__name__}` of a tensor of shape {list(tensor.shape)} was assigned, between modules, a value"
         " that only one pipeline rank holds",
         hint="change a weight in the forward of a torch.nn.Module that owns it and all that it is made of (both"
-        " encoders of a momentum encoder) and lies on one rank (smp.set_partition); a buffer is changed in place:"
-        " `with torch.no_grad(): self.mean.copy_(value)`",
+        " encoders of a momentum encoder) and lies on one rank (smp.set_partition)",
     )
 
 

@@ -9,6 +9,7 @@ end says which function is answered how.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,6 @@ from smpkit.torch.core.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
-    from smpkit.torch.pipeline.mutation import AliasSet
 
 __all__ = [
     "DECIDING_VALUES",
@@ -58,8 +58,8 @@ def current_microbatch() -> Microbatch:
     if microbatch is None:
         raise UsageError(
             "a value of another rank was used outside the step that made it",
-            hint="return it from the step function; the step hands every rank a copy. A buffer is changed in place:"
-            " `with torch.no_grad(): self.mean.copy_(value)`",
+            hint="return it from the step function; the step hands every rank a copy. A buffer belongs to the"
+            " torch.nn.Module that makes its values",
         )
     return microbatch
 
@@ -81,16 +81,16 @@ class StageTensor(torch.Tensor):
     owner: int
     """The pp_rank that holds the data."""
     value: torch.Tensor | None
-    """The data on the owner; None elsewhere, and where the data are stale."""
+    """The data on the owner; None elsewhere."""
     segment: int
     """The owner's segment that made it."""
     # Defaults on the class: every operation makes stage tensors, and most of them need none of these.
     copies: Mapping[int, StageTensor] = _NONE
     """By pp_rank, the copies that were sent there."""
-    alias_set: AliasSet | None = None
-    """The stage tensors that share its memory, or that of the tensor that it was sent from; see `mutation.py`."""
-    storage_key: object = None
-    """Equal for members of an alias set that lie in the same memory."""
+    sent_version: int = 0
+    """On the owner, how often the data had been changed in place when they were sent last."""
+    changed_by: str | None = None
+    """The call that has changed a copy of it on another rank: it is stale; see `changes.py`."""
 
     # Models ask for these most often: without the detour through __torch_function__.
     @property
@@ -141,6 +141,20 @@ class StageTensor(torch.Tensor):
     def drop_copies(self) -> None:
         """Forget the copies: the value has changed, and must be sent again where it is needed."""
         self.copies = _NONE
+
+    def make_stale(self, name: str) -> None:
+        """Let every later use raise: the call of `name` has changed the copy on another rank."""
+        # A spec of its own is not taken for that of the latest call, so each use comes past the check.
+        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NONE
+
+    def refuse_stale(self) -> None:
+        """Raise UsageError if it is stale."""
+        if self.changed_by is not None:
+            raise UsageError(
+                f"{self!r} was used after `{self.changed_by}`, which lies on another pipeline rank, had changed its"
+                " copy there in place",
+                hint="use what the module returns, or give it a copy: `module(x.clone())`",
+            )
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UsageError(

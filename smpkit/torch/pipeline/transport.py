@@ -13,7 +13,6 @@ So each receive releases the sends to that rank that it must have taken before, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import time
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from smpkit.errors import SmpkitError, UnsupportedError, UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, permute_to_memory, version_of
@@ -68,11 +67,7 @@ MessageKey = tuple[int, int, bool]
 
 _NOBODY_KNOWS: Final = 1 << 62
 """Instead of the index of the action that takes a message."""
-_GRACE_SECONDS: Final = 5.0
-"""How long a rank that abandons a step waits for the others to do so, too, before it raises its exception."""
-_UNWRITTEN: Final = -(1 << 62)
-"""In the buffer of a header that has not arrived."""
-_END: Final = "the end of a step that was given up"
+_END: Final = "the end of a step that left its schedule"
 _LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
 """Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
 _TEXT_BYTES: Final = 256
@@ -121,17 +116,14 @@ class Transport:
         """Whether this rank sends nothing more on them in this step."""
         self._peers_left: set[int] = set()
         """Ranks that have announced the same."""
-        self._needs_drain = False
-        """Whether a step was abandoned, and headers of other ranks in it are still to be read."""
-        self._header_receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        """By rank, the receive of its next header, if that has begun."""
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self.ranks)) if peer != self._rank]
         self._sending: list[list[tuple[int, int, SentMessage]]] = [[] for _ in self.ranks]
         """By rank, what was sent there: heaps by the index of the action that takes it, and by the order of sends."""
-        self._interrupted: list[object] = []
+        self._kept: list[object] = []
+        """Receives that were posted and forgotten."""
         self._first_tag = 0
-        """After those of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
+        """After those of forgotten receives; all ranks count alike."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._buffers = HostBuffers()
         self.outbox = Outbox(self.send_bytes)
@@ -170,9 +162,6 @@ class Transport:
         """
         if self._channels is None or not self._channels.peers:
             return
-        if self._needs_drain:  # messages of an abandoned step come before any of this one
-            self._drain()
-            self._discard_untaken()
         if not self._uses_channels:
             self._uses_channels, self._has_left = True, False
             self._peers_left.clear()
@@ -394,21 +383,10 @@ class Transport:
                 hint="the ranks of a pipeline run the same step, with the same configuration",
             )
 
-    def _post_header_receive(self, source: int, what: MessageLabel) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to receive the next header of a rank."""
-        if source not in self._header_receives:
-            header = torch.full((2,), _UNWRITTEN, device="cpu")
-            self._header_receives[source] = (
-                self._recv(header, source, Tag.HEADERS, what),
-                header,
-            )
-        return self._header_receives[source]
-
     def _receive_header(self, source: int, what: MessageLabel) -> tuple[int, int]:
         """Wait for the next header of a rank; return which message it announces and how many bytes that has."""
-        work, header = self._post_header_receive(source, what)
-        del self._header_receives[source]
-        self._wait(work, source, what)
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._wait(self._recv(header, source, Tag.HEADERS, what), source, what)
         tag, num_bytes = header.tolist()
         return tag, num_bytes
 
@@ -432,7 +410,6 @@ class Transport:
         """Read headers until all connected ranks have left, and begin the receives that they announce."""
         while (source := self._next_source()) is not None:
             self._read_next(source)
-        self._needs_drain = False
 
     def _read_next(self, source: int) -> None:
         if self._expected:
@@ -445,28 +422,6 @@ class Transport:
                 hint="the ranks of a pipeline run the same step, with the same configuration",
             )
         self._peers_left.add(source)
-
-    def _abandon_channels(self) -> None:
-        """Leave the channels of a step that all ranks abandon, so that no GPU waits for a partner for ever.
-
-        Each rank receives what the others have sent. If one takes long, the rest is received when the next step begins.
-        """
-        if not self._has_left:
-            self._needs_drain = True
-            self._announce_leaving()
-        ends = time.monotonic() + min(_GRACE_SECONDS, self._timeout.total_seconds() / 4)
-        while self._needs_drain and (source := self._next_source()) is not None:
-            # Poll the buffer: gloo has no test for a message, and a wait that times out closes the connection.
-            header = self._post_header_receive(source, _END)[1]
-            if _UNWRITTEN not in header.tolist():
-                self._read_next(source)
-            elif time.monotonic() > ends:
-                _log.debug("A step was abandoned, and pipeline rank %s has not announced it yet.", source)
-                return
-            else:
-                time.sleep(0.001)
-        self._needs_drain = False
-        self._discard_untaken()
 
     def _discard_untaken(self) -> None:
         """Release what has arrived and nobody has taken."""
@@ -557,40 +512,25 @@ class Transport:
             self._channels.pool.num_unplanned = 0
             _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
 
-    def abandon(self, num_microbatches: int, *, on_all_ranks: bool = True) -> None:
-        """Forget an interrupted step, so that none of its messages is taken for one of the next step.
+    def forget_posted(self, num_microbatches: int) -> None:
+        """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.
 
-        An exception interrupts a step, as do microbatches that diverge from their record. All ranks must call this.
+        All ranks must call this.
 
         Args:
-            num_microbatches: of the step that was interrupted.
-            on_all_ranks: whether all ranks call this now, or soon; else this rank has failed alone, or lost the others.
+            num_microbatches: of the step.
         """
-        if self._uses_channels:
-            self._uses_channels = False
-            if on_all_ranks:
-                # The user gets the error that ended the step, not one of these.
-                with contextlib.suppress(SmpkitError, RuntimeError):
-                    self._abandon_channels()
-        if on_all_ranks:
-            self.outbox.flush()  # ranks that got further than this one wait for it
-        # Keep the memory of messages under way, without waiting for them: a rank that got less far may still take what
-        # was sent here, and a receive that goes away after gloo has announced it blocks its connection.
-        self._interrupted += [sent for sending in self._sending for sent in sending]
-        self._interrupted += [*self._posted.values(), *self._begun_receives.values()]
-        for sending in self._sending:
-            sending.clear()
-        # Such a receive would also take a later message of its tag: never use the tags of these microbatches again.
+        # Keep their memory: a receive that goes away after gloo has announced it blocks its connection.
+        self._kept += self._posted.values()
+        self._posted.clear()
+        # It would also take a later message of its tag: never use the tags of these microbatches again.
         self._first_tag += 2 * TRANSFERS_PER_MICROBATCH * num_microbatches
         if self._first_tag > _LAST_FIRST_TAG:
             raise UnsupportedError(
-                f"microbatches took another way than the recorded one in so many steps that no tags are left for their"
-                f" messages: {self._first_tag // (2 * TRANSFERS_PER_MICROBATCH):,} microbatches in all",
+                "microbatches took another way than the recorded one in so many kinds of step that no tags are left for"
+                f" their messages: {self._first_tag // (2 * TRANSFERS_PER_MICROBATCH):,} microbatches in all",
                 hint="hand the same layers the same shapes in each step (padding), or start from a checkpoint",
             )
-        self._posted.clear()
-        self._begun_receives.clear()
-        self.messages = {}
 
     # --- anything else of known size ---------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ __all__ = [
     "pp_ranks_of",
     "refuse_compiled",
     "run_together",
+    "vmap_error",
 ]
 
 
@@ -58,9 +59,6 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
             stage.remote_modules[name] = module
         else:
             stage.modules[name] = module
-        if len(pp_ranks) != 1:
-            stage.container_modules.add(name)
-
         if not pp_ranks:
             if _is_torch_leaf(module):
                 module._compiled_call_impl = _CallOfInput(module, name, stage.random)
@@ -280,10 +278,15 @@ def _explain(error: Exception, name: str) -> None:
     add_error_context(error, module=f"`{name}`")
     is_vmap_error = any(text in str(error) for text in _IN_VMAP)
     if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UsageError(
-            f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
-            hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
-        ) from error
+        raise vmap_error(name) from error
+
+
+def vmap_error(name: str) -> UsageError:
+    """Return the error for a call under torch.vmap of a module that all ranks would have to call."""
+    return UsageError(
+        f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
+        hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
+    )
 
 
 def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:

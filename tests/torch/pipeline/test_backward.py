@@ -76,29 +76,24 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     assert second.grad.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("is_mutable", [False, True])
-def test_what_arrives_keeps_its_steps_in_memory(is_mutable: bool) -> None:
+def test_what_arrives_keeps_its_steps_in_memory() -> None:
     # T5's biases, of one element in the first dimension, came back from a layer with another step there: refused.
     value = torch.randn(50).as_strided((1, 2, 5, 5), (2, 1, 10, 2)).detach()
     work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(value))  # type: ignore[arg-type]
-    assert work.add_receive(value, transfer, 0, is_mutable=is_mutable).stride() == (2, 1, 10, 2)
+    assert work.add_receive(value, transfer, 0).stride() == (2, 1, 10, 2)
 
 
-def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_finds_out() -> None:
+def test_what_arrives_can_be_changed_in_place_and_who_has_kept_it_finds_out() -> None:
     work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
-    leaf = work.add_receive(torch.ones(3), transfer, 0, is_mutable=False)
-    assert leaf.is_leaf
-    kept = leaf.square()
-    changed = work.make_mutable(leaf, 0)
-    changed.mul_(3)
-    changed.sum().backward()
+    leaf = torch.ones(3)
+    value = work.add_receive(leaf, transfer, 0)
+    kept = value.square()
+    value.mul_(3).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [3, 3, 3]
-    assert changed.data_ptr() == leaf.data_ptr()
+    assert value.data_ptr() == leaf.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
-    other = torch.ones(3, requires_grad=True)
-    assert work.make_mutable(other, 0) is other, "a leaf of the user's stays one"
 
 
 class GivesNoGradient(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
 from tests.ranks import RankFailed
@@ -66,17 +67,25 @@ def between(function: Callable[[Any, Tensor], Tensor], middle: Callable[[], nn.M
     return Case(functools.partial(Between, function, middle), vectors, mse_step)
 
 
-def residual(model: Any, x: Tensor) -> Tensor:
-    result: Tensor = x + model.far(x)
+def gone_on_with(model: Any, x: Tensor) -> Tensor:
+    result: Tensor = model.far(x)
     return result
 
 
-def changed_everywhere(model: Any, x: Tensor) -> Tensor:
-    y = model.far(x)
-    y = y + 1
+def changed_where_it_lies(model: Any, x: Tensor) -> Tensor:
+    """Change a value by a unit of its rank and by an operation; the other rank, which has a copy, gets it again."""
+    y = model.far(x) + 1
     near = model.near(x)
     x += 1
     result: Tensor = model.far(x) + near + y + x
+    return result
+
+
+def changed_after_a_while(model: Any, x: Tensor) -> Tensor:
+    """Change a value in a later segment of its rank than the one that made it."""
+    y = model.near(model.far(x))
+    x += y
+    result: Tensor = model.far(x) + x
     return result
 
 
@@ -112,14 +121,15 @@ def resnet() -> nn.Module:
 
 
 CASES = {
-    "a residual around a unit that changes its input": between(residual),
-    "changed there, here and between": between(changed_everywhere),
+    "what is returned by a unit that changes its input": between(gone_on_with),
+    "changed where it lies": between(changed_where_it_lies, Shifts),
+    "changed after a while": between(changed_after_a_while, Shifts),
     "written to by `out`": between(written_out, Shifts),
     "a ResNet": Case(resnet, doubled, mse_step),
 }
 ROWS = [
     *[(case, EVENLY) for case in CASES],
-    ("changed there, here and between", Way(pipeline=2, placement=5, config={"pipeline": "zero_bubble"}, **SHORT)),
+    ("changed after a while", Way(pipeline=2, placement=-1, config={"pipeline": "zero_bubble"}, **SHORT)),
     ("a ResNet", Way(pipeline=4, placement=3)),
 ]
 
@@ -156,6 +166,32 @@ class Averages(Shifts):
         return x * self.weight
 
 
+class Returns(Shifts):
+    """Returns a view of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+class ChangesLater(Shifts):
+    """Changes its input from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 1:
+            x.mul_(0.5)
+        return super().forward(x)
+
+
+def residual(model: Any, x: Tensor) -> Tensor:
+    result: Tensor = x + model.far(x)
+    return result
+
+
 def added_after(model: Any, x: Tensor) -> Tensor:
     y = model.far(x) + 1
     result: Tensor = y + x
@@ -173,8 +209,65 @@ def seen_before(model: Any, x: Tensor) -> Tensor:
     return result
 
 
+def changed_through_a_view(model: Any, x: Tensor) -> Tensor:
+    y = model.far(x)
+    x[0].mul_(2.0)
+    result: Tensor = y + model.far(x)
+    return result
+
+
+def graph_left_behind(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    x += model.near(model.far(x))
+    result: Tensor = x + row
+    return result
+
+
+def returned_input(model: Any, x: Tensor) -> Tensor:
+    y = model.far(x)
+    y += 1
+    result: Tensor = x + y
+    return result
+
+
+def changed_batch(model: Any, x: Tensor) -> Tensor:
+    batch = torch.ones(2, WIDTH, dtype=x.dtype)
+    result: Tensor = x + model.far(batch)
+    return result
+
+
+def running_mean(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.zeros(WIDTH, dtype=x.dtype).copy_(x.mean(0))
+    return x
+
+
+def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return a view of what the other rank changes under it."""
+    first = model.module.first(x)
+    row = first[0]
+    model.backward(functional.mse_loss(model.module.far(first), y))
+    return row
+
+
+VIEWS = r"shares its memory with a value that `far` has changed in place.*take views of a value after"
 REFUSED = {
-    "a view that lies elsewhere": (between(seen_before), r"shares its memory.*take views of it after that"),
+    "used after a unit has changed it elsewhere": (between(residual), "was used after `far`, which lies on another"),
+    "a view that lies elsewhere": (between(seen_before), VIEWS),
+    # Ranks ended by a ValueError of `zip` and without a word.
+    "a view that is returned": (Case(functools.partial(Between, residual, Changes), vectors, returned_view), VIEWS),
+    "through a view": (
+        between(changed_through_a_view, Shifts),
+        r"changed in place through a value that shares its memory after pipeline rank 1 had been sent it",
+    ),
+    "a view of an earlier segment": (
+        between(graph_left_behind, Shifts),
+        "a value that `add_` has changed in place",
+    ),
+    "what a unit has returned of its input": (between(returned_input, Returns), "it has returned its input, or a view"),
+    "a tensor that all hold": (between(changed_batch), r"`far` changed in place a tensor of shape \[2, 6\] that every"),
+    "a buffer that all hold": (between(running_mean, Shifts), r"`copy_` changed in place a tensor of shape \[6\]"),
+    "not the first time": (between(gone_on_with, ChangesLater), "which it did not do the first time"),
     "a parameter of another rank": (
         between(averaged, Averages),
         r"`far` changed in place a parameter of shape \[6\] that pipeline rank 1.*put both on one rank",

@@ -69,7 +69,7 @@ def autocast_state() -> tuple[object, ...]:
 
 
 def gradient_state() -> tuple[object, ...]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.ones(1).is_inference()
+    return (torch.is_grad_enabled(),)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,9 @@ def gradient_state() -> tuple[object, ...]:
         (lambda: torch.autocast("cpu", torch.bfloat16), autocast_state),
         (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_state),
         (torch.no_grad, gradient_state),
-        (torch.inference_mode, gradient_state),
         (lambda: torch.device("meta"), lambda: (torch.get_default_device(), torch.zeros(1).device)),
     ],
-    ids=["autocast", "autocast without its cache", "no gradients", "inference", "default device"],
+    ids=["autocast", "autocast without its cache", "no gradients", "default device"],
 )
 def test_modes_of_the_caller_hold(
     around: Callable[[], contextlib.AbstractContextManager[Any]], asked: Callable[[], object]
