@@ -144,8 +144,8 @@ def test_what_validates_is_refused_in_words_or_accepted_by_the_service(
         assert all(problem.message for problem in error.problems)  # noqa: PT017  either way is right here
     else:
         event("accepted")
-        assert not ParamValidator().validate(plan.body, SHAPE).has_errors()
-        assert preflight(plan.body, SHAPE) == []
+        assert not ParamValidator().validate(plan.payload.body, SHAPE).has_errors()
+        assert preflight(plan.payload.body, SHAPE) == []
     assert sorted(map(str, folder.parent.rglob("*"))) == before
 
 
@@ -173,7 +173,7 @@ def test_ordinary_jobs_are_accepted(
         "compute": {"instance_type": "ml.p4d.24xlarge", "instance_count": count},
         "hyperparameters": {key: value for key, value in finite.items() if len(json.dumps(value)) <= 2500},
     }
-    body = backend.plan(validated(JobConfig, written, subject="job"), folder).body
+    body = backend.plan(validated(JobConfig, written, subject="job"), folder).payload.body
     assert not ParamValidator().validate(body, SHAPE).has_errors()
     for key, value in written["hyperparameters"].items():  # type: ignore[attr-defined]
         assert json.loads(body["HyperParameters"][key]) == value

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from botocore.validate import ParamValidator
 
 from smpkit_estimator.arguments import InstanceGroup, TrainingInput, channels, job_from_arguments
@@ -77,7 +76,7 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 def test_what_is_printed_is_what_is_sent() -> None:
     request = ours(*CASES["model-parallel-mpi-spot"])
-    assert request.shown() == yaml.safe_load(request.text()) == request.body
+    assert request.shown() == request.body
     assert not ParamValidator().validate(request.body, SHAPE).has_errors()
 
 
