@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
 from tests.torch.offload.chains import (
     BATCH,
     BOUNDARY_BYTES,
@@ -136,9 +137,11 @@ def test_what_stays(tensor: Callable[[], Tensor]) -> None:
     assert parked.take()[0] is x
 
 
-def test_what_a_transform_sees_stays() -> None:
+def test_what_a_transform_sees_stays_and_what_a_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(lead=1)
     torch.vmap(lambda x: engine.park("layer", [x]).take()[0])(torch.randn(BATCH, WIDTH))
+    monkeypatch.setattr(devices, "is_capturing", lambda _: True)
+    engine.park("layer", [inputs()])
     assert engine.stats.bytes_out == 0
 
 
