@@ -138,7 +138,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
     model = (run / "model").resolve()
     found = JobStatus(
         name=run.name,
-        arn=f"slurm:{record.id}",
+        arn=f"slurm:{kept.get('cluster', '')}/{record.id}",
         status=status,
         phase=phase,
         created=created,
