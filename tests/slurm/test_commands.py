@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from smpkit.cli.main import cli
 from smpkit.errors import CloudError, UnreachableError
+from smpkit_estimator.backend import Query
 from smpkit_estimator.slurm.backend import SlurmCluster
 from smpkit_estimator.slurm.state import Record, accounted, records
 
@@ -160,3 +161,7 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
         assert (status.status, status.training_seconds, status.interruptions) == ("Failed", 60, 2)
         assert status.failure is not None
         assert status.failure.host == first
+    (folder / "asked").unlink()
+    (folder / "sacct").unlink()
+    assert [job.status for job in cluster.list(Query())] == ["Failed"]
+    assert (folder / "asked").read_text().split()[-1] == "--me"  # the one command: none for each run

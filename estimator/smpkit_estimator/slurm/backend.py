@@ -159,10 +159,10 @@ class SlurmCluster:
         ask("scancel", *signal, record.id, doing=f"cannot stop job `{name}`")
 
     def list(self, query: Query) -> Iterator[JobStatus]:
-        now, runs = self.clock.now(), list(all_runs())
+        now = self.clock.now()
+        runs = sorted(all_runs(), key=lambda run: (run / "job.json").stat().st_mtime, reverse=True)
         known = records() if runs else {}
-        jobs = [listed_run(run, known, now) for run in runs]
-        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
+        yield from query.of((listed_run(run, known, now) for run in runs), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         changes = changes or {}
