@@ -154,7 +154,7 @@ class OnCluster:
     read: Callable[[str], str]
 
     def stop_in_the_middle(self, name: str) -> str:
-        self.user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 1.2})
+        self.user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "hold-at": 3})
         self.user.run("submit", "job.yaml", "--name", name)
         self.user.until_logged(name, "step 2 on")
         stopped = self.user.run("stop", name, "--wait")
@@ -181,7 +181,7 @@ class OnThisMachine:
     job: dict[str, Any] = field(default_factory=dict)
 
     def stop_in_the_middle(self, name: str) -> str:
-        process = self.start(name, steps=6, seconds=0.6)
+        process = self.start(name, **{"steps": 6, "hold-at": 3})
         assert process.stdout is not None
         seen = ""
         for line in process.stdout:

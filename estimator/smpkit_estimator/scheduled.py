@@ -29,6 +29,7 @@ __all__ = [
     "host_variables",
     "job_again",
     "job_to_keep",
+    "limit_of",
     "not_for_schedulers",
     "place_problems",
     "places_in_volumes",
@@ -91,6 +92,11 @@ def world_problems(job: JobConfig) -> Iterator[Problem]:
         return
     for problem in job.distribution.world_problems(job.compute.num_hosts * per_host):
         yield Problem(("distribution", *problem.path), problem.message, problem.hint)
+
+
+def limit_of(job: JobConfig) -> int | None:
+    """Return the time limit in seconds that the job file gives; None if it gives none."""
+    return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None
 
 
 def first_of_each(problems: Iterable[Problem]) -> list[Problem]:

@@ -64,8 +64,9 @@ class BackendChoice:
             access = Access(self.profile or kubernetes.context, self.region or kubernetes.namespace)
             options += f" --profile {access.profile}" if access.profile != self.profile else ""
             options += f" --region {access.region}" if access.region != self.region else ""
-        console = _console.current()
-        click.get_current_context().obj = replace(console, options=f"{console.options}{options}")
+        if options:
+            console = _console.current()
+            click.get_current_context().obj = replace(console, options=f"{console.options}{options}")
         return open_backend(name, access)
 
 

@@ -52,8 +52,7 @@ def user(tmp_path: Path) -> Iterator[User]:
     yield user
     place = ["--namespace", NAMESPACE] if NAMESPACE else []
     for name in user.names:
-        for kind in ("jobset", "job"):
-            subprocess.run(["kubectl", "delete", kind, name, "--ignore-not-found", *place], check=False)
+        subprocess.run(["kubectl", "delete", "job", name, "--ignore-not-found", *place], check=False)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from smpkit.cli.main import cli
 from smpkit.errors import CloudError, UnreachableError
+from smpkit_estimator.backend import Query
 from smpkit_estimator.slurm.backend import SlurmCluster
 from smpkit_estimator.slurm.state import Record, accounted, records
 
@@ -151,14 +152,16 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
     with pytest.raises(CloudError, match="no longer knows job `job` \\(12\\), and its batch script left no end"):
         cluster.describe("job")
     (run / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
-    for node, seconds, text in (
-        ("n1", 2, "ValueError: y\nrank 0 on n1, exit 1"),
-        ("n2", 1, "ValueError: x\nrank 1 on n2, exit 1"),
-    ):
-        failure = run / "nodes" / node / "output" / "failure"
-        failure.write_text(text)
-        os.utime(failure, (TIME + seconds, TIME + seconds))
-    status = cluster.describe("job")
-    assert (status.status, status.training_seconds, status.interruptions) == ("Failed", 60, 2)
-    assert status.failure is not None
-    assert (status.failure.rank, status.failure.host) == (1, "n2")  # which failed first
+    for first, other in (("n1", "n2"), ("n2", "n1")):
+        for seconds, node in enumerate((first, other)):
+            failure = run / "nodes" / node / "output" / "failure"
+            failure.write_text(f"ValueError: x\nrank 1 on {node}, exit 1")
+            os.utime(failure, (TIME + seconds, TIME + seconds))
+        status = cluster.describe("job")
+        assert (status.status, status.training_seconds, status.interruptions) == ("Failed", 60, 2)
+        assert status.failure is not None
+        assert status.failure.host == first
+    (folder / "asked").unlink()
+    (folder / "sacct").unlink()
+    assert [job.status for job in cluster.list(Query())] == ["Failed"]
+    assert (folder / "asked").read_text().split()[-1] == "--me"  # the one command: none for each run

@@ -152,7 +152,8 @@ def launchers(user: User, name: str) -> list[int]:
             words = (path / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"smpkit_container" in words and _of_run(user, name) in environ_of(int(path.name)):
+        ours = b"smpkit_container" in words and b"srun" not in words[0]
+        if ours and _of_run(user, name) in environ_of(int(path.name)):
             found.append(int(path.name))
     return found
 

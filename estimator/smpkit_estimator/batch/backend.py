@@ -22,7 +22,7 @@ from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, base_name, tried, unique_name
-from smpkit_estimator.batch.requests import PLACE, definition, shown_definition, staging_of, submission
+from smpkit_estimator.batch.requests import PLACE, SHORTEST_LIMIT, definition, shown_definition, staging_of, submission
 from smpkit_estimator.doctor import check_cloud
 from smpkit_estimator.files import Files, folder_here
 from smpkit_estimator.limits import preflight
@@ -32,6 +32,7 @@ from smpkit_estimator.scheduled import (
     first_of_each,
     job_again,
     job_to_keep,
+    limit_of,
     not_for_schedulers,
     place_problems,
     run_in_volume,
@@ -302,7 +303,7 @@ def _plan(
         problems = preflight(body, request_shape("batch", operation))
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
-    count, compute = job.compute.num_hosts, job.compute
+    count = job.compute.num_hosts
     files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
     hidden: dict[str, bytes] = {}
     if count > 1:
@@ -327,7 +328,7 @@ def _plan(
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
         payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, digest, *requests.values()),
-        max_seconds=compute.max_run_seconds if "max_run_seconds" in compute.model_fields_set else None,
+        max_seconds=limit_of(job),
         notes=tuple(notes),
     )
 
@@ -364,9 +365,9 @@ def _notes(job: JobConfig) -> Iterator[str]:
         yield "the model stays in the containers and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None and job.backend.batch.retries > 1:
         yield "without `checkpoints` in a volume, a job that is tried again begins anew"
-    limit = job.compute.max_run_seconds
-    if "max_run_seconds" in job.compute.model_fields_set and limit < 60:
-        yield f"the time limit is 60 s, not {limit}: Batch takes none below"
+    limit = limit_of(job)
+    if limit is not None and limit < SHORTEST_LIMIT:
+        yield f"the time limit is {SHORTEST_LIMIT} s, not {limit}: Batch takes none below"
 
 
 # ---- what a job is doing and how it ended ----------------------------------------------------------------------------

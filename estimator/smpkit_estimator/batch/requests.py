@@ -13,16 +13,16 @@ from smpkit.config import scheduled as names
 from smpkit.config.batch import Batch, BatchVolume
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
-from smpkit_estimator.scheduled import host_variables, places_in_volumes
+from smpkit_estimator.scheduled import host_variables, limit_of, places_in_volumes
 
-__all__ = ["PLACE", "definition", "shown_definition", "staging_of", "submission"]
+__all__ = ["PLACE", "SHORTEST_LIMIT", "definition", "shown_definition", "staging_of", "submission"]
 
 PLACE = "smpkit_place"
 """Parameter of the job: the S3 URI below which its files are."""
 
 _BASE = "/opt/ml"
 _DEFAULT_GROUP = "/aws/batch/job"
-_SHORTEST_LIMIT = 60
+SHORTEST_LIMIT = 60
 """Seconds; Batch takes none below."""
 
 
@@ -54,8 +54,9 @@ def definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, 
         "propagateTags": True,
         "tags": {"smpkit": "job", **job.tags},
     }
-    if "max_run_seconds" in job.compute.model_fields_set:
-        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, job.compute.max_run_seconds)}
+    limit = limit_of(job)
+    if limit is not None:
+        body["timeout"] = {"attemptDurationSeconds": max(SHORTEST_LIMIT, limit)}
     return body
 
 

@@ -38,6 +38,7 @@ from smpkit_estimator.local import local_secrets
 from smpkit_estimator.scheduled import (
     first_of_each,
     job_again,
+    limit_of,
     not_for_schedulers,
     place_problems,
     run_in_volume,
@@ -209,18 +210,18 @@ def open_kubernetes(access: Access) -> KubernetesCluster:
 def _plan(
     job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
 ) -> Plan:
-    options, compute = job.backend.kubernetes, job.compute
+    options, count = job.backend.kubernetes, job.compute.num_hosts
     namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
     shown = [shown_manifest(each) for each in objects]
-    count, gpus = compute.num_hosts, f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
+    gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
     return Plan(
         name=name,
         machines=f"{count} pod{'s' * (count != 1)}{gpus}",
         shown={"manifests": shown},
         payload=(api, objects),
-        max_seconds=compute.max_run_seconds if "max_run_seconds" in compute.model_fields_set else None,
+        max_seconds=limit_of(job),
         notes=(*_notes(job), *notes),
         script=yaml.safe_dump_all(shown, sort_keys=False, allow_unicode=True, width=120),
     )

@@ -21,7 +21,14 @@ from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
 from smpkit.config.kubernetes import Volume
 from smpkit.config.wire import TOKEN_FILE
-from smpkit_estimator.scheduled import config_files, host_variables, job_to_keep, places_in_volumes, shown_files
+from smpkit_estimator.scheduled import (
+    config_files,
+    host_variables,
+    job_to_keep,
+    limit_of,
+    places_in_volumes,
+    shown_files,
+)
 
 __all__ = [
     "CONTAINER",
@@ -135,17 +142,17 @@ def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _job_spec(
     job: JobConfig, name: str, labels: Mapping[str, str], places: Mapping[str, str], secrets: Iterable[str]
 ) -> dict[str, Any]:
-    options, compute = job.backend.kubernetes, job.compute
+    options, count = job.backend.kubernetes, job.compute.num_hosts
     metadata = {"labels": labels, **({"annotations": dict(options.annotations)} if options.annotations else {})}
     more = {
-        "activeDeadlineSeconds": compute.max_run_seconds if "max_run_seconds" in compute.model_fields_set else None,
+        "activeDeadlineSeconds": limit_of(job),
         "suspend": True if options.queue is not None else None,  # Kueue lets it run
         "ttlSecondsAfterFinished": options.keep_seconds,
     }
     return {
         "completionMode": "Indexed",
-        "completions": compute.num_hosts,
-        "parallelism": compute.num_hosts,
+        "completions": count,
+        "parallelism": count,
         # By index: a host that failed does not end the others. They hear of it from its launcher, say so and end, and
         # their logs stay.
         "backoffLimitPerIndex": options.restarts,

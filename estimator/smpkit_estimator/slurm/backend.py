@@ -44,6 +44,7 @@ from smpkit_estimator.scheduled import (
     first_of_each,
     host_variables,
     job_again,
+    limit_of,
     not_for_schedulers,
     shown_files,
     unused_settings,
@@ -62,7 +63,7 @@ from smpkit_estimator.slurm.folder import (
     unmake_run,
     write_json,
 )
-from smpkit_estimator.slurm.script import batch_script, container_words, limit_of
+from smpkit_estimator.slurm.script import batch_script, container_words
 from smpkit_estimator.slurm.state import ask, controller_settings, id_by_name, listed_run, record_of, records, status_of
 from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
@@ -124,7 +125,7 @@ class SlurmCluster:
                 unmake_run(run.folder)
             raise
         write_json(run.folder / "slurm.json", {"id": number})
-        return {"name": plan.name, "arn": f"slurm:{number}", "id": number, "folder": str(run.folder)}
+        return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}
 
     def _sent(self, run: Path) -> str:
         doing = f"cannot start job `{run.name}`"
@@ -156,10 +157,10 @@ class SlurmCluster:
         ask("scancel", *signal, record.id, doing=f"cannot stop job `{name}`")
 
     def list(self, query: Query) -> Iterator[JobStatus]:
-        now, runs = self.clock.now(), list(all_runs())
+        now = self.clock.now()
+        runs = sorted(all_runs(), key=lambda run: (run / "job.json").stat().st_mtime, reverse=True)
         known = records() if runs else {}
-        jobs = [listed_run(run, known, now) for run in runs]
-        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
+        yield from query.of((listed_run(run, known, now) for run in runs), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         changes = changes or {}
@@ -242,7 +243,9 @@ def _planned(
     files = config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
     script = batch_script(job, run, [*around], [*before, *python, "train"])
-    return Run(run, script, job, files, {**variables, **own, **hidden}, inputs, sources)
+    return Run(
+        run, script, job, files, {**variables, **own, **hidden}, inputs, settings.get("ClusterName", ""), sources
+    )
 
 
 def _plan(run: Run, settings: Mapping[str, str], hidden: Mapping[str, str], notes: Sequence[str]) -> Plan:

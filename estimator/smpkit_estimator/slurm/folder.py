@@ -66,6 +66,7 @@ class Run:
     variables: Mapping[str, str] = field(repr=False)
     """With the job's secrets."""
     inputs: Mapping[str, Path]
+    cluster: str
     sources: Sources | None
     """What is shipped; None for a run that takes the sources of another one."""
     code: Path | None = None
@@ -144,7 +145,9 @@ def make_run(run: Run, now: datetime) -> None:
         elif run.code is not None:
             shutil.copytree(run.code, folder / "code")
         (folder / "script.sh").write_text(run.script, encoding="utf-8")
-        write_json(folder / "job.json", {"created": now.isoformat(), "job": job_to_keep(run.job)})
+        write_json(
+            folder / "job.json", {"created": now.isoformat(), "cluster": run.cluster, "job": job_to_keep(run.job)}
+        )
     except OSError as error:
         hint = "set `backend.slurm.folder` or SMPKIT_RUNS to a folder that all nodes see and you may write to"
         reason = (error.strerror or str(error)).lower()
@@ -191,7 +194,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def kept_job(run: Path) -> dict[str, Any]:
-    """Return the job file of a run, and when it was sent."""
+    """Return the job file of a run, and when and where it was sent."""
     kept = read_json(run / "job.json")
     if kept is None:
         raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")

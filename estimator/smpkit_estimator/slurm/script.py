@@ -9,8 +9,9 @@ from pathlib import Path
 
 from smpkit.config import scheduled as names
 from smpkit.config.job import JobConfig
+from smpkit_estimator.scheduled import limit_of
 
-__all__ = ["batch_script", "container_words", "limit_of"]
+__all__ = ["batch_script", "container_words"]
 
 
 def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
@@ -117,8 +118,3 @@ def container_words(
     name = image if image.startswith(("/", ".")) or "://" in image else f"docker://{image}"
     binds = [word for pair in pairs for word in ("--bind", pair)]
     return (), ("apptainer", "exec", *(("--nv",) if gpus else ()), *binds, name)
-
-
-def limit_of(job: JobConfig) -> int | None:
-    """Return the time limit that the job file gives in seconds."""
-    return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None

@@ -87,6 +87,9 @@ class Record:
 def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     """Return what Slurm says of a run, or once it has forgotten it, what its batch script left.
 
+    Args:
+        known: all that the controller remembers, if it was asked for that.
+
     Raises:
         CloudError: it was not started, or left nothing.
     """
@@ -94,7 +97,10 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     number = str(sent["id"]) if sent is not None else id_by_name(run.name)
     if number is None:
         raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
-    record = (known or {}).get(number) or records([number]).get(number) or accounted(number) or _left(run, number)
+    if known is None:
+        record = records([number]).get(number) or accounted(number) or _left(run, number)
+    else:  # of many runs, as few as possible are asked for one by one
+        record = known.get(number) or _left(run, number) or accounted(number)
     if record is None:
         raise CloudError(f"Slurm no longer knows job `{run.name}` ({number}), and its batch script left no end")
     return record
@@ -138,7 +144,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
     model = (run / "model").resolve()
     found = JobStatus(
         name=run.name,
-        arn=f"slurm:{record.id}",
+        arn=f"slurm:{kept.get('cluster', '')}/{record.id}",
         status=status,
         phase=phase,
         created=created,
