@@ -91,8 +91,10 @@ def test_a_rank_has_what_mpirun_set_and_its_stand_in_ends_as_it_does(tmp_path: P
 
 
 def test_ranks_end_when_mpirun_does(tmp_path: Path) -> None:
-    outcome, _ = run(tmp_path, "import time; time.sleep(600)", MPIRUN + "import time; time.sleep(1)", ranks=2)
-    assert [end.stopped for end in outcome.ends] == [True] * len(outcome.ends)
+    script = "import os, time; open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(20)"
+    leave_early = "import time\nwhile not all(os.path.exists(f'ready-{rank}') for rank in range(2)): time.sleep(0.05)"
+    outcome, _ = run(tmp_path, script, MPIRUN + leave_early, ranks=2)
+    assert [end.stopped for end in outcome.ends] == [True, True]
     assert outcome.mpirun_status == 0
 
 
