@@ -35,7 +35,8 @@ class Estimator:
             distribution={"enabled": True, "parameters": {"pipeline_parallel_degree": 2, "microbatches": 4}},
             mpi_options={"enabled": True, "processes_per_host": 8},
         )
-        estimator.fit("s3://bucket/data")
+        job = estimator.fit("s3://bucket/data", wait=False)
+        job.logs(follow=True)  # `job`, also `estimator.latest_training_job`, is waited for, stopped and resumed, too
 
     Args:
         entry_point: the script; relative to `source_dir` if that is given.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
-from smpkit.errors import ConfigError
+from smpkit.errors import CloudError, ConfigError
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sagemaker import SageMaker
@@ -142,6 +142,9 @@ def test_what_validates_is_refused_in_words_or_accepted_by_the_service(
     except ConfigError as error:
         event("refused")
         assert all(problem.message for problem in error.problems)  # noqa: PT017  either way is right here
+    except CloudError as error:
+        event("refused by the cloud")
+        assert error.message.startswith("cannot find role")  # noqa: PT017  one that is given by name
     else:
         event("accepted")
         assert not ParamValidator().validate(plan.payload.body, SHAPE).has_errors()
