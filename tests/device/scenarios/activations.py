@@ -23,20 +23,20 @@ checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 
 
 class Decoder(nn.Module):
-    """A few layers of a transformer, each checkpointed."""
+    """A few layers of a transformer, each checkpointed or not."""
 
-    def __init__(self, *, dropout: float = 0.0, **settings: Any) -> None:
+    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True, **settings: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout, batch_first=True) for _ in range(4)
         )
-        self.settings = settings
+        self.is_checkpointed, self.settings = is_checkpointed, settings
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, **self.settings)
+            x = checkpoint(layer, x, **self.settings) if self.is_checkpointed else layer(x)
         return x @ self.embedding.weight.T
 
 
