@@ -10,7 +10,6 @@ and when the run ends, which may have made its optimizer late.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from smpkit.torch.model import DistributedModel
 
 __all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
-
-_log = logging.getLogger("smpkit")
 
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
