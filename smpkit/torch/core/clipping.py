@@ -1,6 +1,6 @@
-"""What looks at parameters before somebody clips their gradients, and optimizers that hold gradients themselves.
+"""What looks at parameters before somebody clips their gradients, and optimizers that use gradients up in backward.
 
-Such an optimizer takes gradients as they come, so `parameter.grad` is None: clipping would find none, and return 0.
+Behind such a backward `parameter.grad` is None: clipping would find none, and return 0.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def check_not_held(parameters: Iterable[Tensor]) -> None:
     if held and any(id(each) in held for each in parameters):
         raise UsageError(
             "clip_grad_norm_ would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
-            hint="give it max_grad_norm=...; the norm before clipping is its `grad_norm`",
+            hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
         )

@@ -18,7 +18,6 @@ from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.offload_model.model import OffloadModel
 
 __all__ = ["UpdateCheck"]
 
@@ -34,17 +33,14 @@ class UpdateCheck(StepParticipant):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # An OffloadModel hands gradients to its optimizer by another way than `.grad`, also outside of any step.
-        self._is_on = not any(isinstance(part, OffloadModel) for part in module.modules())
         self._forwards = self.num_backwards = 0
         # Every pipeline rank calls `model.backward`, also one whose parameters get no gradient.
         self._at_last_update: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._has_warned = False
-        if self._is_on:
-            # A weak reference: torch's hooks outlive the model.
-            reference = weakref.ref(self)
-            handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check(reference, optimizer))
-            state.reset_hooks.append(handle.remove)
+        # A weak reference: torch's hooks outlive the model.
+        reference = weakref.ref(self)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check(reference, optimizer))
+        state.reset_hooks.append(handle.remove)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy as a new check: that of a copied model knows no optimizer yet."""
@@ -64,8 +60,6 @@ class UpdateCheck(StepParticipant):
         Raises:
             UsageError: there were training passes, and the job's first backward is still to come.
         """
-        if not self._is_on:
-            return
         inside = getattr(optimizer, "optimizer", optimizer)  # one count for a wrapper and what it wraps
         forwards, backwards = self._at_last_update.get(inside, (0, 0))
         self._at_last_update[inside] = self._forwards, self.num_backwards

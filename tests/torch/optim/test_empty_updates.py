@@ -154,7 +154,7 @@ def test_two_optimizers_may_follow_one_backward() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_an_offload_model_hands_its_gradients_over_by_another_way() -> None:
+def test_an_offload_model_is_trained_as_any_other() -> None:
     smp.init()
     inner = OffloadModel(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
