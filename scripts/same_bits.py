@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 import smpkit
 import smpkit.torch as smp
 from smpkit.testing import run_ranks
-from smpkit.testing.emulated_link import EmulatedLink
 from tests.models import CASES, Case, token_step, tokens
 from tests.transparency.test_checkpointing import Stacked, autocast_step, checkpoint_stack
 
@@ -91,11 +91,11 @@ def train(
 
 
 def train_offloaded(checkpoint: bool, microbatches: int, slices: int) -> Results:
-    """Train an `OffloadModel` over the links to a device that the CPU emulates."""
+    """Train an `OffloadModel` on a device that the CPU emulates."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 24), nn.GELU(), nn.LayerNorm(24), nn.Dropout(0.2), nn.Linear(24, 24), nn.Linear(24, 1)]
-    links, cpu = (EmulatedLink(), EmulatedLink()), torch.device("cpu")
-    model = smpkit.OffloadModel(nn.Sequential(*layers), cpu, cpu, slices, checkpoint, microbatches, links=links)
+    with mock.patch("smpkit.torch.offload_model.model.is_the_host", return_value=False):
+        model = smpkit.OffloadModel(nn.Sequential(*layers), "cpu", "cpu", slices, checkpoint, microbatches)
     optimizer = smpkit.OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=0.1, lr=1e-3, weight_decay=0.1)
     results: Results = {}
     for step in range(3):

@@ -75,7 +75,7 @@ def optimizer_table(num_parameters: int, build_seconds: float, *, quick: bool) -
     for count in (1, 2):
         print(f"AdamW in {count} threads ...", flush=True)
         times, number = optimizers.measure(
-            num_parameters, count, 1.0 if quick else OPTIMIZER_SECONDS, deepspeed=missing is None, compiled=not quick
+            num_parameters, count, 1.0 if quick else OPTIMIZER_SECONDS, deepspeed=missing is None
         )
         found.append(times)
         turns.append(number)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
@@ -35,8 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    The methods are those of `torch.amp.GradScaler`; `unscale_` and `step` are called by all ranks. It scales for an
-    `OffloadOptimizer` too, which unscales by itself: clip with its `max_grad_norm`.
+    The methods are those of `torch.amp.GradScaler`; `unscale_` and `step` are called by all ranks.
 
     Args:
         arguments, options: those of `torch.cuda.amp.GradScaler`, as in SMP v1: `init_scale=65536.0`,
@@ -66,34 +63,19 @@ class GradScaler(torch.amp.GradScaler):
         self._lazy_init_scale_growth_tracker(here)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale, and check on all ranks whether they are finite.
-
-        Raises:
-            UsageError: an OffloadOptimizer.
-        """
-        if self._enabled and _takes_scale(optimizer):
-            raise UsageError(
-                "the gradients of an OffloadOptimizer cannot be unscaled before its step",
-                hint="give it max_grad_norm to clip them",
-            )
+        """Divide the gradients of `optimizer` by the scale, and check on all ranks whether they are finite."""
         super().unscale_(optimizer)
         if self._enabled:
             self._share_found_inf(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale, unless that has been done, and call `optimizer.step` if all gradients of all ranks are finite."""
-        if not (self._enabled and _takes_scale(optimizer)):
-            return super().step(optimizer, *args, **kwargs)
-        optimizer_state = self._per_optimizer_states[id(optimizer)]
-        if optimizer_state["stage"] is not OptState.READY:
-            raise UsageError("scaler.step was called twice", hint="call scaler.update() after each scaler.step()")
-        offloaded: Any = optimizer
-        result: float | None = offloaded.step(*args, grad_scale=self.get_scale(), **kwargs)
-        norm: float = offloaded.grad_norm
-        found = torch.full((), float(not math.isfinite(norm)), dtype=torch.float32, device=_device())
-        optimizer_state["found_inf_per_device"] = {found.device: found}
-        optimizer_state["stage"] = OptState.STEPPED
-        return result
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if all(gradient.is_cpu for gradient in gradients):  # those of an OffloadModel
+            # torch's own copies to the host do not block, and it would read the scale before it has come.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # torch's scaler calls this for optimizers that unscale in their own kernel (`fused=True`).
@@ -113,8 +95,3 @@ class GradScaler(torch.amp.GradScaler):
 
 def _device() -> torch.device:
     return devices.current_device()
-
-
-def _takes_scale(optimizer: Any) -> bool:
-    """Tell whether an optimizer's step takes the scale as an argument."""
-    return bool(getattr(optimizer, "takes_grad_scale", False))

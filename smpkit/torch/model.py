@@ -693,7 +693,7 @@ def _check_arguments(
             )
     for part in module.modules():
         if isinstance(part, OffloadModel):
-            _check_offload_model(part)
+            _check_offload_model()
     if trace_device not in ("gpu", "cpu"):
         raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
     if trace_device == "cpu" and trace_execution_times:
@@ -707,13 +707,16 @@ def _check_arguments(
         raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
 
 
-def _check_offload_model(model: OffloadModel) -> None:
+def _check_offload_model() -> None:
     cfg = state.cfg
+    if state.dp_size > 1:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, whose gradients a DistributedModel cannot average",
+            hint="give OffloadModel(..., process_group=smp.get_dp_process_group()), and do not wrap it",
+        )
     if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
         raise UnsupportedError(
-            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works with"
-            " data parallelism only",
+            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works on one"
+            " rank only",
             hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
         )
-    if state.dp_size > 1:
-        model.expect_averaging("smp.DistributedModel")

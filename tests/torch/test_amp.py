@@ -182,6 +182,7 @@ def test_it_scales_for_an_offload_optimizer() -> None:
     seen = []
     for factor in (1.0, math.inf, math.inf, 1.0):
         before = [each.detach().clone() for each in model.parameters()]
+        optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).mean() * factor
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -190,5 +191,3 @@ def test_it_scales_for_an_offload_optimizer() -> None:
         changed = any(not old.equal(new) for old, new in zip(before, model.parameters(), strict=True))
         seen.append((scaler.get_scale(), changed))
     assert seen == [(2.0, True), (1.0, False), (0.5, False), (0.5, True)]
-    with pytest.raises(UsageError, match="OffloadOptimizer cannot be unscaled before its step"):
-        scaler.unscale_(optimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.testing.emulated_link import EmulatedLink
-from smpkit.torch.offload.link import Link
+from smpkit.torch.offload_model import model as module
 from tests.pairwise import pairwise
 
 CPU = torch.device("cpu")
@@ -23,10 +21,14 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
     "ours": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
 }
-PLACES: dict[str, Callable[[], tuple[Link, Link] | None]] = {
-    "host": lambda: None,  # slices compute where they rest
-    "device": lambda: (EmulatedLink(), EmulatedLink()),
-}
+PLACES = ["host", "device"]
+"""Slices compute where they rest, or with copies."""
+
+
+@pytest.fixture(autouse=True)
+def _at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "device":
+        monkeypatch.setattr(module, "is_the_host", lambda _: False)
 
 
 def make_model() -> nn.Sequential:
@@ -45,7 +47,7 @@ AXES: list[list[Any]] = [
     [1, 2, 5],  # slices
     list(OPTIMIZERS),
     [False, True],  # clipping
-    list(PLACES),
+    PLACES,
 ]
 FEW = pairwise(AXES)
 CELLS = [cell if cell in FEW else pytest.param(*cell, marks=pytest.mark.slow) for cell in itertools.product(*AXES)]
@@ -57,19 +59,17 @@ def test_five_steps_equal_the_plain_model(
 ) -> None:
     torch.manual_seed(0)
     plain = make_model()
-    model = OffloadModel(
-        copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches, links=PLACES[place]()
-    )
+    model = OffloadModel(copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches)
     rule, options = OPTIMIZERS[optimizer]
-    expected = rule(plain.parameters(), **options)
+    expected = rule(plain.parameters(), fused=True, **options)  # type: ignore[call-arg]
     ours = optimizer == "ours"
     actual = (
         OffloadOptimizer(model, rule, max_grad_norm=0.1 if clipping else None, **options)
         if ours
-        else rule(model.parameters(), **options)
+        else rule(model.parameters(), fused=True, **options)  # type: ignore[call-arg]
     )
     # One microbatch runs the same operations in the same order; several add up gradients in another order.
-    tolerance = 0.0 if num_microbatches == 1 and not ours else 2e-6
+    tolerance = 0.0 if num_microbatches == 1 else 2e-6
     for _ in range(5):
         batch = torch.randn(BATCH, 6)
         one, other = batch.clone().requires_grad_(), batch.clone().requires_grad_()
@@ -95,7 +95,7 @@ def test_five_steps_equal_the_plain_model(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "num_slices", "autocast", "place"), pairwise([[False, True], [1, 3, 8], [False, True], list(PLACES)])
+    ("checkpoint", "num_slices", "autocast", "place"), pairwise([[False, True], [1, 3, 8], [False, True], PLACES])
 )
 def test_dropout_and_batchnorm_are_exact_under_a_seed(
     checkpoint: bool, num_slices: int, autocast: bool, place: str
@@ -111,9 +111,7 @@ def test_dropout_and_batchnorm_are_exact_under_a_seed(
         nn.BatchNorm1d(16, momentum=None),
         nn.Linear(16, 1),
     )
-    model = OffloadModel(
-        copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint, links=PLACES[place]()
-    )
+    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint)
     states = []
     for network in (plain, model):
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)

@@ -1,9 +1,9 @@
 """How long a step of an OffloadModel takes, and what it holds on the device and on the host, before it is built.
 
 Weights come to the device slice by slice, in the forward and again in the backward; the last two slices stay between
-the two. Gradients leave once. The borders of slices leave in the forward and come back. A slice is loaded while the one
-before computes, so each phase takes as long as the slowest of compute and copies, and what nothing can hide comes on
-top. With equal slices and one microbatch that is exact if compute and copies do not slow each other; several
+the two. Gradients leave once, in fp32. The inputs of slices leave in the forward and come back. A slice is loaded while
+the one before computes, so each phase takes as long as the slowest of compute and copies, and what nothing can hide
+comes on top. With equal slices and one microbatch that is exact if compute and copies do not slow each other; several
 microbatches over a link that cannot keep up take somewhat longer.
 """
 
@@ -37,6 +37,9 @@ _BLOCK_PARAMETERS: Final = 12.25
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
+"""Of a parameter on the host, and of its gradient there."""
+_LARGEST: Final = 4 / _BLOCK_PARAMETERS
+"""The part of a dense block that its largest parameter is."""
 
 WORKSPACE_BYTES: Final = 2 * (32 << 20)
 """What cuBLAS takes of the memory of a Hopper GPU for itself, through torch's allocator: as much for the thread of
@@ -122,18 +125,18 @@ class OffloadedModel:
 
     @property
     def weights_bytes(self) -> float:
-        """All weights as the device gets them; the gradients are as large."""
+        """All weights as the device gets them; the gradients are as large there."""
         return self.num_parameters * self.number_bytes
+
+    @property
+    def gradients_bytes(self) -> float:
+        """All gradients as the host gets them."""
+        return self.num_parameters * _MASTER_BYTES
 
     @property
     def states_bytes(self) -> float:
         """What the optimizer keeps in fp32: the master weights and its states."""
         return self.num_parameters * _MASTER_BYTES * (1 + OPTIMIZERS[self.optimizer])
-
-    @property
-    def keeps_borders(self) -> bool:
-        """Whether microbatches are so few that borders stay on the device for the slice that comes next."""
-        return self.num_microbatches <= 2
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.O
     forward, backward, slices = _forward(model, machine), _backward(model, machine), model.num_slices
     updating = model.num_parameters / machine.updated_parameters_per_second
     first_load = model.weights_bytes / slices / machine.in_bytes_per_second
-    last_gradient = model.weights_bytes / slices / machine.out_bytes_per_second
+    last_gradient = model.gradients_bytes / slices / machine.out_bytes_per_second
     tail = updating / slices + first_load + last_gradient  # nothing hides them, nor the update of the last slice
     if update is Update.OVERLAPPED:
         total = max(forward.seconds + backward.seconds, updating) + tail
@@ -202,24 +205,21 @@ def _phase(machine: Machine, compute: float, alone: float, lead: float, in_bytes
 
 
 def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
-    """Load each slice but the first while the one before computes; borders wait on the host if backward needs them."""
-    slices, borders = model.num_slices, model.border_bytes * (model.num_slices - 1)
+    """Load each slice but the first while the one before computes; inputs of slices leave."""
+    slices = model.num_slices
     compute = 2 * model.num_parameters * model.num_tokens / machine.flops_per_second
-    into = model.weights_bytes * (1 - 1 / slices) + (0 if model.keeps_borders else borders)
-    out = borders - (model.border_bytes if model.num_microbatches == 1 and slices > 1 else 0)
-    return _phase(machine, compute, compute / slices, compute / slices, into, out)
+    into = model.weights_bytes * (1 - 1 / slices)
+    return _phase(machine, compute, compute / slices, compute / slices, into, model.border_bytes * (slices - 1))
 
 
 def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
-    """Begin with the two slices that are there; the input of the slice before the last is loaded, too."""
+    """Begin with the two slices that are there, and with the inputs of the last two calls."""
     slices = model.num_slices
     compute = 6 * model.num_parameters * model.num_tokens / machine.flops_per_second
     there = min(2, slices)
-    into = model.weights_bytes * (1 - there / slices) + model.border_bytes * max(0, slices - 3)
-    out = model.weights_bytes * (1 - 1 / slices)
-    if not model.keeps_borders:  # then the borders' gradients wait on the host as well
-        into += model.border_bytes * max(0, slices - 2)
-        out += model.border_bytes * (slices - 1)
+    into = model.weights_bytes * (1 - there / slices)
+    into += model.border_bytes * max(0, slices - 1 - there / model.num_microbatches)
+    out = model.gradients_bytes * (1 - 1 / slices)
     return _phase(machine, compute, compute * there / slices, compute / slices, into, out)
 
 
@@ -231,9 +231,10 @@ def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None
 def device_parts_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> dict[str, float]:
     """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, and borders.
 
-    Two borders that left are held until the host can know that they are copied, and one is loaded ahead; with several
-    microbatches its gradient, too. A model of one slice has one slice's weights and gradients. On a GPU
-    `WORKSPACE_BYTES` come on top, and what you hold: the model's input and output, and the output's gradient.
+    All microbatches have their gradients at a border at once, and one input is loaded ahead. Where the gradient of a
+    parameter from a second microbatch is added to the first one's, it is there three times. A model of one slice has
+    one slice's weights and gradients. On a GPU `WORKSPACE_BYTES` come on top, and what you hold: the model's input and
+    output, and the output's gradient.
 
     Args:
         in_slice_bytes: what one microbatch needs in one slice, with its input and output; None: that of dense blocks.
@@ -242,9 +243,10 @@ def device_parts_bytes(model: OffloadedModel, in_slice_bytes: float | None = Non
     border = model.border_bytes / model.num_microbatches
     if in_slice_bytes is None:
         in_slice_bytes = _SAVED_UNITS * border * model.layers / model.num_slices
-    num_borders = 0 if model.num_slices == 1 else 3 if model.num_microbatches == 1 else 4
+    num_borders = 0 if model.num_slices == 1 else model.num_microbatches + 1
+    twice = 0.0 if model.num_microbatches == 1 else 2 * _LARGEST * model.weights_bytes / model.layers
     activations = in_slice_bytes + num_borders * border
-    return {"parameters": slices_bytes, "gradients": slices_bytes, "activations": activations}
+    return {"parameters": slices_bytes, "gradients": slices_bytes + twice, "activations": activations}
 
 
 def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:
@@ -253,7 +255,7 @@ def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -
 
 
 def host_parts_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> dict[str, float]:
-    """Return what the host holds: the weights as they travel, gradients that wait, fp32 states, all slice borders.
+    """Return what the host holds: the weights as they travel, fp32 gradients that wait, fp32 states, inputs of slices.
 
     Weights of 4 bytes are the master weights themselves. Overlapped, two slices' gradients wait; otherwise all.
     """
@@ -261,7 +263,7 @@ def host_parts_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) 
     waiting = min(1.0, 2 * model.imbalance / model.num_slices) if update is Update.OVERLAPPED else 1.0
     return {
         "parameters": working,
-        "gradients": waiting * model.weights_bytes,
+        "gradients": waiting * model.gradients_bytes,
         "optimizer": model.states_bytes,
         "activations": model.num_slices * model.border_bytes,
     }

@@ -1,8 +1,8 @@
 """torch's own clipping, where `parameter.grad` is not what the optimizer will use.
 
 Scripts import `clip_grad_norm_` and `clip_grad_value_` by name, so these cannot be replaced; the helpers that they look
-up on every call can. An optimizer that holds gradients itself takes them as they come, so `parameter.grad` is None, and
-clipping would find none: that is refused here.
+up on every call can. An optimizer that uses gradients up in backward leaves `parameter.grad` as None, and clipping
+would find none: that is refused here.
 """
 
 from __future__ import annotations
@@ -75,5 +75,5 @@ def _check_value(original: Callable[..., Any], lists: list[list[Tensor]], *args:
 def _refusal(name: str) -> UsageError:
     return UsageError(
         f"{name} would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
-        hint="give it max_grad_norm=...; the norm before clipping is its `grad_norm`",
+        hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
     )

@@ -1,14 +1,14 @@
 """OffloadModel and its optimizer: train models larger than the device, one slice of layers at a time.
 
-::
+Parameters rest on the host. While a slice computes, `parameter.data` is a view of a device buffer, and autograd does
+the rest in its own order, which is slice by slice: of all nodes that are ready, it runs the one made last::
 
-    model.py ─► chain.py            cuts a model into slices; huggingface.py: models that are not nn.Sequential
-        └────► engine.py ─► weights.py             one flat host buffer per slice, two on the device
-                  │    ├──► gradients.py           the way back: two device buffers, host buffers
-                  │    ├──► activation_offload.py  tensors at slice boundaries
-                  │    └──► counted_link.py        copies and the bytes they move
-                  └──► forward_pass.py             one forward and its backward, slice by slice
-    optimizer.py ─► optimizer_state.py ─► kernels.py ─► compiled.py    updates on the CPU, in threads
+    forward    load 0, enter 0 · load 1, run 0 · leave 0, enter 1 · load 2, run 1 · ...
+    backward   enter 2, load 1 · gradients of 2 go home, leave 2, enter 1 · load 0 · ...
+
+    model.py ──► slices.py   which layers and parameters are together, and where they lie on the host
+        └──────► engine.py   load, enter, leave, begin_backward, finish: two device buffers, copies, events
+    optimizer.py ──► engine.py   any of torch's rules, slice by slice, in a thread
 """
 
 from smpkit.torch.offload_model.model import OffloadModel

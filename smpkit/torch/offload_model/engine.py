@@ -1,267 +1,454 @@
-"""What all forwards of one OffloadModel share: slices on the host, buffers on the device, copy streams.
+"""What moves slices: two device buffers for weights, one stream of copies each way, and events.
 
-`forward_pass.Run` drives a `SliceEngine` through one forward and backward. An optimizer can attach itself as the
-`GradientConsumer`. Modules inside the model wait for its updates before their state dict is read or loaded
-(`synchronize_on_state_dict`).
+Slice i always lies in device buffer i % 2 at the same place, so what autograd saved of a weight (`weight.t()`) is there
+again when its backward runs, and a slice can be loaded while its neighbour computes. The resident slice has a buffer of
+its own::
+
+    forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward begins with slice 4 here
+    backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
+
+Where the host's memory is the device's, nothing is copied: slices compute with the parameters themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
 
-from smpkit.errors import UsageError
-from smpkit.torch.offload.arena import arena_for
-from smpkit.torch.offload.link import Link, link_for
-from smpkit.torch.offload_model.activation_offload import TensorOffloader
-from smpkit.torch.offload_model.chain import ModelShard
-from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS, HostBuffers, Traffic, Transfers
-from smpkit.torch.offload_model.gradients import BufferedGradients, GradientCopy, InPlaceGradients
-from smpkit.torch.offload_model.weights import DeviceWeights, SliceWeights
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.distributed.host_memory import pinned_bytes
+from smpkit.torch.offload.link import DONE, Event, link_for
+from smpkit.torch.offload_model.slices import Layout, Slice
 
-__all__ = ["GradientConsumer", "Modes", "Slice", "SliceEngine", "synchronize_on_state_dict"]
+__all__ = ["DEADLINE_SECONDS", "Engine", "Updater"]
 
-Modes = tuple[bool, ...]
-"""Which modules of a slice are in training mode."""
-
-
-class Slice:
-    """One slice: its layers and its weights."""
-
-    def __init__(self, shard: ModelShard, weights: SliceWeights, device: torch.device) -> None:
-        self.shard = shard
-        self.weights = weights
-        for module in shard.modules():  # buffers stay on the device: they are small, and forward changes them
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
-        self.overwrites_input: dict[Modes, bool] = {}
-        """Whether it changes its input in place, by modes (dropout may, in training only); known once it has run so."""
-        self._modules = list(shard.modules())
-
-    @property
-    def modes(self) -> Modes:
-        """Which modules are in training mode now."""
-        return tuple([module.training for module in self._modules])
+DEADLINE_SECONDS: Final = 600.0
+"""Of every wait of this thread for a copy."""
+_NO_TASK: Final = -1
+_PIECE: Final = 16 << 20
+"""Elements of a gradient that are cast on their way: the device holds so many in the wider type meanwhile."""
 
 
-class GradientConsumer(Protocol):
-    """Takes the gradients instead of the parameters' `.grad`; `OffloadOptimizer` is one."""
+class Updater(Protocol):
+    """Takes gradients during the backward; an `OffloadOptimizer` with `overlap="backward"` does."""
 
-    def consume(self, gradient_copy: GradientCopy) -> None:
-        """Take the gradients of one slice; called during backward, last slice first."""
+    def consume(self, piece: Slice, arrival: Event) -> None:
+        """Take the gradients of a slice out of its parameters; they are there after `arrival`."""
 
-    def wait_for_update(self, index: int) -> None:
-        """Block until the weights of a slice may be copied to the device."""
-
-    def synchronize(self) -> None:
-        """Block until all parameters are up to date."""
-
-    def zero_grad(self) -> None:
-        """Drop gradients that no step has used."""
-
-    def invalidate(self) -> None:
-        """Assume that the values of parameters may have changed."""
+    def forget(self) -> None:
+        """Take note that a backward failed half way."""
 
 
-class SliceEngine:
-    """The slices of one model and the buffers and streams that move them.
+@dataclass
+class _Sum:
+    """Gradients on their way to the host that must be added to earlier ones."""
+
+    arrival: Event
+    terms: list[tuple[nn.Parameter, Tensor]]
+
+
+class Engine:
+    """Moves the slices of one model.
 
     Args:
-        shards: the slices, in order.
-        unpack_tuple: see `SlicedModel`.
-        device: where they run.
-        dtype: what weights are computed in; None keeps theirs.
+        slices: the last is the resident one.
+        in_place: whether slices compute with the parameters where they are.
         prefetch: load the next slice while one computes.
-        checkpoint: keep only the inputs of slices, and run each again in backward.
-        num_microbatches: how many pieces of the batch pass through a slice per load.
-        links: one for weights and gradients, one for slice boundaries. None makes them, and copies nothing if the
-            device is the CPU.
-        host_budget_bytes: for slice boundaries; what does not fit stays on the device.
+        group: over which gradients are averaged before they leave the device.
     """
 
     def __init__(
         self,
-        shards: Sequence[ModelShard],
-        *,
-        unpack_tuple: bool,
+        slices: Sequence[Slice],
         device: torch.device,
-        dtype: torch.dtype | None,
+        *,
+        in_place: bool,
         prefetch: bool,
-        checkpoint: bool,
-        num_microbatches: int,
-        links: tuple[Link, Link] | None = None,
-        host_budget_bytes: int | None = None,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.device = device
-        self.unpack_tuple = unpack_tuple
-        self.checkpoint = checkpoint
-        self.num_microbatches = num_microbatches
-        self._consumer: Callable[[], GradientConsumer | None] = lambda: None
-        self.averaged_by: str | None = None
-        self.traffic = Traffic()
-        self.links = links
-        self._in_use = threading.RLock()
-        """Never waited for: who finds it taken is told so."""
-        self._user = ""
-        bulk, boundary_link = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
-        self.weight_link = bulk
-        in_place = links is None and is_the_host(device)
-        transfers = Transfers(bulk, self.traffic)
-        memory = HostBuffers(bulk)
-        weights: list[SliceWeights] = []
-        owned_before = set[int]()
-        for shard in shards:  # a parameter that several slices use belongs to the first
-            owned = {id(parameter) for parameter in shard.parameters()} - owned_before
-            weights.append(SliceWeights(shard, owned, dtype, memory))
-            owned_before |= owned
-        self.slices = [Slice(shard, each, device) for shard, each in zip(shards, weights, strict=True)]
-        self.parameters = list(dict.fromkeys(p for each in weights for p in each.layout.parameters))
-        self.device_weights = DeviceWeights(weights, device, transfers, prefetch=prefetch, in_place=in_place)
-        self.gradients: BufferedGradients | InPlaceGradients
-        if in_place:
-            self.gradients = InPlaceGradients(weights)
-        else:
-            self.gradients = BufferedGradients(weights, device, transfers, memory)
-        arena = None if in_place else arena_for(boundary_link, host_budget_bytes)
-        self.offloader = TensorOffloader(device, Transfers(boundary_link, self.traffic), arena)
-        # A weak reference: the model's memory must be freed with the last reference, not by the garbage collector.
-        device_weights = weakref.ref(self.device_weights)
-        for shard in shards:
-            shard.attach(lambda index: _load(device_weights(), index))
+        self.slices, self.device, self.in_place = slices, device, in_place
+        self.link = link_for(device, DEADLINE_SECONDS)
+        self.updater: weakref.ref[Updater] | None = None
+        self.wants_norms = False
+        self._resident = len(slices) - 1
+        self._prefetch, self._group = prefetch, group
+        self._weights: list[Tensor | None] = [None] * 3
+        self._views: dict[int, list[Tensor]] = {}
+        self._loaded: list[int | None] = [None] * 3
+        """Which slice is in each buffer, or on its way there."""
+        self._loads: list[Event] = [DONE] * 3
+        self._last_load: Event = DONE
+        self._leaving: tuple[list[Tensor], Event, Hashable] = [], DONE, None
+        """Gradients of the latest slice that are copied to the host, and the stream that made them."""
+        self._homes: dict[int, Tensor] = {}
+        """Buffers on the host for gradients, by slice."""
+        self._slabs: list[Tensor | None] = [None] * 3
+        """Buffers on the host for gradients that are added to others, or used up in the backward."""
+        self._slab_users: list[Slice | None] = [None] * 3
+        self._sums: list[_Sum | None] = [None] * 3
+        self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
+        """On the device, with the gradient that they are of, and its version."""
+        self._versions: dict[int, list[int]] = {}
+        self._task = _NO_TASK
+        """Autograd's number of the backward that runs."""
+        self._running: int | None = None
+        """The slice whose backward runs."""
+        self._current: int | None = None
+        """The slice whose forward runs."""
+        self._before: dict[int, list[Tensor | None]] = {}
+        """What the parameters of slices in their backward had as their gradients."""
+        # Copies must end before the memory goes that they use.
+        weakref.finalize(self, self.link.close)
+        if not in_place:
+            trained = (parameter for parameter in self.parameters if parameter.requires_grad)
+            handles = [
+                parameter.register_post_accumulate_grad_hook(_check_arrival)  # type: ignore[no-untyped-call]
+                for parameter in trained
+            ]
+            weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     @property
-    def consumer(self) -> GradientConsumer | None:
-        """What takes the gradients; None: the parameters' `.grad`."""
-        return self._consumer()
-
-    def attach(self, consumer: GradientConsumer) -> None:
-        """Give gradients to `consumer` from now on; holds it weakly. No other one may be updating weights.
-
-        Raises:
-            UsageError: gradients are averaged over processes.
-        """
-        self._consumer = weakref.ref(consumer)
-        self._check_averages()
-        this = weakref.ref(self)  # the engine holds `device_weights`: a strong reference back would make a cycle
-        self.device_weights.wait_before_loads(lambda index: _wait_for_update(this(), index))
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them."""
+        return (parameter for piece in self.slices for parameter in piece.parameters)
 
     def synchronize(self) -> None:
-        """Block until all parameters on the host are up to date and no copy reads them: they may be written."""
-        self.device_weights.wait_for_loads()
-        if (consumer := self.consumer) is not None:
-            consumer.synchronize()
-
-    def note_averaging(self, who: str) -> None:
-        """Note who averages gradients over processes.
-
-        Raises:
-            UsageError: a consumer takes the gradients, and `who` looks for them at the parameters.
-        """
-        self.averaged_by = who
-        self._check_averages()
-
-    def _check_averages(self) -> None:
-        if self.averaged_by is not None and self.consumer is not None:
-            raise UsageError(
-                f"{self.averaged_by} averages the gradients of parameters over processes, and an OffloadOptimizer"
-                " takes them before they are there",
-                hint="use an optimizer of torch.optim over model.parameters()",
-            )
-
-    def invalidate(self) -> None:
-        """Assume that parameters may have changed: writes to `.data` do not change their version."""
-        self.synchronize()
+        """Block until all parameters are on the host and up to date, and no copy reads them."""
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            self._abandon()
+        self.link.synchronize(self._last_load, "the weights of a slice")
         for piece in self.slices:
-            piece.weights.invalidate()
-        if (consumer := self.consumer) is not None:
-            consumer.invalidate()
+            piece.wait_for_updates()
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use the engine inside.
+    # --- weights -----------------------------------------------------------------------------------------------------
 
-        Raises:
-            UsageError: another thread does so at present; both would load slices into the same buffers.
-        """
-        if not self._in_use.acquire(blocking=False):
-            raise UsageError(
-                f"an OffloadModel is used by two threads at once: `{threading.current_thread().name}` called it while"
-                f" `{self._user}` was in its forward or backward",
-                hint="call it from one thread at a time, or give each thread a model of its own (copy.deepcopy)",
-            )
-        self._user = threading.current_thread().name
-        try:
-            yield
-        finally:
-            self._in_use.release()
+    def _slot(self, index: int) -> int:
+        return 2 if index == self._resident else index % 2
 
-    @contextlib.contextmanager
-    def on_device(self, index: int, *, fresh: bool, next_index: int | None) -> Iterator[list[nn.Parameter]]:
-        """Replace the parameters of a slice's modules by those on the device inside; yield these."""
-        device_parameters = self.device_weights.acquire(index, fresh=fresh, next_index=next_index)
-        with self.slices[index].weights.replaced_by(device_parameters):
-            yield device_parameters
-
-    def call(self, index: int, value: Any) -> Any:
-        """Run a slice with what the previous one returned; the first gets (args, kwargs)."""
-        shard = self.slices[index].shard
-        if index == 0:
-            args, kwargs = value
-            return shard(*args, **kwargs)
-        return shard(*value) if self.unpack_tuple and isinstance(value, tuple) else shard(value)
-
-
-def is_the_host(device: torch.device) -> bool:
-    """Return whether the device computes with the host's memory, so that nothing must be copied."""
-    return device.type == "cpu"
-
-
-def _load(device_weights: DeviceWeights | None, index: int) -> None:
-    if device_weights is not None:
-        device_weights.load(index, fresh=True)
-
-
-def _wait_for_update(engine: SliceEngine | None, index: int) -> None:
-    if engine is not None and (consumer := engine.consumer) is not None:
-        consumer.wait_for_update(index)
-
-
-def synchronize_on_state_dict(modules: Iterable[nn.Module], engine: SliceEngine) -> None:
-    """Wait for updates before the state dict of any of these modules is read or loaded, while `engine` lives.
-
-    Loading with `assign=True` is refused: it would put other parameters in the place of those that train.
-    """
-    handles: list[Any] = []
-    for module in modules:
-        handles.append(module.register_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
-        handles.append(module.register_load_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
-    weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
-
-
-class _SynchronizeHook:
-    """Called before a state dict is read (prefix, keep_vars) or loaded (state, prefix, metadata, ...)."""
-
-    def __init__(self, engine: SliceEngine | None = None) -> None:
-        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
-
-    def __reduce__(self) -> tuple[type[_SynchronizeHook], tuple[()]]:
-        """Return a hook without an engine: a copy of the module is independent of it."""
-        return _SynchronizeHook, ()
-
-    def __call__(self, module: nn.Module, *details: Any) -> None:
-        engine = self._engine()
-        if engine is None:
+    def load(self, index: int) -> None:
+        """Start to copy a slice to the device, unless it is there; its updates are waited for."""
+        slot, piece = self._slot(index), self.slices[index]
+        if self._loaded[slot] == index:
             return
-        if len(details) > 2 and details[2].get("assign_to_params_buffers"):
+        piece.make_ready(self.link)
+        self._loaded[slot] = index
+        if self.in_place or not piece.layout.num_bytes:
+            return
+        target = self._buffer(slot)[: piece.layout.num_bytes]
+        # After the computation with the slice that was in this buffer, which has been enqueued already.
+        self._loads[slot] = self._last_load = piece.reading = self.link.fetch([(piece.host, target)], [self.link.now()])
+
+    def enter(self, index: int) -> None:
+        """Let the parameters of a slice be those on the device."""
+        self.load(index)
+        piece = self.slices[index]
+        if piece.is_entered:
+            return
+        piece.check_not_moved()
+        piece.is_entered = True
+        if self.in_place:
+            return
+        slot = self._slot(index)
+        self.link.wait(self._loads[slot], f"slice {index}")
+        if index not in self._views:
+            with torch.inference_mode(False):
+                self._views[index] = piece.layout.views(self._buffer(slot))
+        for parameter, view in zip(piece.parameters, self._views[index], strict=True):
+            parameter.data = view
+
+    def leave(self, index: int) -> None:
+        """Let the parameters of a slice be those on the host."""
+        piece = self.slices[index]
+        piece.is_entered = False
+        if not self.in_place:
+            for parameter, master in zip(piece.parameters, piece.masters, strict=True):
+                parameter.data = master
+
+    def _buffer(self, slot: int) -> Tensor:
+        buffer = self._weights[slot]
+        if buffer is None:
+            num_bytes = max(piece.layout.num_bytes for piece in self.slices if self._slot(piece.index) == slot)
+            with torch.inference_mode(False):  # later forwards may be trained
+                buffer = self._weights[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return buffer
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the model's forward runs."""
+        return self._resident in self._versions
+
+    def begin_forward(self) -> None:
+        """Bring the resident slice; all slices are loaded anew, since weights may have changed."""
+        if _NO_TASK not in (self._task, torch._C._current_graph_task_id()):
+            raise UsageError("an OffloadModel was called in its own backward", hint="call it after the backward")
+        self._abandon()
+        self._loaded = [None] * 3
+        self._begin(self._resident)
+
+    def switch_to(self, index: int) -> None:
+        """Let the slice of the layer that runs next be the one on the device."""
+        if index == self._current:
+            return
+        if self._current is not None:
+            self._end(self._current)
+        self._current = index
+        self._begin(index)
+        if self._prefetch and index + 1 < self._resident and self.slices[index + 1].is_ready():
+            self.load(index + 1)  # otherwise when it is entered, after this slice's work has been enqueued
+
+    def end_forward(self) -> None:
+        """Bring all parameters back to the host; also after an error."""
+        current, self._current = self._current, None
+        try:
+            for index in (current, self._resident):
+                if index is not None:
+                    self._end(index)
+        finally:
+            self._versions.clear()
+            for index in (current, self._resident):
+                if index is not None:
+                    self.leave(index)
+        if not torch.is_grad_enabled():  # no backward follows, in which the user's writes would be an error
+            self.link.synchronize(self._last_load, "the weights of a slice")
+
+    def _begin(self, index: int) -> None:
+        self.enter(index)
+        self._versions[index] = [parameter._version for parameter in self.slices[index].parameters]
+
+    def _end(self, index: int) -> None:
+        piece, before = self.slices[index], self._versions.pop(index, None)
+        self.leave(index)
+        if before is not None and before != [parameter._version for parameter in piece.parameters]:
             raise UsageError(
-                f"load_state_dict(assign=True) would take the parameters of this {type(module).__name__} out of its"
-                " OffloadModel",
-                hint="load without assign: values are copied into the parameters",
+                f"a forward of slice {index} writes to a weight, which is a copy on the device and never comes back",
+                hint="change weights between steps (`with torch.no_grad(): weight.clamp_(...)`), not in a forward",
             )
-        engine.synchronize()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def watch(self, index: int | None, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
+        """Hear of the backward of a slice: from each tensor that it made, not from those that it handed on.
+
+        Args:
+            index: of the slice; None: the resident one.
+        """
+        handed_on = {(id(tensor), tensor.grad_fn) for tensor in inputs}
+        for tensor in outputs:
+            if tensor.grad_fn is not None and (id(tensor), tensor.grad_fn) not in handed_on:
+                hear = functools.partial(self._hear, self._resident if index is None else index)
+                tensor.register_hook(hear)  # type: ignore[no-untyped-call]
+
+    def _hear(self, index: int, _: Tensor) -> None:
+        self.begin_backward(index)
+
+    def begin_backward(self, index: int) -> None:
+        """Bring a slice: the gradient of one of its outputs is there."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a second derivative through an OffloadModel (create_graph=True) is not served: the weights that it"
+                " needs leave the device",
+                hint="once_differentiable: leave create_graph out, or use the plain model",
+            )
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._abandon()
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_backward)
+            self._open(self._resident)
+        if index in (self._running, self._resident):
+            return
+        if self._running is not None:
+            self._finish(self._running)
+        self._running = index
+        self._open(index)
+        if self._prefetch and index and self.slices[index - 1].is_ready():
+            self.load(index - 1)
+
+    def _open(self, index: int) -> None:
+        """Bring a slice, whose gradients are to stay on the device for now."""
+        piece = self.slices[index]
+        if not self.in_place:
+            self._before[index] = [parameter.grad for parameter in piece.parameters]
+            for parameter in piece.parameters:
+                parameter.grad = None
+        self.enter(index)
+
+    def _finish(self, index: int) -> None:
+        """Send the gradients of a slice home: the backward of its layers is over."""
+        piece = self.slices[index]
+        self._average(piece)
+        if self.in_place:
+            self.leave(index)
+            arrival = DONE
+        else:
+            arrival = self._send(piece)
+        if (updater := self._get_updater()) is not None:
+            updater.consume(piece, arrival)
+
+    def _send(self, piece: Slice) -> Event:
+        """Copy gradients to the host, in the type of their parameters; return when they are there."""
+        slot = self._slot(piece.index)
+        gradients = [(each, each.grad.to_dense()) for each in piece.parameters if each.grad is not None]
+        self._restore(piece)
+        self._settle(slot)
+        updates_now, is_sum = (
+            self._get_updater() is not None,
+            any(parameter.grad is not None for parameter, _ in gradients),
+        )
+        if updates_now and is_sum:
+            raise UsageError(
+                'a parameter has a gradient before a backward in which its OffloadOptimizer (overlap="backward")'
+                " updates it",
+                hint="call zero_grad() first",
+            )
+        layout = Layout([parameter.shape for parameter, _ in gradients], [each.dtype for each, _ in gradients])
+        reserve = self._slab if updates_now or is_sum else self._home
+        views = layout.views(reserve(piece, layout.num_bytes))
+        copies = [
+            pair
+            for (_, gradient), view in zip(gradients, views, strict=True)
+            for pair in zip(torch.split(gradient.flatten(), _PIECE), torch.split(view.flatten(), _PIECE), strict=True)
+        ]
+        arrival = self.link.send(copies, [self.link.now()])
+        self._release()  # of the slice before, whose copy had the time of this one's backward
+        self._leaving = [gradient for _, gradient in gradients], arrival, self.link.stream()
+        arrived = [(parameter, view) for (parameter, _), view in zip(gradients, views, strict=True)]
+        if is_sum:
+            self._sums[slot] = _Sum(arrival, arrived)
+            return arrival
+        for parameter, view in arrived:
+            parameter.grad = view
+        if self.wants_norms and gradients:
+            norms = _norms([gradient for _, gradient in gradients])
+            for (parameter, view), norm in zip(arrived, norms, strict=True):
+                self._norms[parameter] = norm, view, view._version
+        return arrival
+
+    def _release(self) -> None:
+        """Let go of gradients whose copy has begun; who gets their memory waits for it."""
+        gradients, copy, stream = self._leaving
+        self._leaving = [], DONE, None
+        for gradient in gradients:
+            self.link.before_reuse(gradient, copy, stream)
+
+    def _end_backward(self) -> None:
+        """Finish the last slices, and block until all gradients are on the host."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._finish(running)
+        self._finish(self._resident)
+        self._task = _NO_TASK
+        if self._get_updater() is None:  # which waits itself
+            self.link.synchronize(self._leaving[1], "the gradients of a slice")
+        self._release()
+        for slot in range(3):
+            self._settle(slot)
+        self.link.synchronize(self._last_load, "the weights of a slice")
+
+    def _restore(self, piece: Slice) -> None:
+        """Bring a slice's parameters and the gradients from before its backward home."""
+        for parameter in piece.parameters:
+            parameter.grad = None
+        self.leave(piece.index)
+        for parameter, before in zip(piece.parameters, self._before.pop(piece.index), strict=True):
+            parameter.grad = before
+
+    def _abandon(self) -> None:
+        """Forget a backward that failed half way."""
+        if self._task == _NO_TASK:
+            return
+        for index in [*self._before]:
+            self._restore(self.slices[index])
+        for piece in self.slices:
+            piece.is_entered = False
+        self.link.synchronize(self._leaving[1], "the gradients of a slice")
+        self._release()
+        self._sums = [None] * 3
+        self._task, self._running = _NO_TASK, None
+        if (updater := self._get_updater()) is not None:
+            updater.forget()
+
+    def _get_updater(self) -> Updater | None:
+        return None if self.updater is None else self.updater()
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def norms(self) -> dict[nn.Parameter, Tensor]:
+        """Return norms of gradients that came with the last backward, on the host, if nobody has changed these."""
+        records, self._norms = self._norms, {}
+        if not records:
+            return {}
+        together = torch.stack([norm for norm, _, _ in records.values()]).cpu()
+        return {
+            parameter: norm
+            for norm, (parameter, (_, gradient, version)) in zip(together, records.items(), strict=True)
+            if parameter.grad is gradient and gradient._version == version
+        }
+
+    @torch.no_grad()
+    def _settle(self, slot: int) -> None:
+        """Add gradients that have come to a slab to those of before."""
+        waiting, self._sums[slot] = self._sums[slot], None
+        if waiting is None:
+            return
+        self.link.synchronize(waiting.arrival, "the gradients of a slice")
+        for parameter, term in waiting.terms:
+            parameter.grad = term.clone() if parameter.grad is None else parameter.grad.add_(term)
+
+    def _home(self, piece: Slice, num_bytes: int) -> Tensor:
+        piece.wait_for_updates()  # which read the gradients of before
+        home = self._homes.get(piece.index)
+        if home is None or home.nbytes < num_bytes:
+            home = self._homes[piece.index] = pinned_bytes(self.device, num_bytes)
+        return home[:num_bytes]
+
+    def _slab(self, piece: Slice, num_bytes: int) -> Tensor:
+        slot = self._slot(piece.index)
+        if (user := self._slab_users[slot]) is not None:
+            user.wait_for_updates()
+        self._slab_users[slot] = piece
+        slab = self._slabs[slot]
+        if slab is None or slab.nbytes < num_bytes:
+            others = [other for other in self.slices if self._slot(other.index) == slot]
+            slab = self._slabs[slot] = pinned_bytes(self.device, max(other.gradient_bytes() for other in others))
+        return slab[:num_bytes]
+
+    def _average(self, piece: Slice) -> None:
+        """Average the gradients of a slice over the group."""
+        if self._group is None:
+            return
+        trained = [parameter for parameter in piece.parameters if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if len(gradients) < len(trained):
+            raise UsageError(
+                f"{len(trained) - len(gradients)} parameters of slice {piece.index} had no part in a backward, and"
+                " other processes may have gradients for them",
+                hint="with a process_group all parameters need a gradient; freeze the others (requires_grad_(False))",
+            )
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=self._group)
+            gradient.div_(self._group.size())
+
+
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return norms in float32 at least: bfloat16 has three digits, and in float16 they overflow."""
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    return torch._foreach_norm(list(gradients), 2, dtype)
+
+
+def _check_arrival(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.device != parameter.device:
+        raise UsageError(
+            f"a weight of shape {tuple(parameter.shape)} got its gradient when its slice was not on the device",
+            hint="does a layer compute partly on the CPU, or use another layer's weight? Use the plain model for it",
+        )

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, cast
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
-from smpkit.torch.core.tensor_spec import flatten
-from smpkit.torch.offload.link import Link
-from smpkit.torch.offload_model.chain import Balance, check_count, slice_model
-from smpkit.torch.offload_model.counted_link import Traffic
-from smpkit.torch.offload_model.engine import SliceEngine, synchronize_on_state_dict
-from smpkit.torch.offload_model.forward_pass import Run
+from smpkit.torch.core.module_call import ModuleCall, OriginalCall
+from smpkit.torch.core.offloader import KEEPING, Offloader
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
+from smpkit.torch.offload.engine import ActivationEngine, make_engine
+from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
+from smpkit.torch.offload_model.microbatches import is_batched, join, split
+from smpkit.torch.offload_model.slices import Balance, check_layers, cut_layers, make_slices
+from smpkit.torch.placement.blocks import repeated_blocks
+from smpkit.torch.recompute.layer import ModuleCheckpoint
+from smpkit.torch.recompute.region import run_checkpointed
 
-__all__ = ["OffloadModel", "rename_layers"]
+__all__ = ["OffloadModel"]
 
-_LAYER: Final = re.compile(r"(\d+)\.model_shard\.(\d+)\.")
 _CPU = torch.device("cpu")
+
+
+class ModelShard(nn.Module):
+    """A slice, under the names that FairScale gives its layers."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.model_shard = layers
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the layers."""
+        return self.model_shard(*inputs, **kwargs)
+
+
+class _Layers(nn.Sequential):
+    """Neighbouring layers of a Sequential; the first may take several arguments."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        first, *others = self  # not `children()`, which lists a layer only once
+        value = first(*inputs, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
 
 
 class OffloadModel(nn.Module):
@@ -38,41 +65,38 @@ class OffloadModel(nn.Module):
         optimizer.step()
 
     Losses, gradients, buffers and weights are those of the plain model. The output and the buffers are on `device`,
-    parameters and their gradients on the CPU. Weights are copied to the device about twice a step; the next slice is
-    copied while one computes. They come back only where a forward itself writes to them (`nn.Embedding(max_norm=...)`,
-    `weight.clamp_()`), which `checkpoint_activation` refuses. Gradients of `nn.Embedding(sparse=True)` are sparse.
-
-    One thread at a time may call it or run its backward; a second one gets an error.
+    parameters and their gradients on the CPU. Weights are copied to the device about twice a step, the next slice while
+    one computes, and gradients come back once. What no slice has alone (an embedding tied to the head, a norm behind
+    the blocks) is on the device for the whole step. `parameter.grad` is memory that the next backward uses again.
 
     Args:
-        model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face language model
-            (BERT, BLOOM, Falcon, Gemma, GPT-2, GPT-NeoX, Llama, Mistral, Mixtral, OPT, Phi, Qwen2, Qwen3); or any
-            module, with `layers`. Its parameters are moved to the CPU.
+        model: an `nn.Sequential`; a list of modules, each of which is a slice; or any module with repeated blocks, such
+            as the models of Hugging Face, whose own forward runs. Its parameters are moved to the CPU.
         device: where slices run. On `cpu` nothing is copied: slices compute with the weights where they are.
-        offload_device: where weights and tensors at slice boundaries are kept; the CPU.
+        offload_device: where weights and the inputs of checkpointed slices are kept; the CPU.
         num_slices: at most one per layer. More slices take less memory on the device; a slice's computation should
             take longer than its copy.
-        checkpoint_activation: keep only the slices' inputs, on the CPU, and run each slice again in backward. Without
-            it everything that autograd saves stays on the device, except weights.
-        num_microbatches: pieces of the batch that pass through a slice one after the other while it is on the device.
-            Batches are split along dimension 0 of all input tensors; a batch with fewer rows makes fewer pieces.
-            Tensors with one row or none (masks, positions) go to every piece whole; if all layers hand them on, they
-            are returned once.
-        layers: paths of the modules that `model` calls one after the other, each with what the one before returned; a
-            path to a `ModuleList` or `Sequential` stands for its members.
+        checkpoint_activation: keep only the slices' inputs (of a model with blocks: the blocks'), on the CPU, and run
+            them again in backward. Without it everything that autograd saves stays on the device, except weights.
+        num_microbatches: pieces of the batch that pass through a slice one after the other while it is on the device;
+            for a Sequential or a list. Batches are split along dimension 0 of all input tensors; a batch with fewer
+            rows makes fewer pieces. Tensors with one row or none (masks, positions) go to every piece whole.
+        layers: paths of the modules that are cut into slices, for a model whose blocks are not found; a path to a
+            `ModuleList` or `Sequential` stands for its members.
         dtype: of the computation with floating-point weights, for example `torch.bfloat16`; parameters keep their own.
             Inputs and buffers are not converted: without autocast, pass floating-point ones in this dtype.
-        prefetch: copy the next slice while one computes.
-        balance: what slices have equal shares of: "params", "bytes", or a list with the cost of each layer.
-        host_budget_bytes: the most host memory for tensors at slice boundaries; what does not fit stays on the device.
-            None: three quarters of what is free.
-        links: the device's links for weights and for slice boundaries. For tests: with two
-            `smpkit.testing.EmulatedLink` the CPU stands in for a device with memory of its own.
+        prefetch: load the next slice while one computes.
+        balance: what slices have equal shares of: "params" or "bytes".
+        host_budget_bytes: the most host memory for inputs of checkpointed slices; what does not fit stays on the
+            device. None: three quarters of what is free.
+        process_group: processes that train the same model on other batches; gradients are averaged over it. All begin
+            with the same weights, and a parameter without a gradient is an error.
 
     Raises:
-        TypeError: no model, no device, or a model that is not known to be a chain of layers.
-        UsageError: an argument of a wrong type or value, paths that lead nowhere; two threads call the model at once.
-        UnsupportedError: an `offload_device` other than the CPU, or a device that does not exist.
+        TypeError: no model, no device, or a model in which no blocks are found.
+        UsageError: an argument of a wrong type or value, paths that lead nowhere.
+        UnsupportedError: an `offload_device` other than the CPU, a device that does not exist, a layer that writes to
+            its weights in forward.
     """
 
     def __init__(
@@ -89,83 +113,75 @@ class OffloadModel(nn.Module):
         prefetch: bool = True,
         balance: Balance = "params",
         host_budget_bytes: int | None = None,
-        links: tuple[Link, Link] | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if model is None:
+        if model is None or (not isinstance(model, nn.Module) and not model) or _is_empty(model):
             raise TypeError("`model` argument to `OffloadModel` cannot be None.")
-        given: Any = device
-        if given is None or given == "":
-            raise TypeError("`device` argument to `OffloadModel` cannot be None.")
         self.device = _known_device(_as_device("device", device))
         self.offload_device = _as_device("offload_device", offload_device)
         if self.offload_device.type != "cpu":
             raise UnsupportedError(f"offload_device is {offload_device}; weights rest on the CPU")
-        check_count("num_microbatches", num_microbatches)
-        given = links
-        if given is not None and not (isinstance(given, tuple | list) and len(given) == 2):
-            raise UsageError(f"links is {links!r}; it must be two links, for weights and for slice boundaries, or None")
+        _check_count("num_slices", num_slices)
+        _check_count("num_microbatches", num_microbatches)
         check_bool("checkpoint_activation", checkpoint_activation)
         check_bool("prefetch", prefetch)
         check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
-        given = dtype
-        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        _check_dtype(dtype)
+        self._num_microbatches, self._checkpoints = num_microbatches, checkpoint_activation
+        self._unpacks = isinstance(model, list)
+        """Whether a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's
+        lists; the layers of an `nn.Sequential` get what the layer before returned as one argument."""
+        self._is_chain = self._unpacks or (isinstance(model, nn.Sequential) and layers is None)
+        if num_microbatches > 1 and not self._is_chain:
             raise UsageError(
-                f"dtype is {dtype!r}; weights are computed in a floating-point type",
-                hint="for example dtype=torch.bfloat16; None keeps each weight's own",
+                f"num_microbatches={num_microbatches} needs a model that is a chain: an nn.Sequential or a list, not a"
+                f" {type(model).__name__}",
+                hint="add up the gradients of several smaller batches instead (`(loss / count).backward()` for each)",
             )
-        sliced = slice_model(model, layers, num_slices, balance)
-        self._model = sliced.module
-        self.model_slices = sliced.slices
-        self._settings: dict[str, Any] = {
-            "unpack_tuple": sliced.unpack_tuple,
-            "device": self.device,
-            "dtype": dtype,
-            "prefetch": prefetch,
-            "checkpoint": checkpoint_activation,
-            "num_microbatches": num_microbatches,
-            "host_budget_bytes": host_budget_bytes,
-        }
-        self._engine = self._make_engine(links)
-        if sliced.slices[0] in sliced.module.children():
-            self.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
-
-    def _make_engine(self, links: tuple[Link, Link] | None = None) -> SliceEngine:
-        engine = SliceEngine(self.model_slices, links=links, **self._settings)
-        synchronize_on_state_dict(self.modules(), engine)
-        return engine
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: everything but the engine, with its buffers and threads."""
-        self.synchronize()
-        return {name: value for name, value in self.__dict__.items() if name != "_engine"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy, with an engine of its own; it needs an optimizer of its own, too."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._engine = self._make_engine()
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes copied between host and device since the model was made."""
-        return self._engine.traffic
-
-    @property
-    def device_buffer_bytes(self) -> int:
-        """Bytes of weights and gradients on the device: those of two slices, whatever the model's size."""
-        return self._engine.device_weights.num_bytes + self._engine.gradients.num_bytes
-
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Return whether a tensor on the device is a part of the weights there, for measurements of memory."""
-        return self._engine.device_weights.holds(tensor)
+        blocks = _layers_of(model, layers)
+        check_layers(model if isinstance(model, nn.Module) else nn.ModuleList(blocks))
+        # A slice is run again with its input, which its first layer must leave alone.
+        may_begin = _leaves_its_input if checkpoint_activation and self._is_chain else lambda _: True
+        groups = [[each] for each in blocks] if self._unpacks else cut_layers(blocks, num_slices, balance, may_begin)
+        if self._is_chain:
+            shards = [group[0] if self._unpacks else _Layers(*group) for group in groups]
+            self.model_slices: list[nn.Module] = [ModelShard(shard) for shard in shards]
+            model = nn.Sequential(*self.model_slices)
+        else:
+            self.model_slices = [nn.ModuleList(group) for group in groups]
+        if any(isinstance(module, OffloadModel) for module in model.modules()):
+            raise UsageError(f"a slice of another OffloadModel is in this {type(model).__name__}; only one can move it")
+        self._model = model
+        for module in model.modules():  # buffers stay on the device: they are small, and forward changes them
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        slices = make_slices(model, groups, dtype, self.device)
+        in_place = is_the_host(self.device) and not any(piece.is_rounded for piece in slices)
+        self._engine = Engine(slices, self.device, in_place=in_place, prefetch=prefetch, group=process_group)
+        self._keeper: Offloader = KEEPING
+        if checkpoint_activation and not in_place:
+            # One load ahead: a slice computes longer than its input travels.
+            self._keeper = make_engine(
+                self.device, lead=1, host_budget_bytes=host_budget_bytes, deadline_seconds=DEADLINE_SECONDS
+            )
+        if process_group is not None:
+            _check_equal(slices, process_group)
+        undo = [_hook_state_dict(module, self._engine) for module in model.modules()]
+        if not self._is_chain:
+            keeper = self._keeper if checkpoint_activation else None
+            for index, group in enumerate(groups):
+                undo += [_surround(block, self._engine, index, keeper) for block in group]
+        weakref.finalize(self, _call_all, undo)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; all arguments go to the first layer, tensors from wherever they are.
+        """Run the model with tensors from wherever they are; return what it returns, on `device`.
 
-        Returns what the last layer returns, on `device`, of all microbatches together.
+        A Sequential or a list gets all arguments in its first layer.
 
         Raises:
-            UsageError: several microbatches, and inputs of different batch sizes or an output without a batch.
+            UsageError: several microbatches, and inputs of different batch sizes or an output without a batch; a layer
+                has written to a weight.
         """
         if torch.compiler.is_compiling():
             # The weights in the buffers change from slice to slice: torch.compile can trace layers only, one by one.
@@ -174,54 +190,77 @@ class OffloadModel(nn.Module):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._look_for_replicas()
-        tensors, structure = flatten((inputs, kwargs))
-        parameters = self._engine.parameters
-        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
-        run = Run(self._engine, structure, training=training)
-        with run.alone():
-            if training:
-                outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
-            else:
-                outputs, _ = run.forward(tensors)
-        return run.outputs.fill(outputs)
+        if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise UsageError(
+                "DistributedDataParallel cannot average the gradients of an OffloadModel, whose parameters move",
+                hint="give OffloadModel(..., process_group=torch.distributed.group.WORLD), and do not wrap it",
+            )
+        to_device = functools.partial(devices.to_device, device=self.device)
+        inputs = tuple([map_tensors(to_device, value) for value in inputs])
+        kwargs = {key: map_tensors(to_device, value) for key, value in kwargs.items()}
+        if isinstance(self._keeper, ActivationEngine):
+            self._keeper.end_step()
+        # Under autocast each use casts a weight anew: kept casts of all slices would fill the device.
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        self._engine.begin_forward()
+        try:
+            result = self._run_chain(inputs, kwargs) if self._is_chain else self._model(*inputs, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+            self._engine.end_forward()
+        self._engine.watch(None, tensors_in(result), tensors_in((inputs, kwargs)))
+        return result
 
-    def expect_averaging(self, who: str) -> None:
-        """Note that `who` averages the gradients of parameters over processes.
-
-        Raises:
-            UsageError: an `OffloadOptimizer` takes them first; also raised when one is made later.
-        """
-        self._engine.note_averaging(who)
-
-    def _look_for_replicas(self) -> None:
-        # The model learns only here that DistributedDataParallel wraps it. Without this check replicas would diverge
-        # silently under an OffloadOptimizer.
-        wrapper: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-        if wrapper is not None and torch.distributed.get_world_size(wrapper.process_group) > 1:
-            self.expect_averaging("DistributedDataParallel")
+    def _run_chain(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one slice after the other, all microbatches in each."""
+        pieces = split((inputs, kwargs), self._num_microbatches)
+        shared = [(each, version_of(each)) for each in tensors_in((inputs, kwargs)) if not is_batched(each)]
+        values: list[Any] = list(pieces)
+        for index, shard in enumerate(self.model_slices):
+            self._engine.switch_to(index)
+            for number, value in enumerate(values):
+                if index == 0:
+                    args, keywords = value
+                else:
+                    args, keywords = (value if self._unpacks and isinstance(value, tuple) else (value,)), {}
+                handed_in = tensors_in((args, keywords))
+                if self._checkpoints:
+                    result = run_checkpointed(
+                        shard, [shard], args, keywords, preserve_rng_state=True, keeper=self._keeper
+                    )
+                else:
+                    result = shard(*args, **keywords)
+                self._engine.watch(index, tensors_in(result), handed_in)
+                values[number] = result
+        if len(pieces) > 1 and any(version_of(tensor) != version for tensor, version in shared):
+            raise UsageError(
+                "a layer changed in place a tensor that all microbatches get whole, so the later ones got another",
+                hint="write `mask = mask * 2` instead of `mask *= 2`, or give num_microbatches=1",
+            )
+        return join(values, pieces)
 
     def synchronize(self) -> None:
-        """Wait until an `OffloadOptimizer` has brought all parameters up to date.
+        """Wait until an `OffloadOptimizer` has brought all parameters up to date; then you may read and write them.
 
         `parameters()`, `state_dict()` and `eval()` of the model do so themselves.
         """
         self._engine.synchronize()
+        for piece in self._engine.slices:
+            piece.is_stale = True
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters, up to date; see `torch.nn.Module.named_parameters`."""
-        self._engine.invalidate()
+        self.synchronize()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> OffloadModel:
         """Switch between training and evaluation; see `torch.nn.Module.train`."""
         if mode != self.training:
-            self._engine.invalidate()
+            self.synchronize()
         super().train(mode)
-        for piece in self.model_slices:  # they are no children of this module if it is sliced by paths
-            piece.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,109 +270,186 @@ class OffloadModel(nn.Module):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        if (consumer := self._engine.consumer) is not None:
-            consumer.zero_grad()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles, which would share buffers and streams with this model."""
+        raise UsageError(
+            "an OffloadModel is not copied or pickled",
+            hint="copy or average the plain model before it is wrapped, or save the state_dict()",
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
-        """Convert weights and buffers to another dtype (`half()`, `to(dtype)`); they stay where they are.
+        """Accept what changes nothing; see `torch.nn.Module.to`.
 
         Raises:
-            UsageError: another device, or an `OffloadOptimizer` has states for the weights as they are.
+            UsageError: another device or another dtype.
         """
         del recurse
-        tensors = [*self._engine.parameters, *self.buffers()]
-        kinds = {tensor.dtype: fn(torch.empty(0, dtype=tensor.dtype, device=_CPU)) for tensor in tensors}
-        elsewhere = [made.device for made in kinds.values() if made.device not in (_CPU, self.device)]
+        dtypes = {tensor.dtype for tensor in (*self._engine.parameters, *self.buffers())}
+        results = {dtype: fn(torch.empty(0, dtype=dtype, device=_CPU)) for dtype in dtypes}
+        elsewhere = [result.device for result in results.values() if result.device not in (_CPU, self.device)]
         if elsewhere:
             raise UsageError(
                 f"an OffloadModel cannot be moved to {elsewhere[0]}",
                 hint="give OffloadModel(..., device=...) where its slices are to run",
             )
-        if all(made.dtype == dtype for dtype, made in kinds.items()):
-            return self
-        if self._engine.consumer is not None:
+        if any(result.dtype != dtype for dtype, result in results.items()):
             raise UsageError(
-                "an OffloadModel cannot be converted to another type under an OffloadOptimizer",
-                hint="convert the model before the optimizer is made",
+                "an OffloadModel cannot be converted to another type",
+                hint="convert the plain model before it is wrapped, or give dtype=torch.bfloat16 to compute in it",
             )
-        with torch.no_grad():
-            for tensor in tensors:
-                dtype, gradient = kinds[tensor.dtype].dtype, tensor.grad
-                tensor.grad = None  # torch refuses a new dtype for a tensor that has a gradient of the old one
-                tensor.data = tensor.data.to(dtype)
-                tensor.grad = None if gradient is None else gradient.to(dtype)
-        # Buffers have the old dtype's sizes: make all of them anew.
-        before, self._engine = self._engine, self._make_engine(self._engine.links)
-        if before.averaged_by is not None:
-            self._engine.note_averaging(before.averaged_by)
         return self
 
 
-class _SlicedModelFunction(torch.autograd.Function):
-    """The whole model as one node of the user's graph; parameters are inputs of it, so they get gradients as usual."""
+def _hook_state_dict(module: nn.Module, engine: Engine) -> Callable[[], object]:
+    """Wait for updates before the state dict of a module is read or loaded; return what undoes this."""
+    reference = weakref.ref(engine)
 
-    @staticmethod
-    def forward(ctx: Any, run: Run, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.run, ctx.num_parameters = run, num_parameters
-        # Not `save_for_backward`: hooks that offload what is saved would copy all weights on the CPU.
-        ctx.tensors, ctx.versions = tensors, [tensor._version for tensor in tensors]
-        ctx.set_materialize_grads(False)  # None, not zeros, for outputs that the loss does not use
-        outputs, differentiable = run.forward(tensors[num_parameters:])
-        ctx.mark_non_differentiable(
-            *(output for output, wanted in zip(outputs, differentiable, strict=True) if not wanted)
+    def wait(module: nn.Module, *details: Any) -> None:  # (prefix, keep_vars), or (state, prefix, metadata, ...)
+        if (engine := reference()) is None:
+            return
+        if len(details) > 2 and details[2].get("assign_to_params_buffers"):
+            raise UsageError(
+                f"load_state_dict(assign=True) would take the parameters of this {type(module).__name__} out of its"
+                " OffloadModel",
+                hint="load without assign: values are copied into the parameters",
+            )
+        engine.synchronize()
+
+    reading: Any = module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+    loading: Any = module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+    return functools.partial(_call_all, [reading.remove, loading.remove])
+
+
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | None) -> Callable[[], object]:
+    """Bring the slice of a block for its calls in the model's forward; return what undoes this.
+
+    Args:
+        keeper: of its input, if it is checkpointed.
+    """
+    call = ModuleCall.on(block)
+    before = call.checkpointing
+    inner = before or (None if keeper is None else ModuleCheckpoint(block, preserve_rng_state=True, keeper=keeper))
+
+    def around(original: OriginalCall) -> OriginalCall:
+        run = original if inner is None else inner(original)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not engine.is_in_forward:
+                return run(*args, **kwargs)
+            engine.switch_to(index)
+            result = run(*args, **kwargs)
+            engine.watch(index, tensors_in(result), tensors_in((args, kwargs)))
+            return result
+
+        return called
+
+    call.checkpointing = around
+    return functools.partial(setattr, call, "checkpointing", before)
+
+
+def _layers_of(model: Any, paths: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules that are cut into slices."""
+    if paths is not None:
+        return _layers_at(model, paths)
+    if isinstance(model, list):
+        wrong = next((module for module in model if not isinstance(module, nn.Module)), None)
+        if wrong is not None:
+            raise TypeError(
+                "`model` argument to `OffloadModel` must be of type `nn.Sequential`. It is a list with"
+                f" {wrong!r} in it."
+            )
+        return model
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    blocks = repeated_blocks(model) if isinstance(model, nn.Module) else []
+    if not blocks:
+        raise TypeError(
+            f"`model` argument to `OffloadModel` must be of type `nn.Sequential`. It is a {type(model).__name__} in"
+            " which no list repeats blocks: give the paths of its layers (layers=[...]), or a list of modules."
         )
-        return tuple(outputs)
+    return blocks
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        tensors, run, keep = ctx.tensors, ctx.run, _keeps_graph()
-        _check_unchanged(tensors, ctx.versions)
-        parameters, inputs = tensors[: ctx.num_parameters], tensors[ctx.num_parameters :]
+
+def _layers_at(model: Any, paths: Sequence[str]) -> list[nn.Module]:
+    if not isinstance(model, nn.Module) or isinstance(paths, str) or not paths:
+        raise UsageError(
+            f"layers is {paths!r} of a {type(model).__name__}; it must be a list of module paths of a module",
+            hint='for example layers=["embedding", "blocks", "head"]',
+        )
+    layers: list[nn.Module] = []
+    for path in paths:
         try:
-            with run.alone(), torch.no_grad():
-                of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
-        finally:
-            if not keep:  # also after an error half way, which has consumed the graphs of the last slices
-                ctx.tensors = None
-        return None, None, *of_parameters, *of_inputs
+            module = model.get_submodule(path)
+        except AttributeError as error:
+            names = ", ".join(name for name, _ in model.named_children())
+            raise UsageError(f"layers names `{path}`, but {error}", hint=f"the model's children are {names}") from None
+        layers += module if isinstance(module, nn.ModuleList | nn.Sequential) else [module]
+    if not layers:
+        raise UsageError(f"layers names {list(paths)}, which hold no modules")
+    return layers
 
 
-def _check_unchanged(tensors: Sequence[Tensor] | None, versions: Sequence[int]) -> None:
-    """Raise what torch raises for a graph that is freed, or whose leaves have changed since the forward."""
-    if tensors is None:
-        raise RuntimeError(
-            "Trying to backward through the graph of an OffloadModel a second time; "
-            "specify retain_graph=True the first time"
+def _is_empty(model: object) -> bool:
+    return isinstance(model, nn.Sequential) and len(model) == 0
+
+
+def _leaves_its_input(layer: nn.Module) -> bool:
+    """Return whether a layer does not change its input in place, as far as its first leaf says."""
+    first = next(module for module in layer.modules() if not any(module.children()))
+    return not getattr(first, "inplace", False)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(
+            f"dtype is {dtype!r}; weights are computed in a floating-point type",
+            hint="for example dtype=torch.bfloat16; None keeps each weight's own",
         )
-    changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
-    if changed:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation since the "
-            f"OffloadModel's forward: {len(changed)} weights or inputs, the first of shape {tuple(changed[0].shape)}"
+
+
+def _check_equal(slices: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Raise UsageError unless all processes begin with the same weights."""
+    sums: list[Any] = [None] * group.size()
+    dist.all_gather_object(sums, [float(each.double().sum()) for piece in slices for each in piece.masters], group)
+    if any(other != sums[0] for other in sums):
+        raise UsageError(
+            "the processes of process_group begin with different weights",
+            hint="seed all of them alike (torch.manual_seed) before the model is made, or load the same state dict",
         )
-
-
-def _keeps_graph() -> bool:
-    """Return whether this backward retains its graph; True where torch cannot tell."""
-    autograd: Any = torch._C._autograd
-    return bool(getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)())
 
 
 class _NoGpuError(UnsupportedError, TypeError):
     """Also a TypeError, which FairScale raises here."""
 
 
+def is_the_host(device: torch.device) -> bool:
+    """Return whether the device computes with the host's memory, so that nothing must be copied."""
+    return device.type == "cpu"
+
+
 def _as_device(name: str, device: object) -> torch.device:
+    if device is None or device == "":
+        raise TypeError(f"`{name}` argument to `OffloadModel` cannot be None.")
     try:
-        made = torch.device(cast("torch.device", device))
+        result = torch.device(cast("torch.device", device))
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f'{name} is {device!r}; it must be "cpu" or a device that torch sees, such as "cuda"'
         ) from error
-    if made.type == "cpu" and made.index:
+    if result.type == "cpu" and result.index:
         raise UsageError(f"{name} is {device!r}, but a machine has one CPU for torch", hint='it is called "cpu"')
-    return made
+    return result
 
 
 def _known_device(device: torch.device) -> torch.device:
@@ -344,36 +460,3 @@ def _known_device(device: torch.device) -> torch.device:
     if not devices.is_available(device):
         raise _NoGpuError(f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu")
     return torch.zeros(0, device=device).device  # with an index, as tensors have it
-
-
-def _adapt(model: OffloadModel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    rename_layers(state, prefix, list(model._model.state_dict()))
-
-
-def rename_layers(state: dict[str, Any], prefix: str, wanted: Iterable[str]) -> None:
-    """Rename, in place, the layers of `state` to those of `wanted`, if they differ only in how they are sliced.
-
-    Names count layers from 0 in each slice, as FairScale's do (`_model.1.model_shard.0.weight`), so the same layer has
-    another name in a model with other slices. The order of layers is the same.
-
-    Args:
-        state: a state dict; entries of other modules are left alone.
-        prefix: of the OffloadModel in it.
-        wanted: the names in this model, below `_model`.
-    """
-    start = f"{prefix}_model."
-    given = _layers(key.removeprefix(start) for key in state if key.startswith(start))
-    here = _layers(wanted)
-    if given == here or len(given) != len(here):
-        return  # equal; or another model, for which torch's error about missing and unexpected keys is best
-    moved = {}
-    for old, new in zip(given, here, strict=True):
-        for key in [key for key in state if key.startswith(start + old)]:
-            moved[start + new + key.removeprefix(start + old)] = state.pop(key)
-    state.update(moved)
-
-
-def _layers(names: Iterable[str]) -> list[str]:
-    """Return the prefixes that name layers, in the order of the layers."""
-    found = {match.group(): (int(match[1]), int(match[2])) for name in names if (match := _LAYER.match(name))}
-    return sorted(found, key=lambda name: found[name])

@@ -1,63 +1,78 @@
-"""OffloadOptimizer: SGD, Adam and AdamW on the CPU, slice by slice, while the device computes."""
+"""OffloadOptimizer: any of torch's optimizers on the CPU, slice by slice, while the device computes."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import inspect
 import math
-import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from smpkit.errors import DeadlineError, UnsupportedError, UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.clipping import hold_gradients
-from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS
-from smpkit.torch.offload_model.gradients import GradientAccumulator, GradientCopy
-from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd, Workers
+from smpkit.torch.core.devices import make_current
+from smpkit.torch.distributed.cores import own_cores
+from smpkit.torch.distributed.host_memory import zeros
+from smpkit.torch.offload.link import DONE, Event, Link
 from smpkit.torch.offload_model.model import OffloadModel
-from smpkit.torch.offload_model.optimizer_state import ParameterState, SliceState
+from smpkit.torch.offload_model.slices import Slice
+from smpkit.torch.optimizers import FusedLAMB
 
 __all__ = ["OffloadOptimizer"]
 
-_RULES: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_UNKNOWN: Final = ("amsgrad", "capturable", "differentiable")
+_OF_THE_WHOLE: Final = (torch.optim.LBFGS, FusedLAMB)
+"""Rules whose update of one parameter depends on the others."""
+
+
+@dataclass
+class _Part:
+    """The optimizer of one slice."""
+
+    piece: Slice
+    optimizer: torch.optim.Optimizer
+    aliases: dict[nn.Parameter, nn.Parameter]
+    """Parameters of the slice, and what the optimizer has for them: the same memory, with gradients of their own. So
+    the script may clear gradients, and forwards may run, while the thread updates."""
+    groups: list[int]
+    """Which of the user's groups its own are."""
+    is_first: bool = True
+    """Whether the next update is the first with these states."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """A fast optimizer for an `OffloadModel`; takes the place of a `torch.optim` one::
+    """Takes the place of a `torch.optim` optimizer for an `OffloadModel`, and does not let the device wait::
 
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
         for inputs, targets in batches:
             criterion(model(inputs), targets).backward()
             optimizer.step()
 
-    Threads update weights in fp32 (moments, too), in one pass over memory per slice. `step()` returns at once: each
-    slice is updated just before its next forward, so clipping is exact and the device still does not wait. With
-    `overlap="backward"` slices are updated while the backward of earlier ones runs.
+    It runs torch's own rule, fused where torch has that for the CPU. `step()` takes the gradients and returns at once:
+    a thread updates each slice just before its next forward, so clipping is exact and the device still does not wait.
+    With `overlap="backward"` slices are updated while the backward of earlier ones runs; gradients are gone then.
 
-    As long as the optimizer exists, gradients go to it and not to `parameter.grad`; several backwards before a `step()`
-    add up. A model has one such optimizer: the last that was made. Parameters read through the model are up to date;
-    for those that you hold yourself, call `model.synchronize()` first.
+    Parameters read through the model are up to date; for those that you hold yourself, call `model.synchronize()`
+    first.
 
     Args:
-        model: whose parameters to update.
-        rule: `torch.optim.SGD`, `Adam` or `AdamW`.
+        model: whose parameters to update. Those in half precision would lose small steps: let parameters be float32,
+            and give the model `dtype=torch.bfloat16`.
+        rule: a class of optimizers, in which a parameter's update depends on nothing but its own gradient and state.
         groups: parameter groups, as torch's optimizers take them; all parameters if not given.
-        max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does; that function itself
-            would find none, and raises UsageError.
+        max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         overlap: "forward": update after `step()`, each slice before its next forward. "backward": update during the
             backward; then only one backward per `step()` is allowed, without clipping and loss scale.
         num_threads: for the update; by default all cores but two, at least one. Ranks of one host share its cores.
         options: of the rule: `lr`, `betas`, `weight_decay`, ...
 
     Raises:
-        UsageError: another rule, clipping with overlap="backward", a parameter that is not the model's.
-        UnsupportedError: amsgrad, capturable, differentiable.
+        UsageError: clipping with overlap="backward", a parameter that is not the model's.
+        UnsupportedError: a rule of torch for parameters in half precision, or one over all parameters together.
     """
 
     def __init__(
@@ -71,279 +86,239 @@ class OffloadOptimizer(torch.optim.Optimizer):
         num_threads: int | None = None,
         **options: Any,
     ) -> None:
-        _check(model, rule, max_grad_norm, overlap, options)
-        _import_torchs_compiler()
-        chosen = list(groups) if groups is not None else list(model.parameters())
-        # torch's own class checks the options and fills in defaults.
-        plain = rule(chosen, **options)
-        self._ready = False
-        super().__init__(plain.param_groups, plain.defaults)
-        self._ready = True
+        _check(model, rule, max_grad_norm, overlap, num_threads)
+        if "fused" in inspect.signature(rule).parameters and not options.get("foreach"):
+            options = {"fused": True} | options
+        self._is_complete = False
+        # The rule's own class checks the options and fills in defaults.
+        whole = rule(list(groups) if groups is not None else list(model.parameters()), **options)
+        super().__init__(whole.param_groups, whole.defaults)
+        self._is_complete = True
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        """Norm of the gradients in the last step, before clipping; None unless clipping or a loss scale needs it."""
-        self._rule = rule
+        """Norm of the gradients in the last step, before clipping; None without clipping."""
+        self._engine = engine = model._engine
+        engine.synchronize()  # another optimizer may still update the weights
+        self._parts = self._make_parts(rule, options)
+        self._pool = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="smpkit-update",
+            initializer=_begin_thread,
+            initargs=(engine.device, num_threads or max(1, own_cores() - 2)),
+        )
         self._overlap = overlap
-        self._engine = model._engine
-        self._engine.synchronize()  # a previous optimizer may still update the weights, which masters are copied from
-        self._states = self._make_states(model)
-        self._workers = Workers(num_threads, self._engine.device)
-        self._accumulators = [GradientAccumulator(state, self._engine.weight_link) for state in self._states]
-        self._updates: list[list[Future[None]]] = [[] for _ in self._states]
-        self._updated_in_backward: set[int] = set()
-        self._engine.gradients.wants_norm = max_grad_norm is not None
-        if overlap == "forward":  # all gradients are kept until `step`
-            self._engine.gradients.reserve()
-        self._engine.attach(self)
-        hold_gradients(self)
+        self._updated: set[int] = set()
+        """Slices that this backward has updated."""
+        engine.wants_norms = engine.wants_norms or max_grad_norm is not None
+        if overlap == "backward":
+            engine.updater = weakref.ref(self)
+            hold_gradients(self)
 
-    def __del__(self) -> None:
-        """Wait for updates that run: the model and its next optimizer use the same weights."""
-        if getattr(self, "_updates", None):
-            with contextlib.suppress(Exception):  # at exit, the threads may be gone
-                self.synchronize()
+    def _make_parts(self, rule: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[int, _Part]:
+        """Return an optimizer for each slice that has parameters of this one, by slice."""
+        here = set(self._engine.parameters)
+        strangers = [parameter for parameter in self._own() if parameter not in here]
+        if strangers:
+            raise UsageError(f"{len(strangers)} of the parameters are not the model's")
+        if (
+            rule in vars(torch.optim).values()
+            and (half := next((each for each in self._own() if each.dtype in (torch.bfloat16, torch.float16)), None))
+            is not None
+        ):
+            raise UnsupportedError(
+                f"there are parameters of {half.dtype}, in which torch's {getattr(rule, '__name__', rule)} loses small"
+                " steps",
+                hint="wrap the model in float32, and give OffloadModel(..., dtype=torch.bfloat16) to compute in it",
+            )
+        parts = {}
+        for piece in self._engine.slices:
+            members = set(piece.parameters)
+            aliases: dict[nn.Parameter, nn.Parameter] = {}
+            groups = {}
+            for number, group in enumerate(self.param_groups):
+                mine = {
+                    each: nn.Parameter(each.data, each.requires_grad) for each in group["params"] if each in members
+                }
+                aliases |= mine
+                if mine:
+                    groups[number] = _settings(group) | {"params": list(mine.values())}
+            if groups:
+                parts[piece.index] = _Part(piece, rule(list(groups.values()), **options), aliases, list(groups))
+        self._link_states(parts.values())
+        return parts
+
+    def _own(self) -> Iterable[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _link_states(self, parts: Iterable[_Part]) -> None:
+        """Let the states of this optimizer be those of the slices' optimizers."""
+        for part in parts:
+            part.is_first = True
+            for parameter, alias in part.aliases.items():
+                part.optimizer.state[alias] = self.state[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UnsupportedError: the memory layout is decided when the optimizer is made."""
-        if getattr(self, "_ready", False):
+        """Raise UnsupportedError: which slice has which parameters is decided when the optimizer is made."""
+        if getattr(self, "_is_complete", False):
             raise UnsupportedError(
                 "an OffloadOptimizer takes no further parameter groups", hint="give all of them when it is made"
             )
         super().add_param_group(param_group)
 
     def holds_gradients_of(self) -> Iterable[Tensor]:
-        """Return the model's parameters, if gradients go to this optimizer; see `core.clipping`."""
-        return self._engine.parameters if self._engine.consumer is self else ()
-
-    # --- what the engine calls ---------------------------------------------------------------------------------------
-
-    def consume(self, gradient_copy: GradientCopy) -> None:
-        """Take the gradients of a slice, in backward."""
-        index = gradient_copy.index
-        self._states[index].check_not_frozen(gradient_copy)
-        if self._overlap == "backward":
-            if index == len(self._states) - 1 and 0 not in self._updated_in_backward:
-                self._updated_in_backward.clear()  # the backward before this one failed half way
-            if index in self._updated_in_backward:
-                raise UsageError(
-                    'a second backward before step(), but overlap="backward" has already updated the weights',
-                    hint='use overlap="forward" to add up gradients',
-                )
-            self._updated_in_backward.add(index)
-        self._accumulators[index].add(gradient_copy)
-        for parameter, owner in self._states[index].tied:
-            self._accumulators[owner].add_tied(gradient_copy, parameter)
-        if self._overlap == "backward":
-            self._update(index, 1.0)
-
-    def wait_for_update(self, index: int) -> None:
-        """Block until the weights of a slice are up to date."""
-        for other in (index, *(owner for _, owner in self._states[index].tied)):
-            for update in self._updates[other]:
-                self._workers.wait(update, f"the update of slice {other}")
-
-    def synchronize(self) -> None:
-        """Block until all weights are up to date."""
-        for index in range(len(self._states)):
-            self.wait_for_update(index)
-            self._updates[index].clear()
-
-    def invalidate(self) -> None:
-        """Compare masters with parameters before the next step, for parameters may have been written to."""
-        for state in self._states:
-            state.invalidate()
+        """Return the parameters whose gradients a backward uses up; see `core.clipping`."""
+        updater = self._engine.updater
+        return self._engine.parameters if updater is not None and updater() is self else ()
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
-    takes_grad_scale: Final = True
-    """For `smp.amp.GradScaler`: `step` unscales gradients, and `grad_norm` is finite if all of them were."""
-
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | None = None) -> Any:
-        """Update the weights from the gradients since the last step; returns before the update is complete.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the gradients and begin to update the weights; returns before the update is complete.
 
         Args:
             closure: called first, with gradients enabled; its result is returned.
-            grad_scale: the factor of the loss. If gradients are not finite, the step is skipped, as a gradient scaler
-                does, and `grad_norm` is not finite.
 
         Raises:
-            UsageError: a scale with overlap="backward", or another optimizer has been made for the model since.
+            UsageError: another optimizer with overlap="backward" has been made for the model since.
         """
-        if self._engine.consumer is not self:
-            raise UsageError(
-                "another OffloadOptimizer has been made for this model since, and gets its gradients",
-                hint="make one, with a parameter group for each kind of parameter",
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._overlap == "backward":
-            if grad_scale is not None:
-                raise UsageError('a loss scale needs overlap="forward": weights are updated before all is finite')
-            self._updated_in_backward.clear()
+            if self._engine.updater is None or self._engine.updater() is not self:
+                raise UsageError(
+                    "another OffloadOptimizer has been made for this model since, and gets its gradients",
+                    hint="make one, with a parameter group for each kind of parameter",
+                )
+            self._updated.clear()
             return loss
-        factor = self._factor(grad_scale)
-        if factor is None:
-            self.zero_grad()
-            return loss
-        for index in range(len(self._states)):
-            self._update(index, factor)
+        factor = self._clip_factor()
+        first_needed = sorted(self._parts, key=lambda index: index != len(self._engine.slices) - 1)
+        for index in first_needed:  # the resident slice first, then in the order of the forward
+            self._begin_update(self._parts[index], factor, DONE)
         return loss
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Read first by `torch.amp.GradScaler.step`, which would look for gradients in `parameter.grad`."""
-        raise UsageError(
-            "torch.amp.GradScaler cannot unscale the gradients of an OffloadOptimizer",
-            hint="use smp.amp.GradScaler, or step(grad_scale=...), which also skips a step that is not finite",
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used."""
-        del set_to_none
-        for accumulator in self._accumulators:
-            accumulator.clear()
+    @torch.no_grad()
+    def _clip_factor(self) -> Tensor | None:
+        """Return by what gradients are to be multiplied; None: they stay as they are."""
+        if self.max_grad_norm is None:
+            return None
+        known = self._engine.norms()
+        norms = []
+        for parameter in self._own():
+            if (gradient := parameter.grad) is not None:
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                norm = known.get(parameter)
+                norms.append(torch.linalg.vector_norm(gradient, dtype=dtype) if norm is None else norm)
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
+        self.grad_norm = float(norm)
+        # As in torch's clipping, a norm that is NaN makes all weights NaN.
+        factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        return None if factor == 1 else factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups, in the form of the torch optimizer of the same rule."""
-        self.synchronize()
+        """Return state and groups, as the rule's own optimizer does."""
+        self._engine.synchronize()
         packed = super().state_dict()
-        order = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        packed["state"] = {}
-        for state in self._states:
-            for entry in state.entries:
-                if entry.step:
-                    packed["state"][order[id(entry.parameter)]] = entry.state_dict(self._names)
+        packed["state"] = {number: state for number, state in packed["state"].items() if state}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load `state_dict`; one of the torch optimizer of the same rule can be loaded, too.
+        """Load a `state_dict` of this class or of the rule's own."""
+        self._engine.synchronize()
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:  # how it computes is this optimizer's own choice
+            group |= {name: self.defaults[name] for name in ("fused", "foreach") if name in self.defaults}
+        self._link_states(self._parts.values())
 
-        Raises:
-            ValueError: the groups differ.
-            UsageError: the state is that of another rule.
-        """
-        self.synchronize()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        saved: Mapping[int, Mapping[str, Any]] = state_dict["state"]
-        entries = {id(entry.parameter): entry for state in self._states for entry in state.entries}
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, parameter in zip(numbers, self._parameters(), strict=True):
-            entry = entries.get(id(parameter))
-            if entry is not None:
-                entry.load_state_dict(saved.get(number, {}), self._names)
+    # --- what the engine calls, with overlap="backward" ---------------------------------------------------------------
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        if self._rule is not torch.optim.SGD:
-            return "exp_avg", "exp_avg_sq"
-        return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+    def consume(self, piece: Slice, arrival: Event) -> None:
+        """Update a slice whose gradients are on their way."""
+        if piece.index in self._updated:
+            raise UsageError(
+                'a second backward before step(), but overlap="backward" has already updated the weights',
+                hint='use overlap="forward" to add up gradients',
+            )
+        if (part := self._parts.get(piece.index)) is not None and self._begin_update(part, None, arrival):
+            self._updated.add(piece.index)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def forget(self) -> None:
+        """Take note that a backward failed half way: the next one updates again."""
+        self._updated.clear()
 
-    def _make_states(self, model: OffloadModel) -> list[SliceState]:
-        groups = dict[int, int]()
-        for number, group in enumerate(self.param_groups):
-            groups |= {id(parameter): number for parameter in group["params"]}
-        known = {id(parameter) for parameter in model._engine.parameters}
-        if groups.keys() - known:
-            raise UsageError(f"{len(groups.keys() - known)} of the parameters are not the model's")
-        owners: dict[int, int] = {}
-        states = []
-        for index, piece in enumerate(model._engine.slices):
-            states.append(SliceState(index, piece.weights, groups, owners, len(self._names)))
-        return states
+    # --- updates -----------------------------------------------------------------------------------------------------
 
-    def _factor(self, grad_scale: float | None) -> float | None:
-        """Return the factor for gradients; None to skip the step: they are scaled and not finite."""
-        if self.max_grad_norm is None and grad_scale is None:
-            self.grad_norm = None
-            return 1.0
-        scale = 1.0 if grad_scale is None else grad_scale
-        norms = _on_host([accumulator.norm() for accumulator in self._accumulators])
-        self.grad_norm = float(torch.stack(norms).double().norm()) / scale if norms else 0.0
-        if grad_scale is not None and not math.isfinite(self.grad_norm):
-            return None
-        clip = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (self.grad_norm + 1e-6)
-        # Not `min`: like torch's clipping, a norm that is NaN must make all weights NaN.
-        return (1.0 if clip > 1.0 else clip) / scale
-
-    def _update(self, index: int, factor: float) -> None:
-        """Start to update a slice, in threads, after its gradients have arrived.
-
-        Its previous update has ended: these gradients come from a forward through the weights of that update, since a
-        backward through older ones fails, and the forward has waited for them.
-        """
-        state, gradients = self._states[index], self._accumulators[index].take()
-        if gradients is None:
-            return
-        state.note_changes()  # before the update reads masters
-        flat_ranges = state.flat_ranges(gradients, lambda entry: self._rule_of(entry, factor))
-        weights = self._engine.slices[index].weights
-
-        def ready() -> None:
-            gradients.wait()
-            weights.synchronize()  # after a forward without a backward, a copy may still read the weights
-
-        self._updates[index] = self._workers.run(flat_ranges, ready)
+    def _begin_update(self, part: _Part, factor: Tensor | None, arrival: Event) -> bool:
+        """Take the gradients of a slice, and let the thread update its weights; return whether there are any."""
+        piece = part.piece
+        gradients = [(alias, parameter.grad) for parameter, alias in part.aliases.items() if parameter.grad is not None]
+        if not gradients:
+            return False
+        piece.check_not_moved()
+        for parameter in part.aliases:
+            parameter.grad = None
+        for own, number in zip(part.optimizer.param_groups, part.groups, strict=True):
+            own.update(_settings(self.param_groups[number]))
+        piece.wait_for_updates()  # of another optimizer
+        piece.updates.append(self._pool.submit(_update, self._engine.link, part, gradients, factor, arrival))
         # Now, not in the thread: a backward through the old weights must fail from here on.
-        state.note_written()
-
-    def _rule_of(self, entry: ParameterState, factor: float) -> Rule:
-        group = self.param_groups[entry.group]
-        factor = -factor if group["maximize"] else factor
-        shared: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
-        if self._rule is torch.optim.SGD:
-            more = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-            return Sgd(**shared, **more, step=entry.step, factor=factor)
-        beta1, beta2 = group["betas"]
-        # In torch AdamW is Adam with this option, which groups saved by older versions do not have.
-        decoupled = bool(group.get("decoupled_weight_decay", self._rule is torch.optim.AdamW))
-        return Adam(
-            **shared,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            decoupled=decoupled,
-            step=entry.step,
-            factor=factor,
-        )
+        torch.autograd.graph.increment_version(part.aliases)
+        piece.note_published()
+        return True
 
 
-def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return scalars on the host, with one wait for the device instead of one for each."""
-    there = [value for value in values if value.device.type != "cpu"]
-    arrived = iter(torch.stack(there).cpu() if there else ())
-    return [value if value.device.type == "cpu" else next(arrived) for value in values]
-
-
-def _import_torchs_compiler() -> None:
-    """Import torch._dynamo in another thread, as torch's first optimizer would in this one."""
-    # torch catches an error in that import. Its traceback lives on in a cycle and holds all frames below the import: in
-    # this thread, those of the user, with this optimizer's memory, until the garbage collector runs.
-    if "torch._dynamo" not in sys.modules:
-        thread = Thread(target=importlib.import_module, args=("torch._dynamo",), name="smpkit-import")
-        thread.start()
-        thread.join(DEADLINE_SECONDS)
-        if thread.is_alive():
-            raise DeadlineError(f"an OffloadOptimizer waited {DEADLINE_SECONDS:.0f} s for torch to import its compiler")
-
-
-def _check(
-    model: Any,
-    rule: type[torch.optim.Optimizer],
-    max_grad_norm: float | None,
-    overlap: str,
-    options: Mapping[str, Any],
+@torch.no_grad()
+def _update(
+    link: Link,
+    part: _Part,
+    gradients: Sequence[tuple[nn.Parameter, Tensor]],
+    factor: Tensor | None,
+    arrival: Event,
 ) -> None:
+    """Update the weights of a slice; runs in the thread."""
+    link.synchronize(arrival, "the gradients of a slice")
+    link.synchronize(part.piece.reading, "the weights of a slice")  # a forward without a backward may still read them
+    if factor is not None:
+        torch._foreach_mul_([gradient for _, gradient in gradients], factor)
+    for alias, gradient in gradients:
+        alias.grad = gradient
+    is_first, part.is_first = part.is_first, False
+    if is_first:
+        _move_states(part.optimizer)  # those that were loaded belong to the script
+    part.optimizer.step()
+    if is_first:
+        _move_states(part.optimizer)
+    for alias, _ in gradients:
+        alias.grad = None
+    part.piece.publish()
+
+
+def _move_states(optimizer: torch.optim.Optimizer) -> None:
+    """Copy states to large pages, one after the other."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_contiguous():
+                state[name] = zeros(value.numel(), value.dtype).view(value.shape).copy_(value)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _begin_thread(device: torch.device, num_threads: int) -> None:
+    make_current(device)
+    torch.set_num_threads(num_threads)
+
+
+def _check(model: Any, rule: Any, max_grad_norm: float | None, overlap: str, num_threads: int | None) -> None:
     if not isinstance(model, OffloadModel):
         raise UsageError(f"an OffloadOptimizer needs an OffloadModel, not a {type(model).__name__}")
-    if rule not in _RULES:
-        raise UsageError(
-            f"rule is {rule!r}; it must be torch.optim.SGD, Adam or AdamW",
-            hint="any other torch optimizer works directly on model.parameters()",
+    if rule in _OF_THE_WHOLE:
+        raise UnsupportedError(
+            f"{rule.__name__} looks at all parameters together, and an OffloadOptimizer updates slice by slice",
+            hint="use it on model.parameters() directly",
         )
     if overlap not in ("forward", "backward"):
         raise UsageError(f'overlap is {overlap!r}; it must be "forward" or "backward"')
@@ -352,6 +327,7 @@ def _check(
             'max_grad_norm needs overlap="forward": the norm is known only after the backward',
             hint="updates then overlap with the next forward, and cost no time of the device either",
         )
-    asked = [name for name in _UNKNOWN if options.get(name)]
-    if asked:
-        raise UnsupportedError(f"an OffloadOptimizer does not do {', '.join(asked)}")
+    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise UsageError(f"max_grad_norm is {max_grad_norm}; it must be more than 0")
+    if num_threads is not None and num_threads < 1:
+        raise UsageError(f"num_threads is {num_threads}; it must be at least 1")

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import arena, link
-from smpkit.torch.offload_model import kernels
+from smpkit.torch.offload_model import optimizer
 
 __all__ = [
     "DEVICE",
@@ -69,7 +70,7 @@ def run_scenario(name: str, order: tuple[str, int]) -> None:
     with (
         mock.patch.object(link, "_MEASURED_BYTES", 4096),  # 32 MiB take longer than all the rest
         mock.patch.object(arena, "_SLAB", 4096),  # so does a slab of 256
-        mock.patch.object(kernels, "one_pass", _told_one_pass),
+        mock.patch.object(optimizer, "_update", _told_update),
     ):
         SCENARIOS[name].run()
 
@@ -86,20 +87,17 @@ def slow_updates() -> Iterator[None]:
         yield
 
 
-_one_pass = kernels.one_pass
+_update = optimizer._update
 
 
-def _told_one_pass(rule: kernels.Rule, flat_range: kernels.FlatRange) -> None:
-    """Apply a rule with the compiled kernel, and say which memory that uses."""
-    simulated_device.host_access(flat_range.gradient, writes=False, what="the optimizer's kernel")
+def _told_update(link: Any, part: Any, gradients: Any, *others: Any) -> None:
+    """Update a slice, and say which memory that uses: the thread's kernels do so behind torch's back."""
     if _updates_are_slow:
         time.sleep(0.03)
-    written = [flat_range.master, *flat_range.state]
-    if flat_range.weight is not None:
-        written.append(flat_range.weight)
-    for tensor in written:
-        simulated_device.host_access(tensor, writes=True, what="the optimizer's kernel")
-    _one_pass(rule, flat_range)
+    _update(link, part, gradients, *others)
+    for _, gradient in gradients:
+        simulated_device.host_access(gradient, writes=True, what="the optimizer's kernel")
+    simulated_device.host_access(part.piece.host, writes=True, what="the optimizer's kernel")
 
 
 def add(name: str, run: Callable[[], None], *, ranks: int = 1, is_quick: bool = False) -> None:

