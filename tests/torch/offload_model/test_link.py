@@ -16,7 +16,7 @@ from smpkit.torch.offload_model import engine, model, optimizer
 CPU = torch.device("cpu")
 
 
-class NotedLink(HostLink):
+class NotedLink(Link):
     """A link that notes what comes from the host, and how many bytes go there."""
 
     def __init__(self, order: list[str]) -> None:
