@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.link import Copies, Event, HostLink
+from smpkit.torch.offload.link import Copies, Event, Link
 from smpkit.torch.offload_model import engine, model, optimizer
 
 CPU = torch.device("cpu")
