@@ -204,8 +204,10 @@ class Console:
     def _write(self, stream: str, data: bytes) -> None:
         if self.broken:
             return
+        left = memoryview(data)
         try:
-            self._streams[stream].write(data)
+            while left:  # without Python's buffer, a write that a signal interrupts is a part of it
+                left = left[self._streams[stream].write(left) :]
             self._streams[stream].flush()
         except (BrokenPipeError, ConnectionResetError):
             self.broken = True

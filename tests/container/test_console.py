@@ -4,6 +4,7 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,6 +87,18 @@ def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
         console.show(0, "out", Piece("a"))
         assert console.broken
         console.show(0, "out", Piece("b"))
+
+
+def test_a_write_that_a_signal_interrupts_is_continued() -> None:
+    """The end of a rank is a signal, and PYTHONUNBUFFERED leaves what was not written to whoever writes."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, data: Any, /) -> int:
+            return super().write(data[:5])
+
+    out = Interrupted()
+    Console(out, out, terminal=False, colour=False).show(0, "out", Piece("a long line"))
+    assert out.getvalue() == b"[rank 0] a long line\n"
 
 
 def test_lines_are_kept_in_the_folder_of_a_run_until_the_disk_is_full(
