@@ -304,6 +304,20 @@ def test_no_definition_stays_and_a_name_is_free_again_after_a_refusal(monkeypatc
     assert "there is a job `again` already" in run("submit", "job.yaml", "--name", "again", code=2).stderr
 
 
+@pytest.mark.usefixtures("aws")
+def test_a_job_runs_though_its_definition_may_not_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    write()
+    ask = Cloud.ask
+
+    def refused(self: Cloud, service: str, operation: str, doing: str, **arguments: Any) -> Any:
+        if operation == "deregister_job_definition":
+            refuse()
+        return ask(self, service, operation, doing, **arguments)
+
+    monkeypatch.setattr(Cloud, "ask", refused)
+    assert run("submit", "job.yaml", "--name", "kept").stdout == "kept\n"
+
+
 def refuse() -> None:
     raise CloudError("refused")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -19,7 +20,7 @@ from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.config.words import quoted
-from smpkit.errors import ConfigError, Problem, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, base_name, tried, unique_name
 from smpkit_estimator.batch.requests import PLACE, SHORTEST_LIMIT, definition, shown_definition, staging_of, submission
@@ -124,8 +125,9 @@ class AwsBatch:
                 raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
             answer = there
         finally:
-            # A job keeps what its definition said; nothing else is to be started with it.
-            self.cloud.ask("batch", "deregister_job_definition", "cannot remove a definition", jobDefinition=defined)
+            # A job keeps what its definition said. One that may not be removed harms nobody: names are those of jobs.
+            with contextlib.suppress(CloudError):
+                self.cloud.ask("batch", "deregister_job_definition", "cannot remove it", jobDefinition=defined)
         own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
         return {**own, "region": self.cloud.region, "source": sent.archive}
 
