@@ -137,7 +137,6 @@ def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, 
     same(MODELS[name], replace(way, stepwise=False, microbatches=1, prepare=divide_different))
 
 
-@pytest.mark.parametrize(("copies", "prescaled"), [(1, False), (2, True)])
-def test_norms_of_divided_weights_are_those_of_the_whole_with_sharded_states(copies: int, prescaled: bool) -> None:
-    name, way = row("language model", (1, 2, copies), prescaled, "speed", sharded=True)
+def test_norms_of_divided_weights_are_those_of_the_whole_with_sharded_states() -> None:
+    name, way = row("language model", (1, 2, 2), True, "speed", sharded=True)
     same(MODELS[name], replace(way, optimizer="LAMB"))
