@@ -17,10 +17,10 @@ model     6.7B parameters in 24 slices, adamw, bf16
 machine   430 TFLOP/s, link 50 GB/s each way, 4.3B parameters updated/s
 step      32768 tokens in 1 microbatch, bound by compute
           update            step  TFLOP/s
-          overlapped      4.17 s      316
-          just-in-time    4.71 s      280
-          serial          5.67 s      233
-of it     forward 1.02 s  backward 3.06 s  in 0.65 s  out 0.41 s  optimizer 1.56 s
+          overlapped      4.18 s      315
+          just-in-time    4.72 s      279
+          serial          5.68 s      232
+of it     forward 1.02 s  backward 3.06 s  in 0.65 s  out 0.68 s  optimizer 1.56 s
 """
 
 
