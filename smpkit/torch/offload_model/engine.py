@@ -257,7 +257,7 @@ class Engine:
             raise UnsupportedError(
                 "a second derivative through an OffloadModel (create_graph=True) is not served: the weights that it"
                 " needs leave the device",
-                hint="once_differentiable: leave create_graph out, or use the plain model",
+                hint="leave create_graph out, or use the plain model",
             )
         task = torch._C._current_graph_task_id()
         if task != self._task:
