@@ -54,8 +54,9 @@ def make_contestants(num_parameters: int, *, deepspeed: bool) -> dict[str, Calla
     of_torch = [each.clone() for each in memory]
 
     def fused(gradient: Tensor, master: Tensor, first: Tensor, second: Tensor) -> None:
-        states = [first], [second], [], [torch.tensor(2.0)]
-        torch._fused_adamw_([master], [gradient], *states, **OPTIONS, amsgrad=False, maximize=False)
+        steps = [torch.tensor(2.0)]
+        options = OPTIONS | {"amsgrad": False, "maximize": False}
+        torch._fused_adamw_([master], [gradient], [first], [second], [], steps, **options)
 
     def ours() -> None:
         fused(*memory)

@@ -78,6 +78,7 @@ def offload_model(
     unused: bool = False,
     evaluates: bool = False,
     evaluates_late: bool = False,
+    idles: bool = False,
     reads: bool = False,
     writes: str = "",
     frozen: int = 0,
@@ -124,7 +125,7 @@ def offload_model(
         if overlap == "torch" and clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if evaluates_late:
-            _evaluate(model, dtype)
+            _evaluate(model, dtype, with_graph=idles)
         ours.step()
         _use_between(model, ours, held, reads=reads, writes="" if frozen else writes, saves=saves)
     model.synchronize()
@@ -141,9 +142,10 @@ def offload_model(
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def _evaluate(model: OffloadModel, dtype: torch.dtype | None) -> None:
-    model(inputs_of(99, dtype or torch.float32))
+def _evaluate(model: OffloadModel, dtype: torch.dtype | None, *, with_graph: bool = False) -> None:
+    """Run a forward without a backward."""
+    with torch.set_grad_enabled(with_graph):
+        model(inputs_of(99, dtype or torch.float32))
 
 
 def _use_between(
@@ -243,6 +245,11 @@ for _is_checkpointed in (False, True):
             _sgd = {"lr": 0.1, "momentum": 0.9}
             _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
         _add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
+        if _overlap != "torch":
+            _add(
+                f"{_title}, a forward without a backward before the step",
+                partial(_common, evaluates_late=True, idles=True),
+            )
         _add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
         for _how in ("in place, synchronized", "in place, asked for"):
             _add(f"{_title}, written {_how}", partial(_common, writes=_how))

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
+from smpkit.torch.core.module_call import ModuleCall
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
@@ -112,7 +113,8 @@ def test_models_of_hugging_face_train_as_in_plain_scripts(name: str) -> None:
 def test_images_and_what_trainers_pass_to_a_loss() -> None:
     import transformers
 
-    config = transformers.ViTConfig(**SIZES, intermediate_size=32, image_size=8, patch_size=4, num_labels=3)
+    more: dict[str, Any] = {"num_labels": 3}
+    config = transformers.ViTConfig(**SIZES, intermediate_size=32, image_size=8, patch_size=4, **more)
     images = transformers.ViTForImageClassification(config)
     for plain, inputs in (
         (images, {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 2])}),
@@ -207,6 +209,7 @@ def test_bf16_computation_is_the_recipe_by_hand(checkpoint: bool) -> None:
             losses.append(network(tokens, labels=tokens)["loss"])
             losses[-1].backward()
         for p, q in zip(plain.parameters(), half.parameters(), strict=True):
+            assert q.grad is not None
             p.grad = q.grad.float()
         for each in (theirs, optimizer):
             each.step()
@@ -230,7 +233,7 @@ def test_blocks_by_path_and_a_skipped_one() -> None:
 
     torch.manual_seed(0)
     plain = Skips()
-    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=4, layers=["first", "others"])
+    model: Any = OffloadModel(copy.deepcopy(plain), CPU, num_slices=4, layers=["first", "others"])
     assert [len(group) for group in model.model_slices] == [1, 1, 1, 1]
     inputs = torch.randn(3, 4)
     for skips in (False, True, False):
@@ -249,7 +252,7 @@ def test_a_plain_model_is_whole_again_when_its_offload_model_is_gone() -> None:
     model = OffloadModel(plain, CPU, checkpoint_activation=True)
     expected = model(tokens, labels=tokens)["loss"]
     del model
-    assert all(block._compiled_call_impl.checkpointing is None for block in plain.blocks)
+    assert all(ModuleCall.of(block).checkpointing is None for block in plain.blocks)
     torch.manual_seed(0)
     plain(tokens, labels=tokens)["loss"].backward()
     assert expected.requires_grad

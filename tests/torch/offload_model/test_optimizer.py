@@ -233,8 +233,10 @@ def test_a_norm_is_that_of_the_gradients_that_the_script_has_left() -> None:
         model(torch.ones(5, 6)).sum().backward()
         if changes:
             for number, parameter in enumerate(model.parameters()):
+                assert parameter.grad is not None
                 parameter.grad = parameter.grad * 2 if number else parameter.grad.mul_(2)
         optimizer.step()
+        assert optimizer.grad_norm is not None
         norms.append(optimizer.grad_norm)
     assert norms[1] == pytest.approx(2 * norms[0])
 

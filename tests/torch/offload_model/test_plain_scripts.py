@@ -180,7 +180,12 @@ def test_asking_for_parameters_costs_no_copy(asked: bool, monkeypatch: pytest.Mo
     optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=1.0)
     published: list[int] = []
     publish = Slice.publish
-    monkeypatch.setattr(Slice, "publish", lambda piece: (published.append(piece.index), publish(piece)))
+
+    def noted(piece: Slice) -> None:
+        published.append(piece.index)
+        publish(piece)
+
+    monkeypatch.setattr(Slice, "publish", noted)
     for _ in range(3):
         model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
         if asked:

@@ -42,7 +42,7 @@ def replicas(on_device: bool, ours: bool) -> list[torch.Tensor]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     if on_device:
-        module.is_the_host = lambda _: False
+        module.is_the_host = lambda device: False
     model = OffloadModel(layers(), CPU, checkpoint_activation=True, process_group=dist.group.WORLD)
     optimizer: Any = (
         OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_grad_norm=0.5)

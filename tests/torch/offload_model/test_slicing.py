@@ -66,6 +66,6 @@ def test_a_slice_that_runs_again_does_not_begin_by_changing_its_input() -> None:
     """Torch's own rule for checkpoints; the cut is one layer later."""
     chain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), nn.Linear(4, 4))
     for checkpoint in (False, True):
-        model = OffloadModel(copy.deepcopy(chain), "cpu", checkpoint_activation=checkpoint)
+        model: Any = OffloadModel(copy.deepcopy(chain), "cpu", checkpoint_activation=checkpoint)
         assert [len(piece.model_shard) for piece in model.model_slices] == ([2, 1] if checkpoint else [1, 1, 1])
         model(torch.randn(2, 4)).sum().backward()
