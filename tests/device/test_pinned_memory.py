@@ -110,7 +110,7 @@ def test_an_update_leaves_the_forward_before_it_alone() -> None:
         with torch.no_grad():
             y = model(x)
         optimizer.step()
-        optimizer.synchronize()
+        model.synchronize()
         assert torch.equal(y.cpu(), expected)
 
 

@@ -16,7 +16,6 @@ import smpkit.torch as smp
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
-from tests.device.scenarios.steps import smp_fails, smp_step
 from tests.models import Case
 from tests.torch.pipeline import test_channel_order
 from tests.train import KINDS, Way, batch, checkpoint_layers, training
@@ -74,27 +73,6 @@ def trained_offloaded(horizon: int | str) -> list[Tensor]:
     case, way = with_config(KINDS["pipeline"], offload_activations=True, activation_loading_horizon=horizon)
     with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
         return trained((case, replace(way, prepare=checkpoint_layers)))
-
-
-def trained_after_an_exception() -> list[Tensor]:
-    """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True})
-    with torch.device("cpu"):
-        torch.manual_seed(3)
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    model: Any = smp.DistributedModel(module.to(DEVICE))
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(4):
-        if number == 2:
-            with pytest.raises(ZeroDivisionError):
-                smp_fails(model, rows(number))
-        torch.manual_seed(number)
-        optimizer.zero_grad()
-        smp_step(model, rows(number))
-        optimizer.step()
-    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
-    smp.shutdown()
-    return found
 
 
 class Halves(nn.Module):
@@ -207,8 +185,6 @@ for _kind, _of_kind in _KINDS.items():
 for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, KINDS[_kind])
     add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
-_run = partial(same_as_in_order, trained_after_an_exception)
-add("ranks, pipeline, an exception", _run, ranks=2, is_quick=True)
 _run = partial(same_as_in_order, trained_with_waits_of_others)
 add("ranks, pipeline, waits of others", _run, ranks=2)
 for _horizon in (2, "auto"):

@@ -140,34 +140,6 @@ def test_what_an_action_waits_for_is_not_its_cost() -> None:
     assert meter.seconds(1)[0] < 0
 
 
-def replan_after_an_error() -> list[str]:
-    """Return the schedules around a step that fails on all ranks while a deeper schedule is tried."""
-    from smpkit.torch.pipeline import replan
-
-    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
-    model = start(2, 8, active_microbatches=8)
-    inputs = torch.randn(16, WIDTH)
-    texts = []
-    for number in range(5):
-        if number == 2:
-            with pytest.raises(ZeroDivisionError):
-                failing_step(model, inputs)
-            continue
-        train_step(model, inputs)
-        texts.append(str(executor().last_schedule))
-    return texts
-
-
-@smp.step
-def failing_step(model: Any, inputs: torch.Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def test_an_error_ends_a_trial_and_the_schedule_before_goes_on() -> None:
-    for texts in run_ranks(replan_after_an_error, 2):
-        assert len(set(texts)) == 1
-
-
 def end_with_a_new_schedule() -> str:
     """The last step of a script is the one after which it is planned again, and rank 1 is late to hear of it."""
     from smpkit.torch.pipeline import replan
