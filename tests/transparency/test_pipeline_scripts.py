@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -412,28 +411,6 @@ def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
         for number in others:
             start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
             assert told[number] == f"{start}, on rank {rank}"
-
-
-def clipped_by_torch() -> list[str]:
-    run = Run(2)
-    module = chain()
-    model = run.model(module)
-    run.step(mse_step)(model, *batch(0))
-    plain = torch.ones(2, requires_grad=True)
-    plain.sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.nn.utils.clip_grad_norm_([plain], 1.0)
-        smp.clip_grad_norm_(model.parameters(), 1.0)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return [f"{Path(each.filename).name}: {each.message}" for each in caught]
-
-
-def test_torchs_clipping_says_that_it_sees_a_part_only() -> None:
-    start = "test_pipeline_scripts.py: torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part"
-    first, second = run_ranks(clipped_by_torch, 2)
-    assert [text.startswith(start) for text in first] == [True]
-    assert second == []
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------------------------
