@@ -171,7 +171,6 @@ def test_the_driver_becomes_the_launcher(tmp_path: Path) -> None:
     """Run for real, over the tree that SDK v3 makes: sources as loose files in the channel `code`."""
     import smpkit_estimator
 
-    pytest.importorskip("torch", reason="the launcher starts ranks with torchrun")
     driver = Path(smpkit_estimator.__file__).with_name("sdk3_driver") / "smpkit_driver.py"
     code, config = tmp_path / "input" / "data" / "code", tmp_path / "input" / "config"
     code.mkdir(parents=True)

@@ -200,10 +200,10 @@ class OffloadModel(nn.Module):
         kwargs = {key: map_tensors(to_device, value) for key, value in kwargs.items()}
         if isinstance(self._keeper, ActivationEngine):
             self._keeper.end_step()
+        self._engine.begin_forward()
         # Under autocast each use casts a weight anew: kept casts of all slices would fill the device.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        self._engine.begin_forward()
         try:
             result = self._run_chain(inputs, kwargs) if self._is_chain else self._model(*inputs, **kwargs)
         finally:
