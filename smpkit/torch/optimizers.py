@@ -177,6 +177,9 @@ class FusedLAMB(_Fused):
         UnsupportedError: amsgrad.
     """
 
+    looks_at_all_parameters: Final = True
+    """An optimizer that updates part by part, such as an `OffloadOptimizer`, cannot use it."""
+
     def __init__(
         self,
         params: ParamsT,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,8 @@ from smpkit.torch.distributed.host_memory import zeros
 from smpkit.torch.offload.link import DONE, Event, Link
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offload_model.slices import Slice
-from smpkit.torch.optimizers import FusedLAMB
 
 __all__ = ["OffloadOptimizer"]
-
-_OF_THE_WHOLE: Final = (torch.optim.LBFGS, FusedLAMB)
-"""Rules whose update of one parameter depends on the others."""
 
 
 @dataclass
@@ -315,7 +311,7 @@ def _begin_thread(device: torch.device, num_threads: int) -> None:
 def _check(model: Any, rule: Any, max_grad_norm: float | None, overlap: str, num_threads: int | None) -> None:
     if not isinstance(model, OffloadModel):
         raise UsageError(f"an OffloadOptimizer needs an OffloadModel, not a {type(model).__name__}")
-    if rule in _OF_THE_WHOLE:
+    if rule is torch.optim.LBFGS or getattr(rule, "looks_at_all_parameters", False):
         raise UnsupportedError(
             f"{rule.__name__} looks at all parameters together, and an OffloadOptimizer updates slice by slice",
             hint="use it on model.parameters() directly",
