@@ -261,7 +261,6 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
         found = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(found)
     own = {"SMPKIT_BASE_DIR": str(folder), RUN_DIR: str(folder), "TRAINING_JOB_NAME": folder.name}
-    own["PET_LOG_DIR"] = str(folder / "torchrun")  # else torchrun leaves a folder behind
     return {**variables, **own, **({"SMPKIT_EVENTS_DIR": str(folder / EVENTS)} if events else {})}
 
 
@@ -319,10 +318,10 @@ def collected(folder: Path, exit_code: int, seconds: float) -> LocalRun:
     written = {part: place if _has_files(place) else None for part, place in places.items()}
     failure = folder / "output" / "failure"
     text = failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else None
-    for part in ("code", "input", "torchrun", "output/intermediate", *_RESULTS):
+    for part in ("code", "input", "output/intermediate", *_RESULTS):
         if (folder / part).is_symlink():
             (folder / part).unlink()
-        elif part in ("code", "input", "torchrun") or not _has_files(folder / part):
+        elif part in ("code", "input") or not _has_files(folder / part):
             shutil.rmtree(folder / part, ignore_errors=True)  # links in it are deleted as links
     failure.unlink(missing_ok=True)  # the summary of the run has it
     if (folder / "output").is_dir() and not any((folder / "output").iterdir()):

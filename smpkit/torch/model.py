@@ -286,7 +286,7 @@ class DistributedModel(nn.Module):
         if self.num_passes == 0 or self.num_backwards:
             return
         if any(isinstance(module, OffloadModel) for module in self.modules()):
-            return  # hands gradients to its optimizer by another way than `.grad`
+            return  # its optimizer may have used gradients up in the backward
         own = {id(each): each for each in self.parameters()}
         known = list(parameters)
         trains = any(each.requires_grad for each in own.values()) and any(id(each) in own for each in known)
