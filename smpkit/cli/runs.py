@@ -78,7 +78,7 @@ def _listed(chosen: Sequence[Run], summaries: Sequence[RunSummary | None]) -> It
 
 
 def _figures(run: Run, summary: RunSummary | None) -> dict[str, str]:
-    from smpkit.observe.summary_text import amount, count
+    from smpkit.units import amount, count
 
     loss = _last_values(run).get("loss")
     found = {"loss": _NOTHING if loss is None else f"{loss:.4g}"}
@@ -121,7 +121,7 @@ def _compared(chosen: Sequence[Run], summaries: Sequence[RunSummary | None]) -> 
 
 
 def _more(summary: RunSummary | None) -> dict[str, str]:
-    from smpkit.observe.summary_text import count, seconds
+    from smpkit.units import count, seconds
 
     if summary is None or not summary.ranks:
         return {}

@@ -14,6 +14,7 @@ from smpkit.cli._files import write_file
 from smpkit.cli._layout import table, width
 from smpkit.cli._run_completion import complete_run
 from smpkit.errors import SmpkitError, UsageError
+from smpkit.units import amount, seconds
 
 if TYPE_CHECKING:
     from smpkit.observe.executed import ExecutedStep
@@ -120,7 +121,7 @@ def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
     mesh = run.mesh
     replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
     yield (
-        f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`: {_duration(step.step_seconds)}, "
+        f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`: {seconds(step.step_seconds)}, "
         f"{step.executed.schedule.num_microbatches} microbatches"
     )
     yield f"{mesh.size} ranks: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
@@ -147,11 +148,11 @@ def _pictures(step: ExecutedStep) -> Iterator[str]:
         remark = ", without a schedule" if step.planned is None else ", NOT in planned order"
     yield f"executed  {_summary(step.executed)}{remark}"
     yield from draw(step.executed, column, width()).splitlines()
-    yield f"(a column is {_duration(column)}; `.` is idle, `--` goes on with the action before it)"
+    yield f"(a column is {seconds(column)}; `.` is idle, `--` goes on with the action before it)"
 
 
 def _summary(what: Timeline) -> str:
-    return f"{_duration(what.makespan_seconds)}, bubble {what.bubble:.1%}"
+    return f"{seconds(what.makespan_seconds)}, bubble {what.bubble:.1%}"
 
 
 def _column_seconds(step: ExecutedStep) -> float:
@@ -173,10 +174,10 @@ def _idle_table(step: ExecutedStep) -> Iterator[str]:
     for stage, rank in enumerate(step.ranks):
         idle = step.executed.idle_seconds[stage]
         stalls = step.executed.stall_seconds(stage)
-        causes = [_duration(stalls[cause]) for cause in Cause]
+        causes = [seconds(stalls[cause]) for cause in Cause]
         live = str(step.executed.peak_live_microbatches[stage])
         busy = f"{1 - idle / makespan:.1%}" if makespan else "–"
-        rows.append([str(stage), str(rank), busy, _duration(idle), *causes, _duration(step.other_seconds(stage)), live])
+        rows.append([str(stage), str(rank), busy, seconds(idle), *causes, seconds(step.other_seconds(stage)), live])
     yield from table(rows, width())
 
 
@@ -184,24 +185,8 @@ def _link_table(step: ExecutedStep) -> Iterator[str]:
     rows = [["link", "messages", "bytes", "waited"]]
     for link in step.links:
         name = f"{link.sender} → {link.receiver}"
-        rows.append([name, str(link.num_messages), _size(link.num_bytes), _duration(link.waited_seconds)])
+        rows.append([name, str(link.num_messages), amount(link.num_bytes), seconds(link.waited_seconds)])
     yield from table(rows, width())
-
-
-def _duration(seconds: float) -> str:
-    """Say `1.23 s`, `45.6 ms` or `789 µs`."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
-
-
-def _size(num_bytes: int) -> str:
-    amount, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------

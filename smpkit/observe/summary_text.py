@@ -11,8 +11,9 @@ from typing import Final
 
 from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
+from smpkit.units import amount, count, seconds
 
-__all__ = ["amount", "block", "count", "gain_line", "rates", "seconds"]
+__all__ = ["block", "gain_line", "rates"]
 
 _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
@@ -158,28 +159,3 @@ def _folded(head: str, words: Sequence[str]) -> Iterator[str]:
         else:
             line = f"{line} {word}"
     yield line
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def amount(num_bytes: int) -> str:
-    """Say `3.1 GiB`, `12.0 MiB` or `0.5 KiB`."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
-
-
-def count(number: float) -> str:
-    """Write a rate with three digits: `0.0123`, `3.33`, `213`, `27,300`."""
-    if number >= 100:
-        return f"{float(f'{number:.3g}'):,.0f}"
-    return f"{number:.3g}"
-
-
-def seconds(length: float) -> str:
-    """Say `1.23 s`, `45.6 ms` or `789 µs`."""
-    if length >= 1:
-        return f"{length:.2f} s"
-    return f"{length * 1e3:.1f} ms" if length >= 1e-3 else f"{length * 1e6:.0f} µs"

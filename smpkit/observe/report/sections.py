@@ -13,7 +13,8 @@ from smpkit.observe.report.figures import Matrix
 from smpkit.observe.report.markup import Html, bar, code, element, figures, joined, legend, options, path, table
 from smpkit.observe.report.settings import Setting, differences
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary
-from smpkit.observe.summary_text import amount, count, gain_line, seconds
+from smpkit.observe.summary_text import gain_line
+from smpkit.units import amount, count, seconds
 
 __all__ = ["Section", "headline", "label_of", "per_step", "sections"]
 

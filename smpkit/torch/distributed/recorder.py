@@ -48,7 +48,6 @@ from smpkit.observe.events import (
 from smpkit.observe.runs import EVENTS, RUN_DIR
 from smpkit.observe.status import STATUS_DIR
 from smpkit.observe.summary import KindBytes
-from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.remedy import best_remedy
 from smpkit.plan.schedule.actions import Schedule, to_json
@@ -60,6 +59,7 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import Held, HeldMemory
 from smpkit.torch.distributed.profiler import Profiler, profiler_of
 from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
+from smpkit.units import amount
 
 __all__ = [
     "EVENTS_DIR",
