@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from smpkit.cli._files import write_file
 from smpkit.cli._run_completion import complete_run
 
 if TYPE_CHECKING:
-    from smpkit.observe.report.content import Content
+    from smpkit.observe.report.data import Content
     from smpkit.observe.runs import Run
 
 __all__ = ["report"]
@@ -48,16 +48,15 @@ def report(
 
     With `--backend`, RUN is the name of a job there, and the report is written to the current folder.
     """
-    from smpkit.observe.report.content import content_of, plain
-    from smpkit.observe.report.folder import read_material
-    from smpkit.observe.report.page import page
+    from smpkit.observe.report.data import content_of
+    from smpkit.observe.report.view import page
 
     wanted = (name, other) if other is not None else (name,)
     with contextlib.ExitStack() as stack:
         runs = [_run(each, chosen, stack) for each in wanted]
-        contents = [content_of(read_material(run)) for run in runs]
+        contents = [content_of(run) for run in runs]
     if as_json:
-        shown = [plain(each) for each in contents]
+        shown = [asdict(each) for each in contents]
         click.echo(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
         return
     _warn(contents)

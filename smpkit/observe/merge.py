@@ -68,6 +68,12 @@ class Run:
         """Return what a rank did in a step that is in `steps`."""
         return self._by_step[rank][number]
 
+    def begin_ns(self, number: int, pipeline: int) -> int:
+        """Return when the first action of a pipeline begins in a step, or the step where it has none."""
+        steps = [self.step(rank, number) for rank in self.pipelines[pipeline]]
+        starts = [action.start_ns for step in steps for action in step.actions]
+        return min(starts or [step.span.start_ns for step in steps])
+
     @cached_property
     def _by_step(self) -> tuple[dict[int, RankStep], ...]:
         return tuple(_steps(log.events) for log in self.logs)

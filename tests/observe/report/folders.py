@@ -62,8 +62,8 @@ def write_run(parent: Path, time: str, *, offloads: bool = True, failed: bool = 
     """Write all of a run."""
     folder = parent / "runs" / f"{name}-{time}"
     write_events(folder / runs.EVENTS, offloads=offloads)
-    (folder / runs.JOB).write_text(job_text(offloads), encoding="utf-8")
-    (folder / runs.ENVIRONMENT).write_text(json.dumps({"host": "vm", "packages": {"torch": "2.13"}, "note": ODD}))
+    environment = {"host": "vm", "packages": {"torch": "2.13"}, "note": ODD, "settings": settings(offloads)}
+    (folder / runs.ENVIRONMENT).write_text(json.dumps(environment))
     values = [{"loss": 4 / (1 + step), ODD: step} for step in range(STEPS)]
     lines = [json.dumps({"step": step, "time": 0.0, "values": each}) for step, each in enumerate(values)]
     (folder / runs.VALUES).write_text("\n".join([*lines, '{"step": 9, "va']), encoding="utf-8")
@@ -77,28 +77,17 @@ def write_run(parent: Path, time: str, *, offloads: bool = True, failed: bool = 
     return found
 
 
-def job_text(offloads: bool) -> str:
-    return "\n".join(
-        [
-            "# As it ran: smpkit run job.yaml --set hyperparameters.steps=8 -p microbatches=4",
-            "entry_point: train.py",
-            "name: odd",
-            "hyperparameters:",
-            "  steps: 8",
-            "distribution:",
-            "  smdistributed:",
-            "    modelparallel:",
-            "      enabled: true",
-            "      parameters:",
-            "        pipeline_parallel_degree: 2",
-            "        microbatches: 4",
-            f"        offload_activations: {str(offloads).lower()}",
-            "  torch_distributed:",
-            "    enabled: true",
-            "    processes_per_host: 2",
-            "",
-        ]
-    )
+def settings(offloads: bool) -> list[tuple[str, object, str]]:
+    """What `smpkit run` notes of the job: name, value and origin."""
+    parameters = "distribution.smdistributed.modelparallel.parameters"
+    return [
+        ("entry_point", "train.py", "job.yaml:1"),
+        ("hyperparameters.steps", 8, "--set hyperparameters.steps"),
+        (f"{parameters}.pipeline_parallel_degree", 2, "job.yaml:10"),
+        (f"{parameters}.microbatches", 4, "-p microbatches"),
+        (f"{parameters}.offload_activations", offloads, "job.yaml:12"),
+        (f"{parameters}.active_microbatches", 4, "default"),
+    ]
 
 
 def summary(exit_reason: str) -> RunSummary:
