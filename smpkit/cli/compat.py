@@ -31,7 +31,7 @@ __all__ = ["compat"]
     "--check",
     "only_check",
     is_flag=True,
-    help="Run nothing: read the given scripts and folders, and list what they use and what cannot work.",
+    help="Do not run the given scripts and folders: list what they use of SMP v1, and which imports fail.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With `--check`: print the findings as JSON.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -44,8 +44,8 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     `smpkit compat --check train.py`
 
     Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
-    Packages that are gone, such as Apex, are replaced by stand-ins on torch where they are not installed. `--check`
-    ends with 1 if something cannot work.
+    Packages that are gone, such as Apex, have stand-ins with the names that public scripts import. `--check` ends with
+    1 if a script cannot run.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
     if only_check:
         return _check(command, as_json=as_json)
@@ -64,8 +64,8 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     else:
         environ = with_drop_in(environ)
         console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
-    if installed is None or cuda_on_cpu:
-        environ = with_startup(environ, cuda_on_cpu=cuda_on_cpu)
+    if cuda_on_cpu:
+        environ = with_startup({**environ, "SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
     try:
         os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:

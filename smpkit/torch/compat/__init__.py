@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smpkit.torch.compat import cuda_on_cpu, initialization, trainer
+from smpkit.drop_in import after_import
+from smpkit.torch.compat import cuda_on_cpu, initialization
 
 __all__ = ["prepare"]
 
@@ -14,5 +15,5 @@ def prepare() -> None:
     constructors of modules make is remembered.
     """
     cuda_on_cpu.install()
-    trainer.install()
+    after_import.install()
     initialization.install()

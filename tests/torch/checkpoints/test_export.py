@@ -15,9 +15,6 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.export import LAYOUTS, export, main
-from smpkit.torch.compat.sharded_checkpoint import (
-    get_full_state_dict_from_sharded_data_parallel_checkpoint as read_for_scripts,
-)
 from tests.ranks import run_ranks
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -157,17 +154,6 @@ def test_without_states_of_the_optimizer_every_number_is_divided(tmp_path: Path)
     export(tmp_path / "job", tmp_path / "out", "smp-v1", 2)
     found, expected = read_smp_v1(tmp_path / "out"), torch.load(tmp_path / "job" / "whole" / "model")
     assert all(torch.equal(found[key].to(value.dtype), value) for key, value in expected.items())
-
-
-def test_scripts_read_the_whole_state_dict_by_v1s_function(tmp_path: Path) -> None:
-    _, expected = saved(tmp_path, "sharded")
-    for tag in (None, "step", "step_partial"):
-        found = read_for_scripts(tmp_path / "job", torch.float64, tag=tag)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value.double()) for key, value in expected.items())
-    assert "module.head.weight" in read_for_scripts(tmp_path / "job", remove_smp_prefix=False)
-    with pytest.raises(CheckpointError, match=r"other_partial` is no folder"):
-        read_for_scripts(tmp_path / "job", tag="other")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
