@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smpkit.torch.compat import cuda_on_cpu, initialization, trainer
+from smpkit.torch.compat import cuda_on_cpu, trainer
 
 __all__ = ["prepare"]
 
@@ -10,9 +10,7 @@ __all__ = ["prepare"]
 def prepare() -> None:
     """Set up what old scripts need beside the API (called by `import smdistributed.modelparallel.torch`).
 
-    `cuda` means the CPU on a machine without a GPU, Hugging Face's `Trainer` is corrected when it is loaded, and what
-    constructors of modules make is remembered.
+    `cuda` means the CPU on a machine without a GPU, and Hugging Face's `Trainer` is corrected when it is loaded.
     """
     cuda_on_cpu.install()
     trainer.install()
-    initialization.install()
