@@ -39,7 +39,6 @@ from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.measure import MeasureOptions
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
-from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -54,8 +53,7 @@ from smpkit.torch.state_dict import (
 from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
 from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.replace import distribute
-from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
+from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
 if TYPE_CHECKING:
@@ -99,8 +97,8 @@ class DistributedModel(nn.Module):
             scripts that import `smdistributed`, as SMP v1 did.
         fresh_weights: whether replaced modules draw new weights, as their arguments say (`initializer_range`,
             `use_normal_initialization`), instead of keeping those of the modules that they replace. None: only in
-            scripts that import `smdistributed`, as SMP v1 did, there only where nothing has written the weights since
-            the constructor of the replaced module, and not with `_match_weights`.
+            scripts that import `smdistributed`, as SMP v1 did, there only where no weights were loaded
+            (`from_pretrained`, `load_state_dict`), and not with `_match_weights`.
 
     Raises:
         UsageError: before `smp.init()`, a second model, a wrapped model, or an argument out of its range.
@@ -139,11 +137,12 @@ class DistributedModel(nn.Module):
 
         # The transforms, in an order that matters: each works on what the one before it has left.
         #
-        # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
-        # as an optimizer that the script made before its model, must keep the new one.
+        # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them must
+        # keep the new one.
         replaces = state.is_v1_script if replace_at_degree_1 is None else replace_at_degree_1
-        module = distribute(module, at_degree_1=replaces, fresh=_has_fresh_weights(fresh_weights))
-        _renew_optimizer_parameters()
+        module = distribute(module, at_degree_1=replaces, fresh_weights=fresh_weights)
+        if state.optimizer is not None:
+            refuse_replaced_parameters(state.optimizer.optimizer)
         # On the classes of the modules that stay: SMP v1 scripts call `super()._orig_forward()`.
         expose_original_forwards(module)
         # Half precision comes before weights move: casting first moves half of the bytes, and masters, replicas and
@@ -165,8 +164,6 @@ class DistributedModel(nn.Module):
         # weights that the others look at; and last at its end, when gradients are final.
         self._hooks = ModelHooks(self)
         self.participants.add(self._hooks)
-        if state.is_v1_script:
-            self.participants.add(UnwrittenCheck(module, self.holds))
         self.num_passes = self.num_backwards = 0
         """Calls with gradients while training, in steps or outside, and backwards: `check_backward` compares them."""
         self.offloading = Offloading(self.module) if offloads() else None
@@ -594,19 +591,6 @@ class DistributedModel(nn.Module):
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
-
-
-def _has_fresh_weights(asked: bool | None) -> Callable[[nn.Module], bool]:
-    """Return what tells whether a module that is replaced is to draw new weights."""
-    if asked is None and state.is_v1_script and not state.cfg.match_weights:
-        return has_remembered_weights
-    return lambda _: bool(asked)
-
-
-def _renew_optimizer_parameters() -> None:
-    """Give an optimizer that was made before the model the parameters that tensor parallelism has made."""
-    if state.optimizer is not None:
-        replace_optimizer_parameters(state.optimizer.optimizer)
 
 
 def _cast_to_half(module: nn.Module) -> None:

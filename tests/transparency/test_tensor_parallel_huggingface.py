@@ -68,7 +68,7 @@ def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], way, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "way"), [("Llama", SHARED), ("untied GPT2", OWN_FOR_MEMORY)], ids=str)
+@pytest.mark.parametrize(("name", "way"), [("Llama", SHARED), ("Llama", OWN_FOR_MEMORY)], ids=str)
 def test_a_checkpointed_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], replace(way, prepare=divide_and_checkpoint), tolerance=TOLERANCE)
 

@@ -15,8 +15,7 @@ The third differs where ranks took different paths through the model in the call
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -29,71 +28,60 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of, tensors_in
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects, object_from
-from smpkit.torch.placement.delayed import is_delayed
-from smpkit.torch.placement.shards import shard_of
-from smpkit.torch.placement.unwritten import checksum_of_bits
 from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 from smpkit.torch.tensor_parallel.module import global_shape
 
-__all__ = ["CallConsistencyCheck", "ModelComparison", "common_seed", "compare_models"]
+__all__ = ["CallConsistencyCheck", "common_seed", "compare_models", "weights_of_first_rank"]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def compare_models(root: nn.Module, names: Sequence[str], fresh: Sequence[bool] = ()) -> ModelComparison:
+def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bool]) -> tuple[int, Sequence[bool]]:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
 
     Args:
         names: of the modules that tensor parallelism is about to treat.
-        fresh: which of those that it replaces may get fresh weights, as this rank sees it.
+        fresh: by name, whether those that it replaces get fresh weights, as this rank sees it.
+
+    Returns:
+        The seed of the first rank, and which modules get fresh weights there: its weights become those of all.
 
     Raises:
-        UsageError: parameters or those modules differ.
+        UsageError: parameters or those modules differ, or weights were loaded on another rank than the first.
     """
     group = state.process_group(CommGroup.TP_GROUP)
     parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
-    own_description = [*parameters, *(f"distributed module {name}" for name in names)]
-    own = own_description, _parameter_checksums(root), torch.initial_seed(), [*fresh]
+    description = [*parameters, *(f"distributed module {name}" for name in names)]
+    own = description, torch.initial_seed(), [*fresh.values()]
     reports = gather_objects(own, group, "the comparison of models between tensor-parallel ranks")
-    first, first_rank = reports[0][0], dist.get_global_rank(group, 0)
-    for rank, (their_description, *_) in zip(dist.get_process_group_ranks(group), reports, strict=True):
-        if their_description != first:
+    first_rank, (first, seed, first_fresh) = dist.get_global_rank(group, 0), reports[0]
+    for rank, (theirs, _, their_fresh) in zip(dist.get_process_group_ranks(group), reports, strict=True):
+        if theirs != first:
             raise UsageError(
                 f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
-                f" {_first_difference(first, their_description)}",
+                f" {_first_difference(first, theirs)}",
                 hint="build the same model on every rank",
             )
-    same_weights = all(each[1] == reports[0][1] for each in reports)
-    # What one rank has loaded is to be kept.
-    fresh = tuple(map(all, zip(*(each[3] for each in reports), strict=True)))
-    return ModelComparison(same_weights, reports[0][2], fresh)
+        for name, here, there in zip(fresh, first_fresh, their_fresh, strict=True):
+            if here and not there:
+                raise UsageError(
+                    f"weights were loaded into `{name or 'the model'}` on rank {rank}, but not on rank {first_rank},"
+                    " whose weights become those of the tensor-parallel group",
+                    hint="load them on every rank, or after smp.DistributedModel",
+                )
+    return seed, first_fresh
 
 
-@dataclass(frozen=True)
-class ModelComparison:
-    """Which weights the ranks of a tensor-parallel group divide between them.
-
-    Args:
-        same_weights: whether all models have equal values, so nothing needs to be sent; else those of tp_rank 0 are
-            taken.
-        seed: that of tp_rank 0, with which delayed weights are initialised.
-        fresh: which replaced modules get fresh weights: those of which all ranks say so.
-    """
-
-    same_weights: bool
-    seed: int
-    fresh: tuple[bool, ...] = ()
-
-    def first(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
-        if self.same_weights:
-            return whole
-        group = state.process_group(CommGroup.TP_GROUP)
-        tensor = whole.detach().to(state.device, copy=True).contiguous()
-        with waiting("the weights of tp_rank 0", group):
-            dist.broadcast(tensor, group=group, group_src=0)
-        return tensor
+def weights_of_first_rank(whole: torch.Tensor) -> torch.Tensor:
+    """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
+    if state.tp_size == 1:
+        return whole
+    group = state.process_group(CommGroup.TP_GROUP)
+    tensor = whole.detach().to(state.device, copy=True).contiguous()
+    with waiting("the weights of tp_rank 0", group):
+        dist.broadcast(tensor, group=group, group_src=0)
+    return tensor.to(whole.device)
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
@@ -101,13 +89,6 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
         if left != right:
             return f"`{left}` against `{right}`"
     return f"{len(first)} against {len(second)} parameters and distributed modules"
-
-
-def _parameter_checksums(root: nn.Module) -> list[int]:
-    """Return a checksum of each parameter; 0 for delayed ones, and for pieces, which differ between the ranks."""
-    return [
-        0 if is_delayed(each) or shard_of(each) is not None else checksum_of_bits(each) for each in root.parameters()
-    ]
 
 
 def common_seed() -> int:
