@@ -44,7 +44,6 @@ __all__ = [
     "is_capturing",
     "make_current",
     "memory_bytes",
-    "memory_recorder",
     "new_stream",
     "on_stream",
     "order_after",
@@ -148,13 +147,6 @@ def peak_bytes(device: torch.device) -> int | None:
         return None
     peak = getattr(torch.get_device_module(device), "max_memory_allocated", torch.accelerator.max_memory_allocated)
     return int(peak(device))
-
-
-def memory_recorder(device: torch.device) -> Any | None:
-    """Return the module that notes where a device's memory is allocated, and saves that; None if there is none."""
-    module = getattr(torch.get_device_module(device), "memory", None)
-    has_all = all(hasattr(module, name) for name in ("_record_memory_history", "_dump_snapshot"))
-    return module if has_all else None
 
 
 def reset_peak(device: torch.device) -> None:
