@@ -69,7 +69,6 @@ from smpkit.torch.distributed.objects import (
 from smpkit.torch.distributed.signals import on_stop, stop_requested
 from smpkit.torch.launch import launch
 from smpkit.torch.log import log
-from smpkit.torch.memory_snapshots import record_memory, save_memory_snapshot
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
@@ -168,13 +167,11 @@ __all__ = [
     "rank",
     "rdp_rank",
     "rdp_size",
-    "record_memory",
     "recv_from",
     "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
-    "save_memory_snapshot",
     "save_pretrained",
     "send",
     "set_activation_checkpointing",

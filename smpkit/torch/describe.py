@@ -29,7 +29,7 @@ from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.assignment import assignment_of
 from smpkit.plan.partition.units import UnitTree
 from smpkit.torch.core.context import Launch
-from smpkit.torch.core.runtime import Runtime, state
+from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
@@ -86,11 +86,11 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
     degrees = (cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree)
     mesh = Mesh.from_world(world_size, *degrees, cfg.placement_strategy)
     alone: Any = None  # no process groups: weights are not compared, and nothing is sent
-    state.runtime = Runtime(cfg, Launch(world_size=world_size), mesh, {}, alone)
+    state.begin(cfg, Launch(world_size=world_size), mesh, {}, alone)
     try:
         yield
     finally:
-        state.runtime = None
+        state.end()
 
 
 def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool, other_sizes: bool) -> ModelFacts:

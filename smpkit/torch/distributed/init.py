@@ -26,7 +26,7 @@ from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch, launch_from
 from smpkit.torch.core.devices import backends
-from smpkit.torch.core.runtime import ModuleManager, Runtime, state
+from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import cores as numa
 from smpkit.torch.distributed import deadline, gpus, recorder, watcher
@@ -137,8 +137,7 @@ def _shut_down() -> None:
     world, _world = _world, None
     if state.model is not None and state.model.data_parallel is not None:
         state.model.data_parallel.release()
-    state.runtime = state.model = state.optimizer = state.step = None
-    state.module_manager = ModuleManager()
+    state.end()
     for reset in state.reset_hooks:
         reset()
     watcher.stop()
@@ -286,7 +285,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             world.groups.set_timeout(timeout)
         deadline.attach(failure_store)
         groups = world.groups.for_mesh(mesh, launch.rank)
-        state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+        state.begin(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
             watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
         if backends.connects(groups[CommGroup.WORLD], state.device):

@@ -108,7 +108,7 @@ def _set_rng_states(states: list[torch.Tensor]) -> None:
         generator.set_state(each)
 
 
-def _generators() -> list[devices.Generator]:
+def _generators() -> list[torch.Generator]:
     """Return the generators of the CPU and of this rank's accelerator, if it has one."""
     own = devices.default_generator(state.device)
     return [torch.default_generator] if own is torch.default_generator else [torch.default_generator, own]
