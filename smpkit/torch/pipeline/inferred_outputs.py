@@ -29,7 +29,6 @@ from smpkit.torch.core.tensor_spec import (
     version_of,
 )
 from smpkit.torch.pipeline.output_specs import MISSING
-from smpkit.torch.pipeline.stage_tensor import StageTensor
 
 __all__ = ["infer_output", "with_strides_of"]
 
@@ -102,22 +101,27 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def infer_output(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Callable[[torch.Tensor], TensorSpec | None],
+    device: torch.device,
 ) -> Any:
     """Return the output spec of an operation between units, which changes no argument.
 
     Returns MISSING where that takes the data of the arguments, on all ranks alike.
 
     Args:
-        args, kwargs: stage tensors, tensors that every rank holds, and anything else.
+        args, kwargs: stage tensors, other tensors, and anything else.
+        known: returns the spec of a tensor whose data some ranks lack, and None for any other.
         device: where stage tensors live.
     """
     shadows: dict[int, _Shadow] = {}
 
     def shadow(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not StageTensor:
+        spec = known(tensor)
+        if spec is None:
             return tensor
-        spec = tensor.spec
         if id(tensor) not in shadows:
             inner = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
             shadows[id(tensor)] = _shadow(inner, device, requires_grad=spec.requires_grad)

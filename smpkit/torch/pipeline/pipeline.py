@@ -27,14 +27,9 @@ from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
+from smpkit.torch.pipeline.parameters import SharedTensor, mark_nonresident_parameters, shared_tensors
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
-from smpkit.torch.pipeline.stage_parameters import (
-    TiedTensor,
-    find_tied,
-    mark_nonresident_parameters,
-    parameters_as_stage_tensors,
-)
 from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
@@ -99,7 +94,7 @@ class Pipeline:
         self._transport = Transport(group, ranks, device, channels)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
-        self._tied: list[TiedTensor] = []
+        self._shared: list[SharedTensor] = []
         self.assignment: Assignment | None = None
         self.facts: ModelFacts | None = None
         """Of the whole model, which planning takes; None before the first step."""
@@ -179,8 +174,7 @@ class Pipeline:
         self._on_placement(self._root, pp_rank_of_unit)
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)
-        # Tied tensors are found by their memory, which `keep_local_parameters` frees where other ranks hold it.
-        self._tied = find_tied(self._root, placement)
+        self._shared = shared_tensors(self._root, placement)
         keep_local_parameters(self._root, placement, state.device)
         mark_nonresident_parameters(placement)
         stage = StageContext(
@@ -194,10 +188,6 @@ class Pipeline:
         )
         install(self._root, pp_rank_of_unit, stage)
         self._parameters = list(self._root.parameters())
-        if stage.parameter_owners:
-            # Operations between units see parameters of other ranks as stage tensors. The mode that gives such
-            # operations their random streams replaces the arguments, since it sees them all.
-            stage.random.replace_arguments(parameters_as_stage_tensors)
         watch_for_divergence(stage, state.group(CommGroup.PP_GROUP))
         self._executor = Executor(stage, Policy.of(state.cfg))
         if (recorder := current_recorder()) is not None:
@@ -294,13 +284,13 @@ class Pipeline:
             # The mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their own.
             return random.call_between_units(body, call)
 
-        versions = [tied.version for tied in self._tied]
+        versions = [shared.version for shared in self._shared]
         with random.training_step(training=self._root.training):
             outputs = self._executor.run(kind, streamed, len(calls), self._before_last_backward)
-        for tied, version in zip(self._tied, versions, strict=True):
-            if tied.version != version:
+        for shared, version in zip(self._shared, versions, strict=True):
+            if shared.version != version:
                 self._executor.stage.failed_alone = True
-                raise tied.in_place_error(state.pp_rank)
+                shared.refuse_change(state.pp_rank)
         self._input_broadcast.end_step()
         return outputs
 

@@ -96,6 +96,12 @@ class StageContext:
         """Return the names of other ranks' modules that have forward hooks, which run on those ranks."""
         return [name for name, module in self.remote_modules.items() if module._forward_hooks]
 
+    def weight_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight that a tensor is, or is a view of; None if it is none, or every rank holds it."""
+        if id(tensor) in self.parameter_owners:
+            return tensor
+        return tensor._base if id(tensor._base) in self.parameter_owners else None
+
     def holds(self, rank: int, parameter: torch.Tensor) -> bool:
         """Return whether a rank holds a parameter."""
         pp_ranks = self._pp_ranks.get(id(parameter))

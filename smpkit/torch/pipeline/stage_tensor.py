@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DECIDING_VALUES",
+    "FROM_SHAPE",
     "INDEXING",
+    "NUMBER_FUNCTIONS",
     "PROPERTIES",
-    "SHAPE_FUNCTIONS",
     "Current",
     "StageTensor",
     "current_microbatch",
-    "is_operation",
     "make_stage_tensor",
     "microbatch_between_units",
     "refuse_foreign_graph",
@@ -246,7 +246,7 @@ SHAPE_FUNCTIONS: Final = frozenset(
 )
 """Functions of shape, dtype and device alone."""
 
-_PYTHON_VALUE_FUNCTIONS: Final = frozenset(
+NUMBER_FUNCTIONS: Final = frozenset(
     {
         T.item,
         T.tolist,
@@ -282,6 +282,8 @@ _NEW_FROM_SHAPE: Final = frozenset(
     }
 )
 """Functions that make a tensor from another's shape and dtype: every rank makes it itself."""
+
+FROM_SHAPE: Final = SHAPE_FUNCTIONS | _NEW_FROM_SHAPE
 
 _INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
 _REFUSED: Final[dict[Any, str]] = {
@@ -389,15 +391,10 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
 
 _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
-    **dict.fromkeys(_PYTHON_VALUE_FUNCTIONS, _for_python),
+    **dict.fromkeys(NUMBER_FUNCTIONS, _for_python),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
 """How functions are answered that are not plain operations on data."""
-
-
-def is_operation(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch is an operation on data like any other."""
-    return func not in _HANDLERS and getattr(func, "__name__", "") not in {"__get__", "__set__", ""}

@@ -242,8 +242,8 @@ def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
     for tensor in tensors_in(arguments):
         if isinstance(tensor, StageTensor):
             return tensor.owner
-        if stage is not None and (owner := stage.parameter_owners.get(id(tensor))) is not None:
-            return owner
+        if stage is not None and (weight := stage.weight_of(tensor)) is not None:
+            return stage.parameter_owners[id(weight)]
     return None
 
 
@@ -309,6 +309,6 @@ def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: Sta
     for tensor in tensors_in((args, kwargs)):
         if type(tensor) is StageTensor:
             num_bytes[tensor.owner] = num_bytes.get(tensor.owner, 0) + tensor.spec.num_bytes
-        elif isinstance(tensor, nn.Parameter) and (owner := stage.parameter_owners.get(id(tensor))) is not None:
-            return owner
+        elif (weight := stage.weight_of(tensor)) is not None:
+            return stage.parameter_owners[id(weight)]
     return max(num_bytes, key=lambda owner: (num_bytes[owner], owner))
