@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smpkit.torch.checkpoints.export import contents_of, find_checkpoint
+from smpkit.torch.checkpoints.export import find_checkpoint, sources_in
 from smpkit.torch.checkpoints.folder import PARTIAL
-from smpkit.torch.checkpoints.reader import read_whole
+from smpkit.torch.checkpoints.reader import CheckpointReader, read_whole
 from smpkit.torch.core.runtime import WrappedOptimizer
 
 __all__ = ["get_buffer_names", "get_full_state_dict_from_sharded_data_parallel_checkpoint", "get_param_shapes"]
@@ -53,9 +53,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     folder = Path(checkpoint_dir)
     if tag is not None:
         folder /= tag if tag.endswith(PARTIAL) else f"{tag}{PARTIAL}"
-    contents = contents_of(find_checkpoint(folder))
-    entries = {**contents.whole, **contents.divided}
-    found = {name: read_whole(contents.reader, entry, dtype) for name, entry in entries.items()}
-    found |= {name: found[first] for name, first in contents.tied.items()}
+    reader = CheckpointReader(find_checkpoint(folder))
+    sources, _ = sources_in(reader)
     prefix = "" if remove_smp_prefix else "module."
-    return OrderedDict((prefix + name, value) for name, value in found.items())
+    return OrderedDict((prefix + name, read_whole(reader, source, dtype)) for name, source in sources.items())
