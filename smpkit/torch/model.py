@@ -496,7 +496,12 @@ class DistributedModel(nn.Module):
         local: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         prefix: str = kwargs.get("prefix", "")
         return full_model_state(
-            self.module, local, self._partitioned_names(), prefix=prefix, gather_to_rank0=gather_to_rank0
+            self.module,
+            local,
+            self._partitioned_names(),
+            self.placement,
+            prefix=prefix,
+            gather_to_rank0=gather_to_rank0,
         )
 
     def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Each kind of parallelism divides a state in its own way, and is undone by a collective of its own::
 
-    pipeline                   a rank has some of the entries         merge_on_all_ranks, merge_on_first_rank
+    pipeline                   a rank has some of the entries         merge_on_all_ranks, whole_value
     tensor parallelism         a rank has a piece of an entry         tensor_parallel.state_dict
     sharded data parallelism   a rank has a slice of an entry         to_full, to_shards
     shard_optimizer_state      a rank has some parameters' states     gather_all, gather_owned
@@ -27,8 +27,14 @@ from smpkit.torch.distributed.objects import CommGroup, RankType, allgather, rec
 from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
 from smpkit.torch.placement.dtensor import distribute_like, distribute_state, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
-from smpkit.torch.placement.shards import is_tp_shard
-from smpkit.torch.tensor_parallel.state_dict import join_state, shard_state, shards_in, with_distributed_names
+from smpkit.torch.placement.shards import is_tp_shard, shard_of
+from smpkit.torch.tensor_parallel.state_dict import (
+    join_pieces,
+    join_state,
+    shard_state,
+    shards_in,
+    with_distributed_names,
+)
 
 __all__ = [
     "PARTIAL_KEY",
@@ -39,12 +45,13 @@ __all__ = [
     "load_model_state",
     "local_state_names",
     "merge_on_all_ranks",
-    "merge_on_first_rank",
     "merge_shards",
     "runs_here",
+    "tie_of",
     "to_full",
     "to_local",
     "to_shards",
+    "whole_value",
 ]
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -61,17 +68,6 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
     merged: dict[_Key, Any] = {}
     for each in allgather(dict(part), CommGroup.PP_GROUP):
         merged.update(each)
-    return merged
-
-
-def merge_on_first_rank(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
-    """Return the union on pp_rank 0 and an empty dict on the others, which never see more than their own part."""
-    if state.pp_rank > 0:
-        send(dict(part), 0, RankType.PP_RANK)
-        return {}
-    merged = dict(part)
-    for rank in range(1, state.pp_size):
-        merged.update(recv_from(rank, RankType.PP_RANK))
     return merged
 
 
@@ -97,7 +93,13 @@ def runs_here(name: str, value: Any, placement: Placement) -> bool:
 
 
 def full_model_state(
-    module: nn.Module, local: dict[str, Any], held: AbstractSet[str] | None, *, prefix: str, gather_to_rank0: bool
+    module: nn.Module,
+    local: dict[str, Any],
+    held: AbstractSet[str] | None,
+    placement: Placement,
+    *,
+    prefix: str,
+    gather_to_rank0: bool,
 ) -> dict[str, Any]:
     """Return the whole model's state, in the order of `local`; all ranks that hold a model call this.
 
@@ -106,32 +108,71 @@ def full_model_state(
         held: the names, without `prefix`, of the entries that this rank holds; None if those are all.
         gather_to_rank0: return an empty dict on every rank of the model but the first.
     """
+    if gather_to_rank0:
+        return _gather_on_first_rank(module, local, placement, prefix=prefix)
     if state.cfg.sharded_data_parallel_degree > 1:
-        # Gathering a tensor is a collective of RDP_GROUP, so ranks that return nothing gather every entry too; they
-        # keep none, and need memory for one at a time.
-        keeps = not gather_to_rank0 or state.rdp_rank == 0
-        whole = {}
-        for name, each in local.items():
-            value = full_tensor_of(each)
-            if value is not None and keeps:
-                whole[name] = value
-        local = whole
-        if not keeps:  # nor do the other ranks of this replica, so none waits below
-            return {}
+        local = {name: full_tensor_of(value) for name, value in local.items()}
     merged = local
     if held is not None:
         held_keys = {prefix + name for name in held}
         merged = {name: value for name, value in local.items() if name in held_keys}
     # Tensor-parallel pieces first: their group lies on one pipeline rank, which alone knows how to join them.
     if state.tp_size > 1:
-        merged = join_state(module, merged, prefix=prefix, on_first=gather_to_rank0)
-        if gather_to_rank0 and state.tp_rank > 0:
-            return {}
+        merged = join_state(module, merged, prefix=prefix)
     if held is not None:
-        merged = merge_on_first_rank(merged) if gather_to_rank0 else merge_on_all_ranks(merged)
-    if gather_to_rank0 and state.mp_rank != 0:
-        return {}
+        merged = merge_on_all_ranks(merged)
     return {name: merged[name] for name in local if name in merged}
+
+
+def _gather_on_first_rank(
+    module: nn.Module, local: Mapping[str, Any], placement: Placement, *, prefix: str
+) -> dict[str, Any]:
+    """Return the whole model's state on its first rank, and an empty dict on the others, one entry after the other."""
+    own = module.state_dict(keep_vars=True)
+    keeps = state.mp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0)
+    whole: dict[str, Any] = {}
+    first: dict[object, str] = {}
+    for name in local:
+        value = own[name.removeprefix(prefix)]
+        known = first.setdefault(tie_of(name, value), name)  # tied weights come once, and stay one
+        found = whole.get(known) if known != name else whole_value(name.removeprefix(prefix), value, placement)
+        if keeps and not (isinstance(found, torch.Tensor) and found.device.type == "meta"):
+            whole[name] = local[name] if found is value else found
+    return whole
+
+
+def tie_of(name: str, value: Any) -> object:
+    """Return what the names of a tied weight have in common, on all ranks."""
+    # Only parameters stay the objects that they are when a pipeline takes the model apart.
+    return id(value) if isinstance(value, nn.Parameter) else name
+
+
+def whole_value(name: str, value: Any, placement: Placement) -> Any:
+    """Return one whole entry of a model's state on the first rank of the model; what the others get has no meaning.
+
+    All ranks of the model call this for the same entries in the same order; with sharded data parallelism, those of all
+    its replicas.
+
+    Args:
+        name, value: of `module.state_dict(keep_vars=True)`.
+    """
+    if isinstance(value, nn.Parameter):
+        source = placement.of(value).first_pp_rank
+    else:
+        source = placement.running_pp_rank_of(name.rpartition(".")[0]) or 0
+    if state.pp_rank == source:
+        original, value = value, full_tensor_of(value)
+        if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
+            return None  # it has taken part in gathering
+        shard = shard_of(original) if isinstance(original, torch.Tensor) else None
+        if shard is not None and shard.is_distributed:
+            value = join_pieces(value.detach(), shard, on_first=True)
+    if source > 0 and state.tp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0):
+        if state.pp_rank == source:
+            send(value.detach() if isinstance(value, torch.Tensor) else value, 0, RankType.PP_RANK)
+        elif state.pp_rank == 0:
+            value = recv_from(source, RankType.PP_RANK)
+    return value
 
 
 def load_model_state(
