@@ -79,9 +79,7 @@ COMMANDS: dict[str, Entry] = {
         "Estimate what a job costs, before or after it.",
         "After",
     ),
-    "export": Entry(
-        "smpkit.cli.export:export", "Write a checkpoint in the sharded layout of another library.", "After"
-    ),
+    "export": Entry("smpkit.cli.export:export", "Write the weights of a checkpoint for other programs.", "After"),
     "runs": Entry("smpkit.cli.runs:runs", "List the runs below this folder, or show one, or compare several.", "After"),
     "report": Entry("smpkit.cli.report:report", "Write a run as one HTML file, or two side by side.", "After"),
     "timeline": Entry(

@@ -24,10 +24,8 @@ from smpkit.torch.distributed.cores import own_cores
 __all__ = [
     "PIECE_BYTES",
     "Member",
-    "add_checksums",
     "check_archive",
     "crc_of",
-    "crcs_of",
     "find_corruption",
     "members_of",
     "share_of",
@@ -37,11 +35,7 @@ __all__ = [
 PIECE_BYTES: Final = 4 << 20
 _MAX_THREADS: Final = 8
 """More do not read faster from any disk or network we know of."""
-# Parts of a zip archive: signatures, CRCs, and the lengths of what follows them.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-_DIRECTORY_ENTRY: Final = struct.Struct("<4s12xI8xHHH12x")
-_CRC_IN_ENTRY: Final = 16
-_DESCRIPTOR: Final = b"PK\7\x08"
 
 
 @dataclass(frozen=True)
@@ -172,41 +166,6 @@ def crc_of(member: Member) -> int | None:
                 return None
             crc, left = zlib.crc32(buffer[:length], crc), left - length
     return crc
-
-
-def crcs_of(members: Sequence[Member]) -> list[int | None]:
-    """Return the CRC-32 of each member, as `crc_of`, computed in threads."""
-    with _threads() as pool:
-        return list(pool.map(crc_of, members))
-
-
-def add_checksums(path: Path) -> None:
-    """Write the CRCs of the members that have none into an archive, reading those members.
-
-    For a file whose tensors several ranks have written: none of them has seen all bytes of a tensor.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    missing = [member for member in members_of(path) if not member.crc and member.size]
-    crcs = dict(zip((member.name for member in missing), crcs_of(missing), strict=True))
-    with path.open("rb+") as file, zipfile.ZipFile(file) as archive:
-        file.seek(archive.start_dir)
-        for _ in archive.infolist():
-            at = file.tell()
-            _, _, *lengths = _DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size))
-            crc = crcs.get(file.read(lengths[0]).decode())
-            if crc is not None:
-                file.seek(at + _CRC_IN_ENTRY)
-                file.write(crc.to_bytes(4, "little"))
-            file.seek(at + _DIRECTORY_ENTRY.size + sum(lengths))
-        for member in missing:  # each is followed by a descriptor, which other programs compare
-            file.seek(member.offset + member.size)
-            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
-                file.seek(member.offset + member.size + len(_DESCRIPTOR))
-                file.write((crcs[member.name] or 0).to_bytes(4, "little"))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def share_of(members: Sequence[Member], position: int, count: int) -> list[Member]:

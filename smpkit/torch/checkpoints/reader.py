@@ -92,6 +92,12 @@ class PieceReader(StorageReader):
             self._metadata = self._describe()
         return self._metadata
 
+    def tensor(self, name: str) -> TensorStorageMetadata:
+        """Return shape and dtype of a tensor, and its chunks."""
+        item = self.metadata.state_dict_metadata[name]
+        assert isinstance(item, TensorStorageMetadata)
+        return item
+
     @abstractmethod
     def _describe(self) -> Metadata:
         """Return what the checkpoint holds, with a Piece for each MetadataIndex in `storage_data`."""
@@ -231,25 +237,13 @@ class CheckpointReader(PieceReader):
             )
         self._verify(names)
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if a file that holds a part of these entries is on another host only, or damaged."""
+    def places(self) -> dict[str, tuple[object, ...]]:
+        """Return where the parts of each tensor lie, by name: names of the same places are of one, tied, tensor."""
         pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
-        wanted = set(names)
-        self._check_files({piece.file for index, piece in pieces.items() if index.fqn in wanted})
-
-    def identities(self, names: Iterable[str]) -> dict[str, object]:
-        """Return for each tensor where its parts lie in the files: names with the same parts are one, tied, tensor."""
-        pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
-        found: dict[str, list[object]] = {name: [] for name in names}
-        self.check(found)
-        opened: dict[str, Any] = {}
+        found = dict[str, tuple[object, ...]]()
         for index, piece in pieces.items():
-            if index.fqn in found:
-                if piece.file not in opened:
-                    opened[piece.file] = self._open(self.folder / piece.file)
-                value = _find(opened[piece.file], piece.key)
-                found[index.fqn].append((piece.file, value.data_ptr(), value.shape, piece.local_start, index.offset))
-        return {name: tuple(places) for name, places in found.items()}
+            found[index.fqn] = (*found.get(index.fqn, ()), (index.offset, piece))
+        return found
 
     def _verify(self, names: Iterable[str]) -> None:
         new = set(names) - self._verified if self._verify_checksums and self._index is not None else set()

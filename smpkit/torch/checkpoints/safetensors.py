@@ -29,11 +29,10 @@ import torch
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.integrity import PIECE_BYTES, Member, crcs_of
+from smpkit.torch.checkpoints.integrity import PIECE_BYTES, Member
 
 __all__ = [
     "SUFFIX",
-    "add_checksums",
     "dtype_of",
     "header_of",
     "is_storable",
@@ -140,20 +139,6 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
         crc = zlib.crc32(piece, crc) if with_crc else 0
         file.write(piece)
     return crc
-
-
-def add_checksums(path: Path) -> None:
-    """Write the checksums of a file whose tensors several ranks have written into its header, reading it once.
-
-    Raises:
-        OSError: it cannot be read or written.
-    """
-    header = _read_header(path)
-    crcs = crcs_of(header.members())
-    with path.open("rb+") as file:
-        file.write(_with_checksums(header.raw, [crc or 0 for crc in crcs]))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:

@@ -46,7 +46,6 @@ from smpkit.torch.checkpoints.background import (
     start,
 )
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
-from smpkit.torch.checkpoints.full_state import write_whole_file
 from smpkit.torch.checkpoints.integrity import crc_of, whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, with_names
 from smpkit.torch.checkpoints.save_load import read_file
@@ -58,6 +57,7 @@ from smpkit.torch.checkpoints.state_entries import (
     optimizer_entries,
     wrapped_model,
 )
+from smpkit.torch.checkpoints.whole import write_full
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
@@ -117,7 +117,7 @@ def save_checkpoint(
         # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         all_or_raise(failure, run_deferred_loads)
         if not partial:
-            write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
+            write_full(save.staged / tag, job.model, failure, translate=translate_if_full)
         snapshot = None if blocking else Snapshot()
         own = all_or_raise(failure, lambda: _prepare(save, job, snapshot))
         contents = _Contents(
@@ -164,6 +164,11 @@ class _Save:
     def name(self) -> str:
         """Name of the folder or file of the checkpoint."""
         return f"{self.tag}{files.PARTIAL}" if self.partial else self.tag
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank publishes the checkpoint on its file system; a full one is on that of rank 0 only."""
+        return self.file_systems.is_leader if self.partial else state.rank == 0
 
     @property
     def staged(self) -> Path:
@@ -235,7 +240,7 @@ def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
 
 
 def _stage(save: _Save) -> None:
-    if save.file_systems.is_leader:
+    if save.publishes:
         with files.as_checkpoint_error(f"{save.path} cannot be written to"):
             files.remove_leftovers(save.path, save.save_id)
             save.staged.mkdir(exist_ok=True)
@@ -252,7 +257,7 @@ def _prepare(save: _Save, job: _Job, snapshot: Snapshot | None) -> list[_File]:
         found += _prepare_part(save, "optimizer", exact, snapshot)
         if half := [entry for entry in entries if entry.is_of_half_precision]:
             found += _prepare_part(save, "fp16_states", half, snapshot)
-    if save.file_systems.is_leader and job.user_content is not None:
+    if save.publishes and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
         content = job.user_content if snapshot is None else snapshot.copy(job.user_content)
         found.append(_File(name, content, is_from_user=True))
@@ -355,7 +360,7 @@ def _publish(save: _Save, contents: _Contents, written: Sequence[_Written], orde
         order: of the index.
     """
     # The folder is gone if another leader on this file system, which saw our marker late, has published it.
-    if not save.file_systems.is_leader or not save.staged.exists():
+    if not save.publishes or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
@@ -437,7 +442,7 @@ def _publish_full(save: _Save) -> None:
 
 def _mark_newest(save: _Save, kept: int | None) -> None:
     """Write `newest`, and only then remove old checkpoints."""
-    if not save.file_systems.is_leader:
+    if not save.publishes:
         return
     with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
         files.atomic_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))

@@ -9,8 +9,6 @@ described by `Chunk`s, those of torch's distributed checkpoints.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -50,7 +48,6 @@ __all__ = [
     "optimizer_entries",
     "optimizer_parameters",
     "parameter_names",
-    "runs_of",
     "shard_positions",
     "translated",
     "view_of",
@@ -299,25 +296,6 @@ def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
-
-
-def runs_of(shape: Sequence[int], chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """Yield the contiguous runs of a chunk in a row-major whole tensor: first element and length of each.
-
-    They come in the order of the chunk's own elements.
-    """
-    if 0 in chunk.sizes:
-        return
-    along = len(shape)  # runs cover the last dimension that the chunk does not have whole, and all dimensions after it
-    while along > 0 and chunk.sizes[along - 1] == shape[along - 1]:
-        along -= 1
-    along = max(along - 1, 0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    ranges = [range(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    first = [each[0] * stride for each, stride in zip(ranges[along:], strides[along:], strict=True)]
-    for index in itertools.product(*ranges[:along]):
-        outer = sum(i * stride for i, stride in zip(index, strides[:along], strict=True))
-        yield outer + sum(first), math.prod(chunk.sizes[along:])
 
 
 class TensorsOnAccess(Mapping[str, torch.Tensor]):
