@@ -101,7 +101,6 @@ def _report(recorder: Recorder) -> None:
 def summary_of_rank(recorder: Recorder) -> _Told:
     """Return the figures of this rank."""
     meter, device = recorder.meter, state.device
-    meter.finish()
     split, peak = meter.split(), _peaks(recorder)
     rank = RankSummary(
         rank=state.rank,

@@ -280,8 +280,7 @@ def test_a_snapshot_keeps_shared_memory_and_copies_parts_alone(monkeypatch: pyte
 
 
 SCRIPT = """
-import atexit, sys
-atexit.register(print, "registered before smpkit is imported")
+import sys
 import resource, signal, torch
 import smpkit.torch as smp
 smp.init({})
@@ -299,6 +298,5 @@ def test_the_end_of_a_script_finishes_the_save_or_fails(tmp_path: Path, disk: st
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), disk]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
-    assert done.stdout == "registered before smpkit is imported\n"  # whatever becomes of the save
     assert ("checkpoint `last` was not saved; rank 0: model_0_0.safetensors" in done.stderr) == (disk == "full")
     assert (tmp_path / "newest").read_text() == f"{newest}_partial\n"
