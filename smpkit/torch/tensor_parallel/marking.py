@@ -60,7 +60,7 @@ def loaded_modules(root: nn.Module) -> set[int]:
     loaded: set[int] = set()
     for module in root.modules():
         config: Any = getattr(module, "config", None)
-        if _LOADED in vars(module) or getattr(config, "_name_or_path", ""):
+        if _LOADED in vars(module) or getattr(config, "_name_or_path", None):
             loaded.update(map(id, module.modules()))
     return loaded
 
