@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from smpkit.observe.events import EventsError
-from smpkit.observe.profiles import profiles_of, steps_of
+from smpkit.observe.profiles import steps_of
+from smpkit.observe.trace import profiles_of
 
 SCRIPT = """
 import torch

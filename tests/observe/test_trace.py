@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from smpkit.observe.chrome_trace import chrome_trace
 from smpkit.observe.events import MessageSpan, RankLog
 from smpkit.observe.merge import merge
+from smpkit.observe.trace import chrome_trace
 from tests.observe.logs import chain, logs_of
 from tests.observe.trace_problems import trace_problems
 
