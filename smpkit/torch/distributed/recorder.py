@@ -6,7 +6,7 @@ ended, so that nothing in it waits. The host, which only launches the work, woul
 
 In the folder of a run (`SMPKIT_RUN_DIR`) a sample of the steps is recorded: the first ones, then fewer and fewer
 (`run_meter.Sampling`). In the folder that `SMPKIT_EVENTS_DIR` names, all are, up to `SMPKIT_EVENTS_STEPS` (1000), so
-that a job of days does not fill the disk: an action or message takes about 120 bytes. Without either nothing is
+that a job of days does not fill the disk: an action or message takes about 60 bytes. Without either nothing is
 written, but the same sample is summed up.
 """
 
