@@ -77,7 +77,7 @@ class KindBytes:
 
     @property
     def on_device(self) -> int:
-        return sum(vars(self).values()) - self.offloaded
+        return int(sum(vars(self).values())) - self.offloaded
 
 
 @dataclass(frozen=True)
