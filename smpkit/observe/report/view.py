@@ -75,7 +75,7 @@ class _Figure:
 
 
 class _RunView:
-    """A run's content, and what the template needs of it beside that."""
+    """A run's content, whose attributes are the view's, and what the template needs beside that."""
 
     def __init__(self, content: Content, index: int, num_runs: int) -> None:
         self.content = content
