@@ -367,10 +367,9 @@ def _show_places(
 
 def _leave_trace(console: _console.Console, run: Run) -> None:
     """Put what was profiled and the events into one trace."""
-    from smpkit.observe.chrome_trace import chrome_trace
     from smpkit.observe.merge import read_run
-    from smpkit.observe.profiles import profiles_of
     from smpkit.observe.runs import EVENTS, TRACE
+    from smpkit.observe.trace import chrome_trace, profiles_of
 
     try:
         profiles = profiles_of(run.path / EVENTS)

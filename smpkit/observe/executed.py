@@ -25,7 +25,16 @@ from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, T
 from smpkit.plan.svg import Drawing, svg
 from smpkit.units import seconds
 
-__all__ = ["ExecutedLinkUse", "ExecutedStep", "Matched", "as_json", "executed_step", "match_messages", "summary"]
+__all__ = [
+    "ExecutedLinkUse",
+    "ExecutedStep",
+    "Matched",
+    "as_json",
+    "executed_step",
+    "links_of",
+    "match_messages",
+    "summary",
+]
 
 _SECONDS: Final = 1e-9
 
@@ -139,7 +148,7 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
             tuple((w.name, _SECONDS * (w.start_ns - begin), _SECONDS * (w.end_ns - begin)) for w in step.works)
             for step in steps
         ),
-        links=tuple(_links(run, number, ranks)),
+        links=tuple(links_of(run, number, ranks)),
     )
 
 
@@ -267,7 +276,8 @@ def _stalls(
                     yield IdleInterval(cause, _SECONDS * (start - begin_ns), _SECONDS * (end - begin_ns), action, peer)
 
 
-def _links(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:
+def links_of(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:
+    """Yield what the ranks of a pipeline sent to each other in a step."""
     waited: defaultdict[tuple[int, int], int] = defaultdict(int)
     sizes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in ranks:

@@ -22,7 +22,7 @@ from smpkit.config.confidential import hide_in_line
 from smpkit.errors import SmpkitError
 from smpkit.observe import runs
 from smpkit.observe.events import Counter, HeldBytes, find_events
-from smpkit.observe.executed import ExecutedLinkUse, as_json, executed_step
+from smpkit.observe.executed import ExecutedLinkUse, as_json, executed_step, links_of
 from smpkit.observe.merge import Run, read_run
 from smpkit.observe.summary import RunSummary, SummaryError, read_summary
 from smpkit.observe.values import LOSS, read_values
@@ -213,8 +213,7 @@ def content_of(run: runs.Run) -> Content:
         try:
             steps = tuple(_step_views(events, main))
             number = steps[0].number
-            pipelines = range(len(events.pipelines))
-            links = tuple(link for each in pipelines for link in executed_step(events, number, each).links)
+            links = tuple(link for ranks in events.pipelines for link in links_of(events, number, ranks))
         except SmpkitError as error:
             missing["events"] = f"The events cannot be used: {error.message}."
     return Content(

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
 from importlib import metadata
@@ -21,9 +21,8 @@ import jinja2
 from markupsafe import Markup
 
 from smpkit.config.words import duration
-from smpkit.observe.executed import ExecutedLinkUse
 from smpkit.observe.report.data import DEVICE_KINDS, MOST_RANKS, Content, first_last_and_busiest
-from smpkit.observe.summary import Gain, RankSummary, RunSummary, Split
+from smpkit.observe.summary import RankSummary, Split
 from smpkit.observe.summary_text import gained
 from smpkit.units import amount, count, seconds
 
@@ -33,7 +32,6 @@ _SCRIPTS: Final = ("uplot.js", "schedule.js", "charts.js")
 _STYLES: Final = ("uplot.css", "report.css")
 _KINDS: Final = (*DEVICE_KINDS, "offloaded")
 _PARTS: Final = tuple(field.name for field in fields(Split))
-_HEAT: Final = 4
 _NOTHING: Final = "–"
 _PARAMETERS: Final = "distribution.smdistributed.modelparallel.parameters."
 _ALWAYS_DIFFERENT: Final = ("started", "command")
@@ -42,75 +40,75 @@ _ALWAYS_DIFFERENT: Final = ("started", "command")
 def page(contents: Sequence[Content]) -> str:
     """Return the report of one run, or of two beside each other, as HTML."""
     runs = [_RunView(content, index, len(contents)) for index, content in enumerate(contents)]
-    failed = any(run.logs for run in runs)
-    unit = _unit(runs)
-    settings, environment = _setting_rows(runs), _environment_rows(runs)
-    given = [row for row in settings if any(cell["origin"] not in ("default", "") for cell in row["cells"])]
+    settings = _rows([{each.name: (each.value, each.origin) for each in run.settings} for run in runs])
+    environment = _rows([{name: (value, "") for name, value in run.environment.items()} for run in runs])
     return _template().render(
         runs=runs,
-        labels=[run.label for run in runs],
         title=" and ".join(run.folder for run in runs),
-        failed=failed,
-        compared=list(_compared(*runs)) if len(runs) == 2 else [],
-        changed_settings=[row for row in settings if row["differs"]],
-        given_settings=given,
-        default_settings=[row for row in settings if row not in given],
-        changed_environment=[row for row in environment if row["differs"] and row["name"] not in _ALWAYS_DIFFERENT],
-        all_environment=environment,
+        failed=any(run.logs for run in runs),
         recorded=any(run.steps for run in runs),
+        has_pace=any(run.main is not None and len(run.main.numbers) > 1 for run in runs),
         curves=list(dict.fromkeys(curve.name for run in runs for curve in run.curves if len(curve.steps) > 1)),
-        unit=unit,
-        data=_data(runs, unit),
+        compared=list(_compared(*runs)) if len(runs) == 2 else [],
+        settings=[row for row in settings if row.is_set],
+        defaults=[row for row in settings if not row.is_set],
+        environment=environment,
+        changed_settings=[row for row in settings if row.differs],
+        changed_environment=[row for row in environment if row.differs and row.name not in _ALWAYS_DIFFERENT],
+        data=_data(runs),
         scripts=[_asset(name) for name in _SCRIPTS],
         style="\n".join(map(_asset, _STYLES)),
         version=_version(),
     )
 
 
+@dataclass(frozen=True)
+class _Figure:
+    """A number that stands out."""
+
+    value: float | None
+    """None where it was no finite number."""
+    text: str
+    more: str = ""
+    """What there is to say about it."""
+    is_share: bool = False
+
+
 class _RunView:
-    """A run's content, and what the template needs of it beside that."""
+    """A run's content, whose attributes are the view's, and what the template needs beside that."""
 
     def __init__(self, content: Content, index: int, num_runs: int) -> None:
         self.content = content
         self.letter = "AB"[index] if num_runs > 1 else ""
         self.label = f"{self.letter} · {content.folder}" if num_runs > 1 else content.folder
         summary = content.summary
+        self.reason = "" if summary is None else summary.exit_reason
         self.ranks: Sequence[RankSummary] = () if summary is None else summary.ranks
-        self.gains: Sequence[Gain] = () if summary is None else summary.gains
-        self.notes: Sequence[str] = () if summary is None else summary.notes
-        reason = "" if summary is None else summary.exit_reason
-        self.tone = "good" if reason == "finished" else "bad" if reason.startswith("failed") else ""
-        self.splits = self._chosen(lambda rank: rank.split.compute) if any(r.split.total for r in self.ranks) else []
+        self.splits = self._chosen(lambda rank: rank.split.total and rank.split.compute)
         self.parts = [part for part in _PARTS if any(_share(rank, part) >= 5e-4 for rank in self.splits)]
-        self.peaks = self._chosen(_held) if any(map(_held, self.ranks)) else []
+        self.peaks = self._chosen(_held)
         self.kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
         self.planned = {rank.rank: rank.planned for rank in self.ranks if rank.planned is not None}
+        pipeline, tensor, data = content.degrees or (0, 0, 0)
+        self.size = pipeline * tensor * data
+        self.figures = dict(self._figures())
         memory = [view for step in content.steps for view in step.memory]
         self.has_memory = bool(memory)
         self.activations_unknown = any(None in view.bytes["activations"] for view in memory)
         self.moved = any(any(view.out) for view in memory)
-        most = max((link.num_bytes for link in content.links), default=0)
-        self.matrix_names = [f"to {rank}" for rank in range(self.size)]
-        self.matrix = list(_matrix(content.links, self.size, most)) if most and self.size <= MOST_RANKS else []
+        self.links_by_pair = {(link.sender, link.receiver): link for link in content.links}
+        self.has_matrix = 0 < self.size <= MOST_RANKS
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.content, name)
 
-    @property
-    def size(self) -> int:
-        """The number of ranks; 0 where nothing knows it."""
-        pipeline, tensor, data = self.content.degrees or (0, 0, 0)
-        return pipeline * tensor * data
-
     def _chosen(self, busy: Callable[[RankSummary], float]) -> list[RankSummary]:
-        return [self.ranks[at] for at in first_last_and_busiest([*map(busy, self.ranks)])]
-
-    def plan_of(self, rank: RankSummary, kind: str) -> int | None:
-        planned = rank.planned
-        return None if planned is None or kind == "other" else getattr(planned, kind)
+        """Return the ranks for a table; none if there is nothing to tell of any."""
+        weights = [busy(rank) for rank in self.ranks]
+        return [self.ranks[at] for at in first_last_and_busiest(weights)] if any(weights) else []
 
     def bar(self, rank: RankSummary) -> Iterator[tuple[str, str, str]]:
-        """Yield the parts of a bar 100 wide, which is the longest step of a rank."""
+        """Yield the parts of a bar 100 wide, which is the longest step of a rank: name, begin and width."""
         longest = max(each.split.total for each in self.splits)
         at = 0.0
         for part in self.parts:
@@ -119,63 +117,45 @@ class _RunView:
             at += width
 
     @property
-    def colours(self) -> list[tuple[str, str]]:
-        """What the colours of the schedule mean."""
-        spans = [
-            span for view in self.content.steps[0].pipelines for rank in view["executed"]["spans"] for span in rank
-        ]
-        splits = any(action.startswith("W") for action, *_ in spans)
-        names = [("F", "forward"), ("B", "backward"), *([("W", "gradients of weights")] if splits else [])]
-        waits = [("wait", "waits for another rank"), ("linkwait", "waits for the link")]
-        return [*names, *waits, ("work", "reduces gradients, or other work")]
-
-    @property
     def rest(self) -> str:
         """What is not drawn of many ranks and pipelines."""
         views = self.content.steps[0].pipelines
-        texts = []
-        if len(views[0]["ranks"]) > len(views[0]["stages"]):
-            texts.append(_left_out(views[0]["stages"], len(views[0]["ranks"])))
         pipelines = self.size // len(views[0]["ranks"])
+        texts = [_left_out(views[0]["stages"], len(views[0]["ranks"]))]
         if pipelines > len(views):
             texts.append(f"{len(views)} of {pipelines} pipelines can be chosen: the first, the last and the slowest.")
         return " ".join(texts)
 
-    @property
-    def figures(self) -> Iterator[tuple[str, str, str]]:
-        """The numbers that stand out: name, number, and what there is to say about it."""
+    def _figures(self) -> Iterator[tuple[str, _Figure]]:
         content, summary = self.content, self.content.summary
-        for name, rate in _rates(summary):
-            yield name, count(rate), ""
+        for name in ("tokens", "samples", "steps"):
+            rate = getattr(summary, f"{name}_per_s", None)
+            if rate is not None:
+                yield f"{name}/s", _Figure(rate, count(rate))
         if summary is not None and summary.flops_share is not None:
-            yield "of peak FLOPs", f"{summary.flops_share:.0%}", ""
+            yield "of peak FLOPs", _Figure(summary.flops_share, f"{summary.flops_share:.0%}", is_share=True)
         if content.steps:
             view = content.steps[0].pipelines[0]
-            yield "step", seconds(view["step_seconds"]), f"typical: step {view['step']}"
+            yield "step", _Figure(view["step_seconds"], seconds(view["step_seconds"]), f"typical: step {view['step']}")
             if len(view["ranks"]) > 1:
                 planned = "" if view["planned"] is None else f"planned {view['planned']['bubble']:.1%}"
-                yield "bubble", f"{view['executed']['bubble']:.1%}", planned
+                bubble = view["executed"]["bubble"]
+                yield "bubble", _Figure(bubble, f"{bubble:.1%}", planned, is_share=True)
         if self.peaks:
             fullest = max(self.ranks, key=_held)
             more = f"of {amount(fullest.device_size)}" if fullest.device_size else "without Python and libraries"
-            yield "peak memory", amount(_held(fullest)), f"rank {fullest.rank}, {more}"
+            yield "peak memory", _Figure(_held(fullest), amount(_held(fullest)), f"rank {fullest.rank}, {more}")
         if content.degrees is not None:
             pipeline, tensor, data = content.degrees
-            yield "ranks", f"{self.size:,}", f"{pipeline} pipeline × {tensor} tensor × {data} data"
+            degrees = f"{pipeline} pipeline × {tensor} tensor × {data} data"
+            yield "ranks", _Figure(self.size, f"{self.size:,}", degrees)
         if summary is not None and self.ranks:
-            yield "steps", f"{summary.steps:,}", f"in {duration(summary.seconds)}"
-        for curve in content.curves[:1]:
+            yield "steps", _Figure(summary.steps, f"{summary.steps:,}", f"in {duration(summary.seconds)}")
+        for curve in content.curves:
             first, last = curve.values[0], curve.values[-1]
-            if first is None or last is None:
-                yield curve.name, "not finite" if last is None else f"{last:.4g}", curve.broken
-            else:
-                yield curve.name, f"{last:.4g}", f"began at {first:.4g}"
-
-
-def _rates(summary: RunSummary | None) -> list[tuple[str, float]]:
-    names = ("tokens", "samples", "steps")
-    rates = [] if summary is None else [(f"{name}/s", getattr(summary, f"{name}_per_s")) for name in names]
-    return [(name, rate) for name, rate in rates if rate is not None]
+            text = "not finite" if last is None else f"{last:.4g}"
+            is_finite = first is not None and last is not None
+            yield curve.name, _Figure(last, text, f"began at {first:.4g}" if is_finite else curve.broken)
 
 
 def _share(rank: RankSummary, part: str) -> float:
@@ -195,104 +175,62 @@ def _left_out(shown: Sequence[object], num_ranks: int) -> str:
     return f"{len(shown)} of {num_ranks:,} ranks are shown: the first, the last and the busiest."
 
 
-def _matrix(
-    links: Sequence[ExecutedLinkUse], size: int, most: int
-) -> Iterator[tuple[int, list[tuple[ExecutedLinkUse | None, int]]]]:
-    """Yield for each sender its links to all receivers, with how much of the most bytes they carried, in quarters."""
-    by_pair = {(link.sender, link.receiver): link for link in links}
-    for sender in range(size):
-        row = [by_pair.get((sender, receiver)) for receiver in range(size)]
-        yield sender, [(link, 0 if link is None else -(-_HEAT * link.num_bytes // most)) for link in row]
-
-
 # --- two runs beside each other ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A setting or a part of the environment, with value and origin in each run."""
+
+    name: str
+    cells: list[tuple[str, str]]
+
+    @property
+    def short(self) -> str:
+        """The name as people say it: without the path to the parameters."""
+        return self.name.removeprefix(_PARAMETERS)
+
+    @property
+    def differs(self) -> bool:
+        return len({value for value, _ in self.cells}) > 1
+
+    @property
+    def is_set(self) -> bool:
+        """Whether somebody has set it in one of the runs."""
+        return any(origin not in ("default", "") for _, origin in self.cells)
+
+
+def _rows(known: Sequence[dict[str, tuple[str, str]]]) -> list[_Row]:
+    names = dict.fromkeys(name for each in known for name in each)
+    return [_Row(name, [each.get(name, (_NOTHING, "")) for each in known]) for name in names]
+
+
 def _compared(before: _RunView, after: _RunView) -> Iterator[tuple[str, str, str, str]]:
-    """Yield figures of two runs: name, both values, and how they changed."""
-    lines: list[tuple[str, Callable[[_RunView], float | None], Callable[[float], str]]] = [
-        *((f"{unit}/s", _rate_of(f"{unit}/s"), count) for unit in ("tokens", "samples", "steps")),
-        ("step", lambda run: max((rank.split.total for rank in run.ranks), default=0) or None, seconds),
-        ("bubble", _bubble, lambda value: f"{value:.1%}"),
-        ("peak memory of a rank", lambda run: max(map(_held, run.ranks), default=0) or None, amount),
-        ("steps", lambda run: run.summary.steps if run.ranks else None, lambda value: f"{value:,.0f}"),
-        *((f"last {name}", _last_value(name), lambda value: f"{value:.4g}") for name in _shared_curves(before, after)),
-    ]
-    for name, figure, text in lines:
-        first, second = figure(before), figure(after)
-        if first is not None or second is not None:
-            shown = [_NOTHING if value is None else text(value) for value in (first, second)]
-            yield name, shown[0], shown[1], _change(first, second, is_share=name == "bubble")
+    """Yield the figures of two runs: name, both values, and how they changed."""
+    for name in dict.fromkeys((*before.figures, *after.figures)):
+        first, second = before.figures.get(name), after.figures.get(name)
+        change = _NOTHING if first is None or second is None else _change(first, second)
+        yield name, first.text if first else _NOTHING, second.text if second else _NOTHING, change
 
 
-def _rate_of(name: str) -> Callable[[_RunView], float | None]:
-    return lambda run: dict(_rates(run.summary)).get(name)
-
-
-def _bubble(run: _RunView) -> float | None:
-    views = [step.pipelines[0] for step in run.content.steps[:1]]
-    return views[0]["executed"]["bubble"] if views and len(views[0]["ranks"]) > 1 else None
-
-
-def _shared_curves(before: _RunView, after: _RunView) -> list[str]:
-    names = {curve.name for curve in after.content.curves}
-    return [curve.name for curve in before.content.curves if curve.name in names]
-
-
-def _last_value(name: str) -> Callable[[_RunView], float | None]:
-    return lambda run: next(curve.values[-1] for curve in run.curves if curve.name == name)
-
-
-def _change(first: float | None, second: float | None, *, is_share: bool) -> str:
+def _change(first: _Figure, second: _Figure) -> str:
     """Say how much more the second is: in percent, as a multiple, or of a share in points."""
-    if first is None or second is None or not first:
+    if not first.value or second.value is None:
         return _NOTHING
-    if is_share:
-        return f"{100 * (second - first):+.1f} points"
-    ratio = second / first
+    if first.is_share:
+        return f"{100 * (second.value - first.value):+.1f} points"
+    ratio = second.value / first.value
     if not 0.5 <= ratio < 2:
         return f"× {ratio:.3g}"
     percent = f"{ratio - 1:+.1%}"
     return "=" if percent in ("+0.0%", "-0.0%") else percent
 
 
-def _setting_rows(runs: Sequence[_RunView]) -> list[dict[str, Any]]:
-    """Return the settings by name, with a cell of value and origin for each run."""
-    known = [{setting.name: setting for setting in run.settings} for run in runs]
-    rows = []
-    for name in dict.fromkeys(name for settings in known for name in settings):
-        found = [settings.get(name) for settings in known]
-        cells = [{"value": s.value, "origin": s.origin} if s else {"value": _NOTHING, "origin": ""} for s in found]
-        differs = len({cell["value"] for cell in cells}) > 1
-        rows.append({"name": name, "short": name.removeprefix(_PARAMETERS), "cells": cells, "differs": differs})
-    return rows
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _environment_rows(runs: Sequence[_RunView]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for run in runs for name in run.environment)
-    rows = [(name, [run.environment.get(name, _NOTHING) for run in runs]) for name in names]
-    return [{"name": name, "cells": cells, "differs": len(set(cells)) > 1} for name, cells in rows]
-
-
-# --- what the charts draw ---------------------------------------------------------------------------------------------
-
-
-def _unit(runs: Sequence[_RunView]) -> str | None:
-    """Return what throughput is counted in; None if no two steps were recorded."""
-    if not any(run.main is not None and len(run.main.numbers) > 1 for run in runs):
-        return None
-    return next((unit for unit in ("tokens", "samples") if all(_per_step(run.summary, unit) for run in runs)), "steps")
-
-
-def _per_step(summary: RunSummary | None, unit: str) -> float | None:
-    """Return how many samples, tokens or steps a step has."""
-    rates = dict(_rates(summary))
-    if unit == "steps":
-        return 1.0
-    return rates[f"{unit}/s"] / rates["steps/s"] if rates.get("steps/s") and f"{unit}/s" in rates else None
-
-
-def _data(runs: Sequence[_RunView], unit: str | None) -> dict[str, Any]:
+def _data(runs: Sequence[_RunView]) -> dict[str, Any]:
+    """Return what the charts draw."""
     has_device = any(rank.device_size is not None for run in runs for rank in run.ranks)
     return {
         # Without a GPU it is Python and its libraries, beside which nothing else would be seen.
@@ -301,27 +239,13 @@ def _data(runs: Sequence[_RunView], unit: str | None) -> dict[str, Any]:
             {
                 "label": run.letter,
                 "curves": [asdict(curve) for curve in run.curves],
-                "pace": _pace(run, unit),
+                "pace": None if run.main is None else [run.main.numbers[:-1], run.main.per_second[:-1]],
                 "steps": [asdict(step) for step in run.steps],
                 "planned": {rank: asdict(kinds) for rank, kinds in run.planned.items()},
             }
             for run in runs
         ],
     }
-
-
-def _pace(run: _RunView, unit: str | None) -> dict[str, Any] | None:
-    if unit is None or run.main is None:
-        return None
-    scale = _per_step(run.summary, unit) or 1.0
-    rates = [(number, rate) for number, rate in zip(run.main.numbers, run.main.per_second, strict=True) if rate]
-    return {
-        "numbers": [number for number, _ in rates],
-        "per_second": [float(f"{rate * scale:.5g}") for _, rate in rates],
-    }
-
-
-# --- the template -----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -333,6 +257,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         loader=jinja2.PackageLoader("smpkit.observe.report", "."),
     )
+    environment.globals["zip"] = zip
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters.update(
         amount=lambda size: _NOTHING if size is None else amount(size),
@@ -345,8 +270,8 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
         policy=_policy,
         seconds=seconds,
+        to_rank=lambda rank: f"to {rank}",
         time=lambda when: f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M %Z}",
-        zip=lambda one, other: list(zip(one, other, strict=True)),
     )
     return environment.get_template("page.html.j2")
 

@@ -5,7 +5,7 @@ GPU work is timed by the GPU: a span lies between two events of its stream, whos
 ended, so that nothing in it waits. The host, which only launches the work, would time the launch.
 
 A sample of the steps is recorded: the first ones (`SMPKIT_EVENTS_STEPS`), then fewer and fewer (`run_meter.Sampling`),
-so that a job of days does not fill the disk: an action or message takes about 120 bytes. They are written to the folder
+so that a job of days does not fill the disk: an action or message takes about 60 bytes. They are written to the folder
 of a run (`SMPKIT_RUN_DIR`) or the one that `SMPKIT_EVENTS_DIR` names; without either they are only summed up.
 """
 

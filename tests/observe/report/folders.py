@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from smpkit.observe import runs
-from smpkit.observe.events import ActionSpan, Counter, EventWriter, MemorySample, RankLog, StepSpan
+from smpkit.observe.events import ActionSpan, Counter, MemorySample, RankLog, StepSpan
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
-from tests.observe.logs import chain, logs_of
+from tests.observe.logs import chain, logs_of, write_log
 
 MIB = 1 << 20
 RANKS, MICROBATCHES, STEPS = 2, 4, 8
@@ -52,9 +52,7 @@ def sample(step: int, at_ns: int, live: int, moved: int, offloads: bool) -> Memo
 def write_events(folder: Path, *, offloads: bool = True, num_bytes: int = 1024) -> Path:
     """Write the events alone, as `SMPKIT_EVENTS_DIR` has them."""
     for log in logs_of(chain(RANKS, MICROBATCHES, num_bytes), num_steps=STEPS):
-        writer = EventWriter(folder, log.header)
-        writer.write(with_memory(log, offloads).events)
-        writer.close()
+        write_log(folder, with_memory(log, offloads))
     return folder
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import ConfigError
-from smpkit.observe.chrome_trace import chrome_trace
 from smpkit.observe.events import ActionSpan, Counter, Mark, StepSpan, read_events
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
 from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.trace import chrome_trace
 from smpkit.torch.core import devices
 from smpkit.torch.distributed import recorder
 from tests.observe.trace_problems import trace_problems

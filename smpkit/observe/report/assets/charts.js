@@ -242,14 +242,16 @@ function showSteps() {
   steps.forEach((step) => step.show(longest));
 }
 
-const overSteps = [...document.querySelectorAll('[data-chart="values"], [data-chart="throughput"]')].map((box) => {
-  const {name, unit} = box.dataset;
-  const lines = data.runs.flatMap(({label, curves: all, pace}) => [
-    ...all.filter((curve) => curve.name === name).map((curve) => ({label: label || name, xs: curve.steps, ys: curve.values})),
-    ...(unit && pace ? [{label: label || `${unit}/s`, xs: pace.numbers, ys: pace.per_second}] : []),
-  ]);
-  return curves(box, unit ? `${unit} per second over steps` : `${name} over steps`, lines, Boolean(unit));
+const overSteps = [...document.querySelectorAll('[data-chart="values"]')].map((box) => {
+  const {name} = box.dataset;
+  const lines = data.runs.flatMap((run) => run.curves.filter((curve) => curve.name === name)
+    .map((curve) => ({label: run.label || name, xs: curve.steps, ys: curve.values})));
+  return curves(box, `${name} over steps`, lines, false);
 });
+for (const box of document.querySelectorAll('[data-chart="throughput"]')) {
+  const lines = data.runs.filter((run) => run.pace).map(({label, pace: [xs, ys]}) => ({label: label || "steps/s", xs, ys}));
+  overSteps.push(curves(box, "steps per second over steps", lines, true));
+}
 showSteps();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   overSteps.forEach((each) => each.build());
