@@ -24,7 +24,7 @@ from smpkit.errors import ConfigError, Problem, SmpkitError
 
 __all__ = ["Console", "UnknownCommand", "current", "print_error", "print_problems", "set_up", "style"]
 
-_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|wait|stop|resume|cost)\b[^`]*)`")
+_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|wait|stop|resume)\b[^`]*)`")
 
 
 @dataclass(frozen=True)

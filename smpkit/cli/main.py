@@ -74,11 +74,6 @@ COMMANDS: dict[str, Entry] = {
         "Start a job that goes on from another's checkpoints.",
         "Run",
     ),
-    "cost": Entry(
-        "smpkit.cli.cost:cost",
-        "Estimate what a job costs, before or after it.",
-        "After",
-    ),
     "export": Entry(
         "smpkit.cli.export:export", "Write a checkpoint in the sharded layout of another library.", "After"
     ),

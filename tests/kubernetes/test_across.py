@@ -31,27 +31,6 @@ def unreachable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "machines", "node_hours"),
-    [
-        ({"slurm": {"partition": "gpu", "time": "1-12"}}, "2 × gpu × 36.00 h", 72),
-        ({"slurm": {"time": "90"}}, "2 × slurm × 1.50 h", 3),
-        ({"kubernetes": {}}, "2 × pod × 10.00 h", 20),
-        ({"batch": {"instance_type": "p5.48xlarge"}}, "2 × p5.48xlarge × 10.00 h", 20),
-    ],
-    ids=["slurm", "slurm alone", "kubernetes", "batch"],
-)
-def test_cost_counts_node_hours(
-    user: User, monkeypatch: pytest.MonkeyPatch, backend: dict[str, object], machines: str, node_hours: float
-) -> None:
-    monkeypatch.delenv("SMPKIT_BACKEND")
-    user.write("", compute={"instance_count": 2, "max_run_seconds": 36_000}, backend=backend)
-    assert machines in user.run("cost", "job.yaml", "--price", "2").stdout
-    found = json.loads(user.run("cost", "job.yaml", "--price", "2", "--json").stdout)
-    assert (found["node_hours"], found["estimate"]) == (node_hours, 2 * node_hours)
-    assert user.run("cost", "job.yaml").stdout == f"{node_hours:.2f} node-hours (estimate, at most): {machines}\n"
-
-
-@pytest.mark.parametrize(
     ("time", "seconds"),
     [("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("3-12", 302_400), ("1-0:30:05", 88_205), ("UNLIMITED", None)],
 )
