@@ -86,10 +86,9 @@ def _content(job: LoadedJob) -> dict[str, Any]:
 
 
 def _as_yaml(head: Sequence[str], content: Mapping[str, Any]) -> str:
-    import yaml
+    from smpkit.config.documents import as_yaml
 
-    comment = "".join(f"# {line}\n" for line in head)
-    return comment + yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in head) + as_yaml(dict(content))
 
 
 def _command(job: LoadedJob, overrides: Sequence[str]) -> str:

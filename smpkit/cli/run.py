@@ -287,7 +287,7 @@ def _run_in_docker(
     from smpkit_estimator.image import build_image
     from smpkit_estimator.local import plan_local_run
 
-    hosts = options.hosts or job.config.num_rank_hosts
+    hosts = options.hosts or job.config.compute.instance_count
     # Containers get none of this shell's variables.
     num_gpus = count_gpus(job.config.environment) if options.gpus else 0
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from smpkit.config.regular_files import read_regular
+from smpkit.config.documents import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice

@@ -1,22 +1,20 @@
-"""Write the reference of the configuration from the models: `python -m smpkit.config.reference [--check] [FILE]`."""
+"""Write docs/reference/configuration.md from the models: `scripts/docs`; `scripts/docs --check` says if it is stale."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.load import ENVIRONMENT_PREFIX
 from smpkit.config.schema import json_schema
 
-__all__ = ["DEFAULT_PATH", "main", "reference"]
+__all__ = ["PAGE", "reference"]
 
-DEFAULT_PATH = Path("docs/reference/configuration.md")
+PAGE = Path(__file__).parents[1] / "docs/reference/configuration.md"
 
-_INTRODUCTION = f"""\
-<!-- Written by `python -m smpkit.config.reference`. Change the docstrings in smpkit/config instead of this file. -->
+_INTRODUCTION = """\
+<!-- Written by `scripts/docs`. Change the docstrings in smpkit/config instead of this file. -->
 
 # Configuration
 
@@ -40,8 +38,7 @@ distribution:
 `smpkit validate FILE` reports every problem at once. A file with nothing but the `distribution`, or nothing but the
 `parameters`, can be checked too. `smpkit schema` prints what is below as JSON Schema.
 
-Where a value comes from, the later winning: the default, the file, a variable of the environment, `--set`. The variable
-`{ENVIRONMENT_PREFIX}COMPUTE__INSTANCE_COUNT=2` means `--set compute.instance_count=2`; both read their values as YAML.
+Where a value comes from, the later winning: the default, the file, `--set`, which reads its value as YAML.
 `smpkit validate --show-origin FILE` tells which one it was. In a script, the keys of `SM_HP_MP_PARAMETERS` overwrite
 those of the argument of `smp.init` one by one.
 """
@@ -141,23 +138,8 @@ def _value(value: object) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file, or with `--check` only say whether it is up to date."""
-    module = "smpkit.config.reference"
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Write the page from the code.")
-    parser.add_argument("file", nargs="?", type=Path, default=DEFAULT_PATH, help="default: %(default)s")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
-    options = parser.parse_args(arguments)
-    text = reference()
-    if not options.check:
-        options.file.parent.mkdir(parents=True, exist_ok=True)
-        options.file.write_text(text, encoding="utf-8")
-        return 0
-    if options.file.is_file() and options.file.read_text(encoding="utf-8") == text:
-        return 0
-    sys.stderr.write(f"error: {options.file} is stale\nhint: run `python -m {module}`\n")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if "--check" not in sys.argv:
+        PAGE.write_text(reference(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != reference():
+        sys.exit(f"error: {PAGE} is stale\nhint: run `scripts/docs`")
