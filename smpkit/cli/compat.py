@@ -101,7 +101,14 @@ def _parameters(given: str) -> dict[str, str]:
         except OSError as error:
             hint = "give a JSON object, or the path of a file that holds one"
             raise UsageError(f"`--parameters {given}` cannot be read: {error.strerror}", hint=hint) from None
-    ModelParallelConfig.from_sources(None, text)
+
+    class Part(ModelParallelConfig):
+        """The job's parameters, without rules between them: `smp.init` in the script may give others."""
+
+        def cross_problems(self, *_: object) -> tuple[()]:
+            return ()
+
+    Part.from_sources(None, text)
     return {ENVIRONMENT_VARIABLE: text}
 
 
