@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from smpkit.cli import _console
+from smpkit.config.words import printable
 from smpkit.errors import LaunchError, UsageError
 
 __all__ = ["compat"]
@@ -31,7 +33,7 @@ __all__ = ["compat"]
     "--check",
     "only_check",
     is_flag=True,
-    help="Do not run the given scripts and folders: list what they use of SMP v1, and which imports fail.",
+    help="Do not run the given scripts and folders: list imports that fail, and unknown names of SMP v1.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With `--check`: print the findings as JSON.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -73,13 +75,19 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
 
 
 def _check(paths: Sequence[str], *, as_json: bool) -> int:
-    """Print what the scripts use; 1 if something cannot work."""
-    from smpkit.cli import _compat_check, _layout
+    """Print what fails; 1 if the scripts cannot run because of it."""
     from smpkit.drop_in.check import check
 
-    found = check([Path(path) for path in paths])
-    click.echo(_compat_check.as_json(found) if as_json else "\n".join(_compat_check.as_text(found, _layout.width())))
-    return 1 if found.problems else 0
+    findings = check([Path(path) for path in paths])
+    problems = sum(not finding.optional for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"can_run": not problems, "findings": [*map(asdict, findings)]}, indent=2))
+        return min(problems, 1)
+    for finding in findings:
+        optional = " (where the script gets there)" if finding.optional else ""
+        click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
+    click.echo({0: "can run", 1: "cannot run: 1 problem"}.get(problems, f"cannot run: {problems} problems"))
+    return min(problems, 1)
 
 
 def _parameters(given: str) -> dict[str, str]:
@@ -93,7 +101,14 @@ def _parameters(given: str) -> dict[str, str]:
         except OSError as error:
             hint = "give a JSON object, or the path of a file that holds one"
             raise UsageError(f"`--parameters {given}` cannot be read: {error.strerror}", hint=hint) from None
-    ModelParallelConfig.from_sources(None, text)
+
+    class Part(ModelParallelConfig):
+        """The job's parameters, without rules between them: `smp.init` in the script may give others."""
+
+        def cross_problems(self, *_: object) -> tuple[()]:
+            return ()
+
+    Part.from_sources(None, text)
     return {ENVIRONMENT_VARIABLE: text}
 
 

@@ -38,7 +38,7 @@ COMMANDS: dict[str, str] = {
     "stop": "Stop a job, with time to save.",
     "resume": "Start a job that goes on from another's checkpoints.",
     "export": "Write the weights of a checkpoint for other programs.",
-    "runs": "List the runs below this folder, or show one, or compare several.",
+    "runs": "List the runs below this folder, or show how one ended.",
     "timeline": "Show a step as it was executed, beside the planned one.",
 }
 """Each command with its line in `--help`, which so needs no command's imports; a test keeps the texts equal.

@@ -1,9 +1,10 @@
-"""`smpkit compat --check` reads scripts: what they use of SMP v1, and which imports fail."""
+"""`smpkit compat --check` reads scripts: which of their imports fail, and which names of SMP v1 do not exist."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,21 +48,16 @@ def run_check(*paths: str) -> Result:
 
 
 def test_everything_is_found() -> None:
-    """One process imports for all three forms, which takes it seconds."""
     done = run_check("--json", "train.py")
     answer = json.loads(done.stdout)
-    assert (done.exit_code, answer["can_run"], answer["files"]) == (1, False, ["train.py"])
-    by_kind: dict[str, dict[str, tuple[int, bool]]] = {}
-    for finding in answer["findings"]:
-        by_kind.setdefault(finding["kind"], {})[finding["name"]] = (finding["line"], finding["optional"])
-    assert by_kind == {
-        "smp": {"smp.step": (10, False), "smp.state": (15, False)},
-        "unknown": {
-            "smp.nn.DistributedTransformr": (3, False),
-            "smp.stat": (13, False),
-            "smp.DistributedModl": (16, False),
-        },
-        "missing": {"horovod": (4, False), "not_there": (6, True), "not_there_either": (12, True)},
+    assert (done.exit_code, answer["can_run"]) == (1, False)
+    assert {finding["name"]: (finding["line"], finding["optional"]) for finding in answer["findings"]} == {
+        "smp.nn.DistributedTransformr": (3, False),
+        "horovod": (4, False),
+        "not_there": (6, True),
+        "not_there_either": (12, True),
+        "smp.stat": (13, False),
+        "smp.DistributedModl": (16, False),
     }
     messages = {finding["name"]: finding["message"] for finding in answer["findings"]}
     assert messages["smp.DistributedModl"] == "did you mean `DistributedModel`?"
@@ -96,8 +92,7 @@ def test_the_imports_of_public_scripts_work_and_the_text_says_so() -> None:
     Path("train.py").write_text(PUBLIC_IMPORTS)
     done = run_check("train.py")
     assert done.exit_code == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "can run"
-    assert "nn.DistributedTransformerLayer," in done.stdout
+    assert done.stdout == "can run\n"
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,26 +100,23 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     shown = page.partition("$ smpkit compat --check train.py data.py\n")[2].partition("```")[0]
     lines = [""] * 41
     lines[1:5] = ["import smdistributed.modelparallel.torch as smp", "import data", "", "import horovod.torch as hvd"]
-    lines[20] = "smp.init, smp.rank, smp.step, smp.DistributedModel, smp.DistributedOptimizer"
     lines[40] = "smp.dp_rnk()"
     Path("train.py").write_text("\n".join(lines))
-    Path("data.py").write_text("import os\nimport sys\nimport cv2\n")
-    monkeypatch.setattr(check, "_judge", in_this_process)
+    Path("data.py").write_text("try:\n    import cv2\nexcept ImportError:\n    pass\n")
+    monkeypatch.setattr(check, "_failing", failing_here)
     assert run_check("train.py", "data.py").stdout == shown
 
 
-def in_this_process(uses: list[check.Finding]) -> list[check.Finding]:
-    (answers,) = run_ranks(try_imports, 1, [use.name for use in uses])
-    return [
-        check.Finding(answer[0], answer[1], use.file, use.line, answer[2], use.optional)
-        for use, answer in zip(uses, answers, strict=True)
-        if answer is not None
-    ]
+def failing_here(uses: list[check.Finding]) -> list[check.Finding]:
+    """Do what the other process would, in a rank that has torch already."""
+    (failures,) = run_ranks(try_imports, 1, [use.name for use in uses])
+    pairs = zip(uses, failures, strict=True)
+    return [replace(use, name=failure[0], message=failure[1]) for use, failure in pairs if failure is not None]
 
 
-def try_imports(names: list[str]) -> list[tuple[check.Kind, str, str | None] | None]:
+def try_imports(names: list[str]) -> list[tuple[str, str] | None]:
     sys.path.append(str(DROP_IN_PATH))
-    return list(map(check._try_import, names))
+    return list(map(check._failure_of, names))
 
 
 @pytest.mark.parametrize(

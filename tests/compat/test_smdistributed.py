@@ -131,14 +131,15 @@ def test_the_command_is_run_with_the_path_and_the_parameters(
     executed: list[tuple[str, list[str], dict[str, str]]], tmp_path: Path
 ) -> None:
     parameters = tmp_path / "smp.json"
-    parameters.write_text('{"partitions": 2}')
+    # A rule wants `ddp`, too, which the script may give to `smp.init`.
+    parameters.write_text('{"partitions": 2, "tensor_parallel_degree": 2}')
     given = ["compat", "--parameters", str(parameters), "--", sys.executable, "train.py", "--epochs", "3"]
     done = CliRunner().invoke(cli, given)
     assert done.exit_code == 0, done.output
     ((program, command, environ),) = executed
     assert (program, command) == (sys.executable, [sys.executable, "train.py", "--epochs", "3"])
     assert environ["PYTHONPATH"].split(os.pathsep)[-1] == str(DROP_IN_PATH)
-    assert environ["SM_HP_MP_PARAMETERS"] == '{"partitions": 2}'
+    assert environ["SM_HP_MP_PARAMETERS"] == '{"partitions": 2, "tensor_parallel_degree": 2}'
     assert environ["SM_FRAMEWORK_PARAMS"] == '{"sagemaker_mpi_enabled": true}'  # Hugging Face asks for it
 
 
