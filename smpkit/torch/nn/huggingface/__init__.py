@@ -3,7 +3,7 @@
 Importing it imports no transformers.
 
 Models whose own configuration says how they can be divided (Llama, Mistral, Qwen, ...) need nothing from here: see
-smpkit.torch.tensor_parallel.hf_plan.apply.
+smpkit.torch.tensor_parallel.plan.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layouts import Layout, check_same_shape, stack_layout
+from smpkit.torch.tensor_parallel.layouts import Layout, stack_layout
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
 __all__ = ["generate"]
@@ -44,7 +44,6 @@ def generate(model: nn.Module, **arguments: Any) -> Any:
         for name in _PER_SAMPLE_ARGUMENTS:
             value = arguments.get(name)
             if isinstance(value, torch.Tensor):
-                check_same_shape(value)
                 arguments[name] = collectives.gather_from_tp(value.to(state.device), 0)
     with _rng_of_first_rank():
         made = _proxy_of(model).generate(**arguments)
