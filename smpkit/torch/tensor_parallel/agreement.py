@@ -7,9 +7,10 @@ ranks with other models would wait for each other.
 steps, or bring batches of different shapes, would meet in collectives that do not fit: they would hang, or go on with
 wrong values. One small message tells::
 
-    [ checksum of the call and its shapes | of values | of all collectives so far | a random number ]
+    [ checksum of the call and its shapes | of values | a random number ]
 
-The third differs where ranks took different paths through the model in the call before.
+A forward takes the same way on all ranks: where ranks branch differently, they wait in different collectives until the
+deadline, whose error names both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of, tensors_in
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects, object_from
-from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 from smpkit.torch.tensor_parallel.module import global_shape
 
 __all__ = ["CallConsistencyCheck", "common_seed", "compare_models", "weights_of_first_rank"]
@@ -126,7 +126,7 @@ class CallConsistencyCheck:
             The first rank's `number`.
 
         Raises:
-            UsageError: says what differs, and between which ranks; or that their exchanges before this call differed.
+            UsageError: says what differs, and between which ranks.
         """
         if state.tp_size == 1:
             return number
@@ -139,21 +139,13 @@ class CallConsistencyCheck:
             values = _checksum_of_values(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
         # On the host where the group can send from there, so that no GPU is waited for.
-        own = torch.tensor([zlib.crc32(description.encode()), values, checksum_of_collectives(), number], device="cpu")
+        own = torch.tensor([zlib.crc32(description.encode()), values, number], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
             own = own.to(state.device)
         by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(by_rank, own, group=group)
-        calls, checksums, exchanges, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
-        if other := _first_mismatch(exchanges):
-            checksum_of_collectives(reset=True)
-            raise UsageError(
-                f"{_rank_pair(other)} made different exchanges before {name}: they took different paths through the"
-                " model in the call before, so its results are wrong",
-                hint="conditions and random choices in a model's forward must come out alike on all ranks of a"
-                " tensor-parallel group",
-            )
+        calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
         if _first_mismatch(calls):
             _raise_call_mismatch(description)
         if other := _first_mismatch(checksums):

@@ -59,8 +59,8 @@ def loaded_modules(root: nn.Module) -> set[int]:
     """Return the ids of marked modules into which weights were loaded: by `load_state_dict`, or `from_pretrained`."""
     loaded: set[int] = set()
     for module in root.modules():
-        config: Any = getattr(module, "config", None)
-        if _LOADED in vars(module) or getattr(config, "_name_or_path", None):
+        path: Any = getattr(getattr(module, "config", None), "_name_or_path", None)
+        if _LOADED in vars(module) or path:
             loaded.update(map(id, module.modules()))
     return loaded
 

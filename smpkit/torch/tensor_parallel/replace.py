@@ -30,9 +30,9 @@ from smpkit.torch.placement.delayed import delay_param_initialization, initializ
 from smpkit.torch.placement.manual import inherit_partition
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel.agreement import compare_models, weights_of_first_rank
-from smpkit.torch.tensor_parallel.hf_plan.apply import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, loaded_modules, marking_of
 from smpkit.torch.tensor_parallel.module import DistributedModule, global_shape, load_shard
+from smpkit.torch.tensor_parallel.plan import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.registry import (
     ReplacementRule,
     Translation,

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.shards import shard_of
-from smpkit.torch.tensor_parallel.hf_plan.apply import parallel_blocks, styles_of
-from smpkit.torch.tensor_parallel.layouts import Layout
-from tests.models_of_others import DIVIDED, DIVISIBLE, divisible
+from smpkit.torch.tensor_parallel import plan
+from tests.models_of_others import DIVIDED, DIVISIBLE, PARTLY_DIVIDED, divisible
 from tests.ranks import run_ranks
 from tests.train import batch
 
@@ -68,7 +67,7 @@ def generation() -> None:
 def exceptions() -> None:
     module = fresh()
     smp.set_tensor_parallelism(module)
-    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
     smp.set_tensor_parallelism(module.model.layers[0].mlp, enabled=False)
     model: Any = smp.DistributedModel(module)
     shards = {name: shard_of(each) for name, each in model.get_module().named_parameters()}
@@ -82,61 +81,72 @@ def exceptions() -> None:
 def other_shapes() -> None:
     model = wrapped(fresh())
     tokens, *_ = samples()
-    with pytest.raises(
-        UsageError, match=r"different inputs: input_ids \[2, 6\] on rank 0; input_ids \[3, 6\] on rank 1"
-    ):
+    with pytest.raises(UsageError, match=r"different shapes: \[2, 6\] on rank 0, \[3, 6\] on rank 1"):
         model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
     smp.shutdown()
 
 
-def paths_past_the_sum() -> None:
-    """A block that adds its own input to its result would train on wrong gradients."""
-    module = fresh()
-    mlp = module.model.layers[1].mlp
-    plain = mlp.forward
-    vars(mlp)["forward"] = lambda x: x + plain(x)
+def residuals_inside() -> None:
+    """What a layer does between and beside its divided layers is computed on whole values."""
+    plain, module = fresh(), fresh()
+    for each in (plain, module):
+        mlp = each.model.layers[1].mlp
+        vars(mlp)["forward"] = lambda x, mlp=mlp: mlp.down_proj(mlp.up_proj(x)) * mlp.gate_proj.weight.mean() * 0 + x
     model = wrapped(module, prescaled_batch=True)
     tokens, *_ = samples()
-    with pytest.raises(UnsupportedError, match=r"`model.layers.1.mlp` .* what enters it reaches its result"):
-        model(input_ids=tokens)
+    for each in (plain, model):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    ours, theirs = (each.model.layers[1].input_layernorm.weight.grad for each in (model.get_module(), plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     smp.shutdown()
 
 
-def dropout() -> None:
-    """Values that all ranks have would be dropped differently where each has random numbers of its own."""
-    module: Any = fresh("Phi")
-    for each in module.modules():
-        if isinstance(each, nn.Dropout):
-            each.p = 0.5
-    model: Any = wrapped(module, optimize="speed").get_module()
-    assert model.model.layers[0].mlp.fc2.tp_layout is Layout.SHARD_BATCH
+def refused(module: nn.Module, message: str, **config: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        wrapped(module, **config)
     smp.shutdown()
-    module = divisible("Starcoder2").build()
-    assert not any(isinstance(each, nn.Dropout) for each in module.modules())  # it calls the function, and its layers
-    module.config.residual_dropout = 0.5  # have the chance from there
-    model = wrapped(module, optimize="speed").get_module()
-    assert model.model.layers[0].mlp.c_proj.tp_layout is Layout.SHARD_BATCH
-    smp.shutdown()
-    plain: Any = wrapped(fresh("Phi"), optimize="speed").get_module()
-    assert plain.model.layers[0].mlp.fc2.tp_layout is Layout.REPLICATE_GATHERED
-    smp.shutdown()
+
+
+def refusals() -> None:
+    dropped = fresh("Phi")
+    dropped.model.layers[0].resid_dropout.p = 0.5
+    refused(dropped, r"PhiModel has dropout \(`layers\.0\.resid_dropout`: 0\.5\)", optimize="speed")
+    by_function: Any = divisible("Starcoder2").build()  # it calls the function
+    by_function.config.residual_dropout = 0.5
+    refused(by_function, r"Starcoder2Model has dropout \(`config\.residual_dropout`: 0\.5\)")
+    for case, name in (
+        (DIVISIBLE["Mixtral"], "model.layers.0.mlp.gate"),
+        (PARTLY_DIVIDED["Qwen3Next"], "model.layers.0.linear_attn"),
+        (PARTLY_DIVIDED["Llama of three heads"], "model.layers.0.self_attn.q_proj"),
+    ):
+        refused(case.build(), f"`{name}` is not in a block that tensor parallelism divides", optimize="memory")
+    unknown = fresh()
+    unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
+    refused(unknown, r"divides `model\.layers\.\*\.mlp\.up_proj` by the style `diagonal`", optimize="speed")
+
+
+def test_every_style_of_transformers_is_known() -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    refused_by_name = {"sequence_parallel", "embedding_colwise"}
+    known = {*plan._DIVISIONS, *plan._EXPERTS, *plan._WHOLE, *plan._OTHER}
+    assert {*ALL_PARALLEL_STYLES.keys()} == known | refused_by_name
 
 
 def delayed() -> None:
     """Weights that are made late are pieces of those that one rank would make."""
-    for case in (divisible("Llama", tie_word_embeddings=True), DIVISIBLE["GPT2"]):
-        states = []
-        for degree in (1, 2):
-            smp.init({"tensor_parallel_degree": degree, "ddp": True})
-            torch.manual_seed(5)
-            with smp.delay_param_initialization():
-                module = case.build()
-            smp.set_tensor_parallelism(module)
-            states.append(smp.DistributedModel(module).original_state_dict())
-            smp.shutdown()
-        assert states[0].keys() == states[1].keys()
-        for name, value in states[0].items():
-            assert torch.equal(states[1][name], value), name
+    states = []
+    for degree in (1, 2):
+        smp.init({"tensor_parallel_degree": degree, "ddp": True})
+        torch.manual_seed(5)
+        with smp.delay_param_initialization():
+            module = divisible("Llama", tie_word_embeddings=True).build()
+        smp.set_tensor_parallelism(module)
+        states.append(smp.DistributedModel(module).original_state_dict())
+        smp.shutdown()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
 
 
 def indivisible() -> None:
@@ -154,7 +164,7 @@ def indivisible() -> None:
 
 
 def everything() -> None:
-    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, dropout, delayed, indivisible):
+    for case in (lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible):
         case()
 
 
@@ -162,21 +172,11 @@ def test_on_two_ranks() -> None:
     run_ranks(everything, 2, timeout=120)
 
 
-def test_blocks() -> None:
-    module = DIVISIBLE["Qwen3"].build()
-    blocks = {block.name: block for block in parallel_blocks(module, styles_of(module))}
-    assert sorted(blocks) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
-    attention = blocks["model.layers.1.self_attn"]
-    assert attention.stack == "model.layers"
-    assert set(attention.layers) == {f"model.layers.1.self_attn.{each}_proj" for each in "qkvo"}
-    assert isinstance(attention.module, nn.Module)
-
-
 def test_losses_are_those_of_hugging_face() -> None:
     """Every argument of the loss means what it does there; without tensor parallelism logits are whole."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from smpkit.torch.tensor_parallel.hf_plan.head import causal_loss
+    from smpkit.torch.tensor_parallel.plan_vocabulary import causal_loss
 
     smp.init({})
     numbers = torch.Generator().manual_seed(0)
