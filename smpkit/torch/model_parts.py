@@ -29,7 +29,7 @@ from smpkit.torch.tensor_parallel.state_dict import (
     with_original_names,
 )
 
-__all__ = ["ModelParts"]
+__all__ = ["ModelParts", "alias_module"]
 
 NamedParameters = Iterator[tuple[str, nn.Parameter]]
 
@@ -245,3 +245,19 @@ def _check_names(found: AbstractSet[str], expected: AbstractSet[str]) -> None:
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected {surplus or 'nothing'}",
             hint="load it with strict=False to take what fits",
         )
+
+
+def alias_module(module: nn.Module) -> None:
+    """Let `model.module.module.module` reach the user's model, also under a wrapper of the user's own.
+
+    SMP v1 had a wrapper more or less from version to version, with `ddp` and with `fp16`, and public scripts count the
+    hops of theirs. Wrappers keep their place in the chain, and its end goes on to itself::
+
+        model ─► FP16Module ─► GPT2 ─► GPT2 ─► ...        `.module` at each arrow
+
+    A plain attribute, past nn.Module's registration, keeps the extra hops out of the module tree and `state_dict()`.
+    """
+    while isinstance(inner := module._modules.get("module"), nn.Module):
+        module = inner
+    if not hasattr(module, "module"):
+        object.__setattr__(module, "module", module)
