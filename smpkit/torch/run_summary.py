@@ -60,7 +60,7 @@ def install() -> None:
     """Let every job of this process end with its block."""
     if _at_end not in state.end_hooks:
         state.end_hooks.append(_at_end)
-        status.plan_by(run_plan.planned)
+        status.planner = run_plan.planned
 
 
 def _at_end() -> None:
