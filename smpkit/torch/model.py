@@ -348,8 +348,9 @@ class DistributedModel(ModelParts):
         self._hooks.run(self._hooks.post_step)
 
     register_comm_hook = _register_comm_hook = refuse_comm_hook
-    """The second is its name in SMP v1.2."""
+    """Raise UnsupportedError: gradients are reduced by smpkit itself. The second is its name in SMP v1.2."""
     join = refuse_join
+    """Raise UnsupportedError: no replica goes on without the others."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.

@@ -101,7 +101,9 @@ class ModelParts(nn.Module):
     # --- tensor parallelism ------------------------------------------------------------------------------------
 
     is_distributed_parameter = is_distributed_buffer = staticmethod(is_tp_shard)
+    """Tell whether a parameter or buffer is this rank's piece of a larger one."""
     is_scaled_batch_parameter = is_scaled_batch_buffer = staticmethod(sees_scaled_batch)
+    """Tell whether a parameter or buffer gets the samples of all tensor-parallel ranks in one backward."""
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Iterate over the tensor-parallel modules."""
