@@ -27,6 +27,7 @@ from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.schedule.search import WORTH, interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.speed import Speed
+from smpkit.plan.svg import html
 
 __all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
 
@@ -126,29 +127,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Show schedule and memory in a notebook."""
-        drawing = self.timeline._repr_html_()
-        if not self.memory:
-            return drawing
-        kinds: dict[str, list[int] | list[int | None]] = {
-            "parameters": [each.parameters_bytes for each in self.memory],
-            "gradients": [each.gradients_bytes + each.reduction_bytes for each in self.memory],
-            "optimizer": [each.optimizer_bytes + each.masters_bytes for each in self.memory],
-            "activations": [each.activations_bytes for each in self.memory],
-            "on the host": [each.host_bytes for each in self.memory],
-            "total": [each.total_bytes for each in self.memory],
-        }
-        head = "".join(f"<th>{name}</th>" for name in ("stage", *kinds))
-        rows = [
-            "".join(f"<td>{cell}</td>" for cell in (stage, *(_mebibytes(sizes[stage]) for sizes in kinds.values())))
-            for stage in range(len(self.memory))
-        ]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        caption = "<caption>MiB of each stage's fullest rank</caption>"
-        return f"{drawing}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _mebibytes(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"
+        return html(self.timeline, self.memory)
 
 
 def decide(

@@ -6,8 +6,7 @@
     @smp.step                  step_inputs ──► prepare, once ──► participants, and within them the engine
 
 The `engine` runs the microbatches of a step, over a pipeline or here; the `participants` begin the step before it, and
-end it afterwards (core/step_participants.py). State dicts are those of the user's module; state_dict.py puts them
-together over ranks.
+end it afterwards (core/step_participants.py). Iterators over what ranks hold, and state dicts: model_parts.py.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_callable
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, WrappedOptimizer, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipant, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.memory.automatic import AutomaticActivations
-from smpkit.torch.model_checks import check_arguments, check_trains
-from smpkit.torch.model_parts import ModelParts
+from smpkit.torch.model_checks import check_arguments, check_trains, refuse_comm_hook, refuse_join
+from smpkit.torch.model_parts import ModelParts, alias_module
 from smpkit.torch.offloading import Offloading, offloads
 from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch
 from smpkit.torch.pipeline.one_stage import OneStage
@@ -139,18 +138,21 @@ class DistributedModel(ModelParts):
         expose_original_forwards(module)
         # Half precision comes before weights move: casting first moves half of the bytes, and masters, replicas and
         # shards are then made from the final dtypes.
-        self._half_dtype = half_dtype(state.cfg)
+        self._half_dtype, shards = half_dtype(state.cfg), state.cfg.sharded_data_parallel_degree > 1
         if self._half_dtype is not None:
             # Weights of sharded data parallelism stay float32, as their own masters; it casts a block as it is used.
-            cast_model(module, self._half_dtype, weights=not _shards_data())
-        # Weights move when their dtypes are final. Over a pipeline they stay where they are until the first step, which
-        # partitions the model.
-        self.module = _place_weights(module)
+            cast_model(module, self._half_dtype, weights=not shards)
+        # Delayed weights get their memory, and all move to the device, when their dtypes are final. Over a pipeline
+        # that is in the first step, when each rank knows its part; sharded data parallelism moves one block at a time,
+        # so that the whole model never needs to fit the device.
+        if state.pp_size == 1 and not shards:
+            initialize(module, list(module.parameters()), state.device, torch.initial_seed())
+            module = module.to(state.device)
+        self.module = module
         self.participants = StepParticipants()
-        self.pipeline: Pipeline | None = None
-        if state.pp_size > 1:
-            measured = MeasureOptions(trace_execution_times, trace_memory_usage)
-            self.pipeline = Pipeline(module, self.participants, measured, _prepare_checkpointing)
+        measured = MeasureOptions(trace_execution_times, trace_memory_usage)
+        is_divided = state.pp_size > 1
+        self.pipeline = Pipeline(module, self.participants, measured, _prepare_checkpointing) if is_divided else None
         self.partitioned = self.pipeline is None
         self.placement = Placement(self.module)
         # Parts begin each step in this order, and end it in reverse. Hooks come first, because they may load or change
@@ -172,7 +174,7 @@ class DistributedModel(ModelParts):
         self.is_prepared = False
         """Whether the engine is ready, from the first step on."""
 
-        _alias_module(module)
+        alias_module(module)
         refuse_assignment(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
@@ -342,23 +344,10 @@ class DistributedModel(ModelParts):
         """Run the post-step hooks; without `@smp.step` the optimizer calls this before its step."""
         self._hooks.run(self._hooks.post_step)
 
-    def register_comm_hook(self, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002 - v1's name
-        """Raise UnsupportedError: gradients are reduced by smpkit itself."""
-        raise UnsupportedError(
-            "model.register_comm_hook would replace the all-reduce of gradients, which smpkit does itself",
-            hint="remove it; with `fp16` or `bf16` gradients travel in half precision",
-        )
-
-    _register_comm_hook = register_comm_hook
-    """Its name in SMP v1.2."""
-
-    def join(self) -> NoReturn:
-        """Raise UnsupportedError: no replica goes on without the others."""
-        raise UnsupportedError(
-            "model.join() lets replicas take different numbers of steps, which smpkit does not do",
-            hint="give every rank as many batches: DistributedSampler(..., drop_last=True) and"
-            " DataLoader(..., drop_last=True)",
-        )
+    register_comm_hook = _register_comm_hook = refuse_comm_hook
+    """Raise UnsupportedError: gradients are reduced by smpkit itself. The second is its name in SMP v1.2."""
+    join = refuse_join
+    """Raise UnsupportedError: no replica goes on without the others."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.
@@ -423,64 +412,7 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
 
 
-def _place_weights(module: nn.Module) -> nn.Module:
-    """Give delayed parameters their memory and move the module to this rank's device, unless another part does so.
-
-    Over a pipeline that is the first step, when each rank knows its part; and sharded data parallelism moves one block
-    at a time, so that the whole model never needs to fit the device.
-    """
-    if state.pp_size > 1 or _shards_data():
-        return module
-    initialize(module, list(module.parameters()), state.device, torch.initial_seed())
-    return module.to(state.device)
-
-
-def _shards_data() -> bool:
-    return state.cfg.sharded_data_parallel_degree > 1
-
-
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:
     """Check and patch activation checkpointing once it is known which rank runs which module."""
     check_checkpoint_ranks(root, placement)
     patch_torch_checkpoint()
-
-
-def _alias_module(module: nn.Module) -> None:
-    """Let `model.module.module` reach the user's model, also under a wrapper of the user's own.
-
-    SMP v1 had a wrapper more or less from version to version, with `ddp` and with `fp16`, and public scripts count the
-    hops of theirs. Wrappers keep their place in the chain, and its end has one hop more::
-
-        model ─► FP16Module ─► GPT2 ─► the same GPT2        `.module` at each arrow
-
-    A plain attribute, past nn.Module's registration, keeps that hop out of the module tree and `state_dict()`.
-    """
-    while isinstance(inner := module._modules.get("module"), nn.Module):
-        module = inner
-    if not hasattr(module, "module"):
-        object.__setattr__(module, "module", _LastHop(module))
-
-
-class _LastHop:
-    """Stands for a module in everything but that it has no `.module`: functions that unwrap a model end there."""
-
-    def __init__(self, module: nn.Module) -> None:
-        object.__setattr__(self, "_same", module)
-
-    @property  # type: ignore[misc]  # which `isinstance` reads
-    def __class__(self) -> Any:
-        return type(self._same)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("module", "_same"):
-            raise AttributeError(name)
-        return getattr(self._same, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._same, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._same(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _LastHop, (self._same,)

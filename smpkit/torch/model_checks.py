@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from smpkit.torch.model_parts import ModelParts
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.precision.cast import half_dtype
 
-__all__ = ["check_arguments", "check_trains"]
+__all__ = ["check_arguments", "check_trains", "refuse_comm_hook", "refuse_join"]
 
 
 def check_arguments(
@@ -97,3 +98,20 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
             hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"
             " training run under `torch.no_grad()` or `model.eval()`",
         )
+
+
+def refuse_comm_hook(model: nn.Module, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002, ARG001
+    """Raise UnsupportedError: gradients are reduced by smpkit itself."""
+    raise UnsupportedError(
+        "model.register_comm_hook would replace the all-reduce of gradients, which smpkit does itself",
+        hint="remove it; with `fp16` or `bf16` gradients travel in half precision",
+    )
+
+
+def refuse_join(model: nn.Module) -> NoReturn:  # noqa: ARG001
+    """Raise UnsupportedError: no replica goes on without the others."""
+    raise UnsupportedError(
+        "model.join() lets replicas take different numbers of steps, which smpkit does not do",
+        hint="give every rank as many batches: DistributedSampler(..., drop_last=True) and"
+        " DataLoader(..., drop_last=True)",
+    )

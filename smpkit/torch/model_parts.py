@@ -29,7 +29,7 @@ from smpkit.torch.tensor_parallel.state_dict import (
     with_original_names,
 )
 
-__all__ = ["ModelParts"]
+__all__ = ["ModelParts", "alias_module"]
 
 NamedParameters = Iterator[tuple[str, nn.Parameter]]
 
@@ -101,7 +101,9 @@ class ModelParts(nn.Module):
     # --- tensor parallelism ------------------------------------------------------------------------------------
 
     is_distributed_parameter = is_distributed_buffer = staticmethod(is_tp_shard)
+    """Tell whether a parameter or buffer is this rank's piece of a larger one."""
     is_scaled_batch_parameter = is_scaled_batch_buffer = staticmethod(sees_scaled_batch)
+    """Tell whether a parameter or buffer gets the samples of all tensor-parallel ranks in one backward."""
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Iterate over the tensor-parallel modules."""
@@ -249,3 +251,44 @@ def _check_names(found: AbstractSet[str], expected: AbstractSet[str]) -> None:
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected {surplus or 'nothing'}",
             hint="load it with strict=False to take what fits",
         )
+
+
+def alias_module(module: nn.Module) -> None:
+    """Let `model.module.module` reach the user's model, also under a wrapper of the user's own.
+
+    SMP v1 had a wrapper more or less from version to version, with `ddp` and with `fp16`, and public scripts count the
+    hops of theirs. Wrappers keep their place in the chain, and its end has one hop more::
+
+        model ─► FP16Module ─► GPT2 ─► the same GPT2        `.module` at each arrow
+
+    A plain attribute, past nn.Module's registration, keeps that hop out of the module tree and `state_dict()`.
+    """
+    while isinstance(inner := module._modules.get("module"), nn.Module):
+        module = inner
+    if not hasattr(module, "module"):
+        object.__setattr__(module, "module", _LastHop(module))
+
+
+class _LastHop:
+    """Stands for a module in everything but that it has no `.module`: functions that unwrap a model end there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        object.__setattr__(self, "_same", module)
+
+    @property  # type: ignore[misc]  # which `isinstance` reads
+    def __class__(self) -> Any:
+        return type(self._same)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "_same"):
+            raise AttributeError(name)
+        return getattr(self._same, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._same, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._same(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _LastHop, (self._same,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -111,15 +110,10 @@ def peak() -> Peak | None:
 
 def _facts() -> ModelFacts | None:
     model = state.model
-    if model is None:
-        return None
-    return _own_facts.get(model) if model.pipeline is None else model.pipeline.facts
-
-
-def _placed() -> Mapping[str, int] | None:
-    """Return where the units of a pipeline are: a checkpoint may have told."""
-    pipeline = None if state.model is None else state.model.pipeline
-    return None if pipeline is None or pipeline.assignment is None else pipeline.assignment.partition_of
+    if model is None or model.pipeline is None:
+        return _own_facts.get(model) if model is not None else None
+    facts: ModelFacts | None = model.pipeline.facts
+    return facts
 
 
 def _plan() -> Plan | None:
@@ -133,7 +127,10 @@ def _plan() -> Plan | None:
     if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
         try:
             model = in_precision(facts, half_of(cfg), cfg)
-            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=_placed())
+            # Where the units of a pipeline are: a checkpoint may have told.
+            assignment = state.model and state.model.pipeline and state.model.pipeline.assignment
+            placed = assignment.partition_of if assignment else None
+            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=placed)
         except SmpkitError:
             plan = None
         _made = facts, cfg, optimizer, plan

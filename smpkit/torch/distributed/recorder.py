@@ -243,7 +243,8 @@ class Recorder:
         page = status.current_page()
         if page is not None:
             kinds = {name: max(0, value) for name, value in zip(_HELD, held, strict=True) if name in _KINDS}
-            page.write(KindBytes(**kinds), status.planned(), self._remedy(kinds))
+            planned = None if status.planner is None else status.planner()
+            page.write(KindBytes(**kinds), planned, self._remedy(kinds))
 
     def _remedy(self, kinds: Mapping[str, int]) -> str:
         """Say which setting would save most of what this rank holds."""
