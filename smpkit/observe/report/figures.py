@@ -41,7 +41,7 @@ __all__ = [
 DEVICE_KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 """What lies on the device, in the order in which it is stacked."""
 _WARM_UP: Final = 3
-"""Steps that are slower than others: the schedule is recorded, and made again from measured times."""
+"""Steps that are slower than others: the schedule is recorded, and caches fill."""
 _MOST_SPLIT: Final = 40
 """How many steps the average split of a step is taken of."""
 _STALL: Final = "offload stall of "
