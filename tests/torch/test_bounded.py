@@ -17,7 +17,7 @@ import pytest
 
 from smpkit.torch.core import tensor_spec
 from smpkit.torch.offload import report
-from smpkit.torch.pipeline import batch_broadcast, executor
+from smpkit.torch.pipeline import executor
 from tests.models import CASES, Case
 from tests.ranks import run_ranks
 from tests.train import KINDS, Training, TrainingInSlices, batch, training
@@ -76,7 +76,6 @@ def held(value: Any, depth: int = 4) -> int:
 
 def lower_bounds() -> None:
     executor.MAX_KINDS = BOUND  # type: ignore[misc]
-    batch_broadcast.MAX_KINDS = BOUND  # type: ignore[misc]
     executor.MAX_OUTPUT_SPECS = 8 * BOUND  # type: ignore[misc]
     tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
     report._STEPS_KEPT = BOUND  # type: ignore[misc]

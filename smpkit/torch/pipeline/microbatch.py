@@ -233,8 +233,8 @@ class Microbatch:
                 if stream is not None:
                     stage.random.skip(name)  # as on the owner, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
-                    received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
-                    stage.output_specs.remember(call, *received)
+                    what = f"the transfer of the first output of `{name}`"
+                    stage.output_specs.remember(call, *stage.transport.hosts.receive_object(owner, what))
                 spec = call.output_spec
                 if type(spec) is TensorSpec:
                     result = make_stage_tensor(spec, stage.device, owner)
@@ -437,7 +437,7 @@ class Microbatch:
         output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if known is MISSING:
             self.stage.output_specs.remember(call, output_spec, changes)
-            self.stage.transport.broadcast_object((output_spec, changes))
+            self.stage.transport.hosts.send_object((output_spec, changes))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
                 f"`{name}` returned {describe_difference(known, output_spec)} for arguments of the same shapes",

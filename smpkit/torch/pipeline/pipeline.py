@@ -23,10 +23,10 @@ from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup, object_from
 from smpkit.torch.distributed.recorder import current_recorder
-from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
+from smpkit.torch.pipeline.inputs import Inputs
 from smpkit.torch.pipeline.parameters import SharedTensor, mark_nonresident_parameters, shared_tensors
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
@@ -104,9 +104,7 @@ class Pipeline:
         """The error that has ended a step."""
         # One rank of the job: where data is sharded wrongly, it is so everywhere.
         reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
-        self._input_broadcast = InputBroadcast(
-            self._transport, state.pp_rank, state.pp_size, state.device, reports=reports
-        )
+        self._inputs = Inputs(self._transport.hosts, state.pp_rank, state.pp_size, state.device, reports=reports)
 
     @property
     def random(self) -> RandomStreams | None:
@@ -131,7 +129,7 @@ class Pipeline:
                 hint="let such an exception end the script, and resume from a checkpoint: messages of that step are"
                 " still under way",
             )
-        return self._input_broadcast.broadcast(call, arguments)
+        return self._inputs.share(call, arguments)
 
     @property
     def peak_live_microbatches(self) -> int | None:
@@ -165,9 +163,9 @@ class Pipeline:
             self.assignment = self._agree_on_assignment(TrialStep(body, call.args, call.kwargs))
             seed = common_seed()
             facts = None if self.facts is None else self.facts.to_json()
-            self._transport.broadcast_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
+            self._transport.hosts.send_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
         else:
-            text, facts, seed = self._transport.receive_object(0, "the partition assignment")
+            text, facts, seed = self._transport.hosts.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
             self.facts = None if facts is None else ModelFacts.from_json(facts)
         pp_rank_of_unit = self.assignment.partition_of
@@ -184,7 +182,6 @@ class Pipeline:
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
             {id(each.parameter): each.pp_ranks for each in placement},
-            _broadcast_from_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, pp_rank_of_unit, stage)
         self._parameters = list(self._root.parameters())
@@ -291,7 +288,6 @@ class Pipeline:
             if shared.version != version:
                 self._executor.stage.failed_alone = True
                 shared.refuse_change(state.pp_rank)
-        self._input_broadcast.end_step()
         return outputs
 
     def _before_last_backward(self) -> None:
@@ -327,11 +323,3 @@ class Pipeline:
         if stage.failed_alone and not isinstance(error, DeadlineError | RemoteError):
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
-
-
-def _broadcast_from_first_pipeline(text: str) -> str:
-    """Return the text of the first of the pipelines that tensor parallelism joins.
-
-    Each of them measures other times, and their tensor-parallel collectives meet only if all follow one schedule.
-    """
-    return object_from(0, text, state.process_group(CommGroup.TP_GROUP), "the schedule of the first pipeline")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -32,8 +32,6 @@ class StageContext:
         transport: the way to the other ranks.
         random: streams of random numbers.
         pp_ranks: by id of a parameter of the model, the ranks that hold it.
-        from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
-            to it; called on pp_rank 0. None: there is one pipeline.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class StageContext:
         transport: Transport,
         random: RandomStreams,
         pp_ranks: Mapping[int, frozenset[int]],
-        from_first_pipeline: Callable[[str], str] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -62,7 +59,6 @@ class StageContext:
         """How many steps have begun."""
         self.microbatches: Sequence[Microbatch] = ()
         """Those of the step that runs, or ran last."""
-        self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
         self.failed_alone = False
         """Whether code that only this rank runs has raised: the other ranks do not know, and wait."""
         self.modules: dict[str, nn.Module] = {}

@@ -144,7 +144,7 @@ def test_executed_order_is_the_plan(recorded: Path) -> None:
     step = executed_step(run, 1)
     assert step.follows_plan
     assert [" ".join(map(str, actions)) for actions in step.executed.schedule.actions] == [
-        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
 

@@ -98,7 +98,6 @@ def test_events_tell_what_moved_and_how_long_layers_waited(
 
 def mapped(pipeline: str) -> list[int]:
     """Return how much host memory was there before ranks were connected, and after each of four steps."""
-    # Without a limit a schedule by measured times may hold one microbatch more; memory for it is taken before it runs.
     config = {"offload_activations": True, "pipeline": pipeline, "active_microbatches": 2}
     way = replace(OFFLOADED, pipeline=2, microbatches=8, batches=(4096,) * 4, traced=True, config=config)  # pages
     counts, connect = list[int](), Transport.connect

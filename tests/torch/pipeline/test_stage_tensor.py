@@ -46,8 +46,9 @@ class Wire:
     def __init__(self) -> None:
         self.told: deque[Any] = deque()
         self.sent: deque[Tensor] = deque()
+        self.hosts = self
 
-    def broadcast_object(self, value: Any) -> None:
+    def send_object(self, value: Any) -> None:
         self.told.append(value)
 
     def receive_object(self, _source: int, _what: str) -> Any:

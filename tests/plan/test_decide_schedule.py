@@ -1,14 +1,17 @@
-"""`decide` plans the schedule that a run settles on, and takes one that ran."""
+"""`decide` plans the schedule that a run follows, and takes one that ran."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.decide import decide
+from smpkit.plan.decide import Policy, decide
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.schedule.graph import Segment
+from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from smpkit.plan.speed import Speed
 from tests.plan.tune.models import gpt
@@ -26,23 +29,19 @@ def config(**values: Any) -> ModelParallelConfig:
     return made
 
 
-def test_jitter_is_planned_for_as_a_run_does_after_its_first_steps() -> None:
-    first = decide(config(), 4, EVEN, SPEED, replans=False)
-    settled = decide(config(), 4, EVEN, SPEED)
-    assert first.timeline.peak_live_microbatches == (4, 3, 2, 1)
-    live = settled.timeline.peak_live_microbatches
-    assert sum(live) > sum(first.timeline.peak_live_microbatches)
-    assert max(live) <= config().active_microbatches
-    deeper = [stage for stage, (before, after) in enumerate(zip((4, 3, 2, 1), live, strict=True)) if after > before]
-    for stage in deeper:
-        activations = [plan.memory[stage].activations_bytes or 0 for plan in (first, settled)]
-        assert activations[0] < activations[1]
-
-
-def test_nothing_is_planned_again_where_no_other_depth_is_allowed() -> None:
-    for values in ({"active_microbatches": 1}, SIMPLE):
-        plans = [decide(config(**values), 4, EVEN, SPEED, replans=replans) for replans in (False, True)]
-        assert plans[0] == plans[1]
+@pytest.mark.parametrize(
+    ("degree", "active", "live"),
+    [(2, 4, (3, 1)), (4, 6, (5, 4, 3, 1)), (4, 4, (4, 4, 3, 1)), (4, 2, (2, 2, 2, 1))],
+    ids=["two ranks", "four ranks", "no room on the first", "less than 1F1B"],
+)
+def test_ranks_hold_one_microbatch_more_than_1f1b_where_there_is_room(
+    degree: int, active: int, live: tuple[int, ...]
+) -> None:
+    schedule = Policy("interleaved", active).schedule(SegmentGraph.chain(degree, num_bytes=8), 16)
+    check(schedule)
+    assert schedule.peak_live_microbatches == live
+    plan = decide(config(pipeline_parallel_degree=degree, active_microbatches=active, microbatches=16), degree)
+    assert plan.timeline.schedule.actions == schedule.actions
 
 
 def test_the_schedule_of_a_run_is_taken_as_it_is() -> None:
