@@ -49,7 +49,7 @@ from smpkit.torch.pipeline.message_order import backward_timetable
 from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
-from smpkit.torch.pipeline.output_specs import OutputSpecs
+from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.split_backward import watching
