@@ -36,7 +36,7 @@ from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
 from smpkit.torch.pipeline.message_order import backward_timetable
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.output_specs import OutputSpecs
+from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.results import Results, drop_graph, reserve
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext

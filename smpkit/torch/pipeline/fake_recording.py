@@ -29,7 +29,7 @@ from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.output_specs import MISSING, make_placeholders
+from smpkit.torch.pipeline.outputs import MISSING, make_placeholders
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor

@@ -44,23 +44,22 @@ from smpkit.torch.pipeline.changes import (
     ValueChanges,
     changed_arguments,
     changed_through_view_error,
-    changes_in_place,
     held_everywhere_error,
     unrecorded_change_error,
     versions_of,
 )
-from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
-from smpkit.torch.pipeline.output_specs import (
+from smpkit.torch.pipeline.outputs import (
     MISSING,
     CachedCall,
     Mode,
     describe_difference,
     has_same_specs,
+    infer_output,
     make_placeholders,
     replicated_spec_of,
     spec_of_leaf,
-    specs_in,
+    with_strides_of,
 )
 from smpkit.torch.pipeline.parameters import (
     parameter_change_error,
@@ -68,7 +67,7 @@ from smpkit.torch.pipeline.parameters import (
     refuse_nonresident,
     value_of_weight,
 )
-from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
+from smpkit.torch.pipeline.stage_tensor import StageTensor, changes_in_place, make_stage_tensor, refuse_foreign_graph
 from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
@@ -423,7 +422,7 @@ class Microbatch:
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
         known, is_one = call.output_spec, type(output) is torch.Tensor
         if call.is_inferred and not (is_one and output.stride() == known.stride):
-            output = with_strides_of(iter(specs_in(known)), output)
+            output = with_strides_of(known, output)
         if not is_one:
             refuse_nonresident(name, output)
         if known is MISSING and any(tensor.is_nested for tensor in tensors_in(output)):

@@ -30,13 +30,13 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, tensors_in, version_of
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.rendezvous import name_ranks
-from smpkit.torch.pipeline.changes import changes_in_place
 from smpkit.torch.pipeline.stage_tensor import (
     FROM_SHAPE,
     NUMBER_FUNCTIONS,
     PROPERTIES,
     Current,
     StageTensor,
+    changes_in_place,
     make_stage_tensor,
     microbatch_between_units,
 )

@@ -50,6 +50,9 @@ DRAWING: Final = frozenset(
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
 
+_WATCHED: Final = DRAWING | {"__set__"}
+"""What the mode looks at; torch shows the setter of `data` to modes alone."""
+_STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _Kept = tuple[Any, int | None]
@@ -207,11 +210,12 @@ class _OperationStreams(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in DRAWING and self._random.draws_by_calls():
-            return self._random.run(name, True, func, args, kwargs or {})
-        if name == "__set__":
-            refuse_as_data(func, args)  # torch shows the setter of `data` to modes alone
-        if len(types) == 1 and types[0] is StageTensor:  # a shortcut: torch's dispatcher would call this next
+        if name in _WATCHED:
+            if name == "__set__":
+                refuse_as_data(func, args)
+            elif self._random.draws_by_calls():
+                return self._random.run(name, True, func, args, kwargs or {})
+        if types == _STAGE_TENSORS:  # a shortcut: torch's dispatcher would call this next
             return StageTensor.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smpkit.torch.core import devices
-from smpkit.torch.pipeline.output_specs import OutputSpecs
+from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.transport import Transport
 

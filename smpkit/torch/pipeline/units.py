@@ -27,7 +27,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
-from smpkit.torch.pipeline.output_specs import active_collectors, add_collected, collector_key, returning_collected
+from smpkit.torch.pipeline.outputs import active_collectors, add_collected, collector_key, returning_collected
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, microbatch_between_units
@@ -164,7 +164,7 @@ class _OwnedCall(ModuleCall):
             if microbatch is not None and not stage.inside_unit:
                 if microbatch.unit_wrapper is not None:
                     original = microbatch.unit_wrapper(original)
-                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
+                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `outputs.py`.
                 collectors = None if self._get_collectors is None else self._get_collectors()
                 mode: object = self._module.training
                 if collectors:
