@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.entries import MODEL, STATES
 from smpkit.torch.checkpoints.reader import CheckpointReader, read_whole
-from smpkit.torch.checkpoints.safetensors import write_tensors
-from smpkit.torch.checkpoints.state_entries import MODEL, STATES
+from smpkit.torch.checkpoints.tensors import write_tensors
 from smpkit.torch.precision.cast import MASTER_KEY
 
 __all__ = ["LAYOUTS", "export", "find_checkpoint", "main", "sources_in"]
@@ -106,12 +105,7 @@ def sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
     Raises:
         CheckpointError: it holds no weights.
     """
-    entries = reader.metadata.state_dict_metadata
-    tensors = {
-        name.removeprefix(MODEL): name
-        for name, entry in entries.items()
-        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
-    }
+    tensors = {name.removeprefix(MODEL): name for name in reader.tensors if name.startswith(MODEL)}
     if not tensors:
         raise CheckpointError(f"{reader.folder} holds no weights")
     # A tied weight lies in the files once, and has states under the first of its names.
@@ -119,14 +113,16 @@ def sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
     sources = {}
     for name, entry in tensors.items():
         master = f"{STATES}{first_names.setdefault(places[entry], name)}.{MASTER_KEY}"
-        sources[name] = master if master in entries else entry
-    with_states = {entry.removeprefix(STATES).rpartition(".")[0] for entry in entries if entry.startswith(STATES)}
+        sources[name] = master if master in reader.tensors else entry
+    with_states = {
+        entry.removeprefix(STATES).rpartition(".")[0] for entry in reader.tensors if entry.startswith(STATES)
+    }
     # Without any state (SGD, or a job without an optimizer) nothing tells a parameter from a buffer.
     trained = [
         name
         for name in first_names.values()
-        if 0 not in reader.tensor(tensors[name]).size
-        and (name in with_states if with_states else reader.tensor(tensors[name]).properties.dtype.is_floating_point)
+        if 0 not in reader.tensors[tensors[name]].size
+        and (name in with_states if with_states else reader.tensors[tensors[name]].properties.dtype.is_floating_point)
     ]
     return sources, trained
 
@@ -137,9 +133,9 @@ def sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
 def _write_smp_v1(staged: Path, checkpoint: Path) -> None:
     reader = CheckpointReader(checkpoint)
     sources, trained = sources_in(reader)
-    shapes = OrderedDict((name, reader.tensor(sources[name]).size) for name in trained)
+    shapes = OrderedDict((name, reader.tensors[sources[name]].size) for name in trained)
     for name in trained:
-        dtype = reader.tensor(sources[name]).properties.dtype
+        dtype = reader.tensors[sources[name]].properties.dtype
         if not dtype.is_floating_point or dtype.itemsize > torch.float32.itemsize:
             raise UsageError(
                 f"parameter `{name}` is {str(dtype).removeprefix('torch.')}, and SMP v1's files hold float32",
@@ -170,7 +166,7 @@ def _write_hub(staged: Path, checkpoint: Path) -> None:
     places = reader.places()
     first_names = {places[source]: name for name, source in reversed(sources.items())}
     tensors = {name: read_whole(reader, sources[name]) for name in sources if name in first_names.values()}
-    write_tensors(staged / "model.safetensors", tensors)
+    files.fsync_write(staged / "model.safetensors", lambda file: write_tensors(file, tensors))
 
 
 LAYOUTS: Final = {"smp-v1": _write_smp_v1, "hub": _write_hub}

@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, Final
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.agreement import all_or_raise
+from smpkit.torch.checkpoints.entries import wrapped_model
 from smpkit.torch.checkpoints.load import load_model
-from smpkit.torch.checkpoints.reader import PieceReader, metadata_of
-from smpkit.torch.checkpoints.safetensors import dtype_of, header_of, map_tensors, specs_of
-from smpkit.torch.checkpoints.state_entries import all_or_raise, wrapped_model
+from smpkit.torch.checkpoints.reader import Reader, whole_tensor
+from smpkit.torch.checkpoints.tensors import bytes_of, header_of, open_tensors, specs_in
 from smpkit.torch.checkpoints.whole import WholeState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.model import DistributedModel
@@ -96,8 +96,9 @@ def load_pretrained(
     """
     wrapped, path = wrapped_model(model), Path(folder)
     failure = f"{path} was not loaded"
-    reader = _FolderReader(path, _NameMapping(wrapped.module))
-    all_or_raise(failure, lambda: load_model(wrapped, reader, strict, prefix=""))
+    all_or_raise(
+        failure, lambda: load_model(wrapped, _reader_of(path, _NameMapping(wrapped.module)), strict, prefix="")
+    )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class _ShardWriter:
                 self._file.write(header)
             assert self._file is not None
             self._file.seek(self._offsets[name])
-            self._file.write(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.write(bytes_of(value))
 
     def close(self) -> None:
         """End the last file."""
@@ -233,47 +234,34 @@ def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _FolderReader(PieceReader):
-    """Reads the safetensors files of a folder.
+def _reader_of(folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> Reader:
+    """Return a reader of the safetensors files of a folder.
 
     Args:
         rename: maps the names in the files to those to use; entries that it leaves out are ignored.
     """
+    found: dict[str, Any] = {}
+    for file in _files_in(folder):
+        with open_tensors(folder / file) as opened:
+            found |= {key: whole_tensor(file, key, *spec) for key, spec in specs_in(opened).items()}
+    return Reader(folder, {name: found[key] for key, name in rename(list(found)).items()})
 
-    def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
-        super().__init__(folder)
-        self._rename = rename
 
-    def _describe(self) -> Metadata:
-        specs = {name: specs_of(self.folder / name) for name in self._files()}
-        found_in = {key: (file, each) for file, tensors in specs.items() for key, each in tensors.items()}
-        spec = {}
-        for key, name in self._rename(list(found_in)).items():
-            file, each = found_in[key]
-            shape = [int(size) for size in each["shape"]]
-            zeros = [0] * len(shape)
-            dtype = str(dtype_of(each)).removeprefix("torch.")
-            spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
-        return metadata_of(spec, dict.fromkeys(specs))  # each header has been compared with its file
-
-    def _files(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
-            try:
-                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
-            if any(not isinstance(name, str) or Path(name).name != name for name in names):
-                raise CheckpointError(f"{self.folder / INDEX} names files outside of its folder")
-            return sorted(names)
-        if (self.folder / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        raise CheckpointError(
-            f"{self.folder} holds no model.safetensors and no {INDEX}",
-            hint="load a folder with pytorch_model.bin with transformers, and save it again",
-        )
-
-    def _open(self, path: Path) -> dict[str, torch.Tensor]:
-        return map_tensors(path)
+def _files_in(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        try:
+            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise CheckpointError(f"{folder / INDEX} names files outside of its folder")
+        return sorted(names)
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    raise CheckpointError(
+        f"{folder} holds no model.safetensors and no {INDEX}",
+        hint="load a folder with pytorch_model.bin with transformers, and save it again",
+    )
 
 
 class _NameMapping:

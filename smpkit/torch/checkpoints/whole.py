@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
+from smpkit.torch.checkpoints.entries import TensorsOnAccess, translated
 from smpkit.torch.checkpoints.folder import as_checkpoint_error, fsync_write
-from smpkit.torch.checkpoints.state_entries import TensorsOnAccess, all_or_raise, translated
+from smpkit.torch.checkpoints.tensors import bytes_of
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.state_dict import tie_of, whole_value
 from smpkit.torch.tensor_parallel.module import global_shape
@@ -69,8 +70,8 @@ class WholeState:
         Raises:
             CheckpointError: on all ranks, if `take` raised it, or ranks hold other models; it begins with `failure`.
         """
-        digests = allgather(zlib.crc32(repr(list(self.specs.items())).encode()))
-        if len(set(digests)) > 1:
+        _, digests = together(failure, lambda: zlib.crc32(repr(list(self.specs.items())).encode()), set)
+        if len(digests) > 1:
             raise CheckpointError(f"{failure}; the model's names or shapes are not the same on all ranks")
         all_or_raise(failure, lambda: self._deliver(take))
 
@@ -134,11 +135,10 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
             values[name] = value
             return
-        plain = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         with as_checkpoint_error(f"{path.name} cannot be written"), scratch.open("ab") as file:
             file.write(bytes(-file.tell() % _ALIGNMENT))
-            places[name] = file.tell(), tuple(plain.shape), plain.dtype
-            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+            places[name] = file.tell(), tuple(value.shape), value.dtype
+            file.write(bytes_of(value))
 
     def save() -> None:
         if state.rank > 0:

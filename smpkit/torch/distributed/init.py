@@ -110,6 +110,12 @@ def shared_store(name: str) -> Store:
     return PrefixStore(name, _world.store)
 
 
+def save_group() -> dist.ProcessGroup:
+    """Return the group in which all ranks agree on a save beside training; all of them call this."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.for_saves()
+
+
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 

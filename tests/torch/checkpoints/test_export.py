@@ -147,7 +147,7 @@ def test_a_target_or_a_layout_that_cannot_be_is_refused(checkpoint: Path, tmp_pa
         export(checkpoint, tmp_path / "out", "deepspeed")
 
 
-@pytest.mark.parametrize("name", ["index.json", "model_0_0.safetensors"])
+@pytest.mark.parametrize("name", ["index.json", "model_0_0_0.safetensors"])
 def test_a_damaged_checkpoint_leaves_nothing(name: str, checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / checkpoint.name
     shutil.copytree(checkpoint, copy)

@@ -1,30 +1,27 @@
 """What this rank holds of a model and its optimizer, entry by entry, and which other ranks hold the same.
 
-From its entries alone each rank knows what to write: of the ranks that share a file system and hold the same entry, the
-lowest writes it, so a weight that several ranks hold is saved once. Where a local tensor lies in the whole model's is
-described by `Chunk`s, those of torch's distributed checkpoints.
-
-`all_or_raise` is how saving and loading fail: all ranks succeed, or all of them raise.
+From its entries alone each rank knows what to write (`writers_of`), so a weight that several ranks hold is saved once,
+and by each of them about as many bytes. Where a local tensor lies in the whole model's is described by `Chunk`s, those
+of torch's distributed checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smpkit.errors import CheckpointError, SmpkitError, UsageError
-from smpkit.plan.mesh import CommGroup
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch.checkpoints.tensors import is_storable
 from smpkit.torch.core.runtime import WrappedOptimizer, state
-from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
-from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
+from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
 from smpkit.torch.state_dict import PARTIAL_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
@@ -38,23 +35,22 @@ __all__ = [
     "StateEntry",
     "TensorFactory",
     "TensorsOnAccess",
-    "all_or_raise",
     "chunks_in",
     "chunks_of",
     "copy_chunks",
     "degrees",
     "model_entries",
-    "opaque_state_name",
     "optimizer_entries",
     "optimizer_parameters",
     "parameter_names",
+    "precision",
     "shard_positions",
     "translated",
     "view_of",
     "wrapped_model",
+    "writers_of",
 ]
 
-_T = TypeVar("_T")
 TensorFactory = Callable[[], torch.Tensor]
 """Makes a whole tensor when it is called."""
 
@@ -85,6 +81,14 @@ def degrees() -> dict[str, int]:
     }
 
 
+def precision() -> str:
+    """Return which weights have float32 masters beside them in this job; `float32` if none have."""
+    half = half_dtype(state.cfg)
+    # With sharded data parallelism a rank's part of a weight is float32 itself.
+    without = half is None or state.cfg.sharded_data_parallel_degree > 1
+    return "float32" if without else str(half).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class StateEntry:
     """One tensor or value that this rank holds.
@@ -92,7 +96,7 @@ class StateEntry:
     Args:
         name: in the checkpoint, in the style of torch's distributed checkpoints: `model.wte.weight`.
         value: a tensor, or another value that `torch.save` can write.
-        shape: of the whole tensor; None for other values.
+        shape: of the whole tensor; None for other values, and for tensors that a file of safetensors cannot hold.
         chunks: the parts of the whole tensor that `value` is.
         holders: the ranks that hold the same.
     """
@@ -102,11 +106,6 @@ class StateEntry:
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]
     holders: frozenset[int]
-
-    @property
-    def is_of_half_precision(self) -> bool:
-        """Whether it is a master weight or the loss scale."""
-        return self.name == SCALER or (self.name.startswith(STATES) and self.name.endswith(f".{MASTER_KEY}"))
 
     @property
     def name_in_file(self) -> str:
@@ -135,9 +134,11 @@ def optimizer_entries(optimizer: WrappedOptimizer, model: DistributedModel) -> l
     """
     saved = optimizer.local_state_dict(gather_if_shard=False)
     del saved[PARTIAL_KEY]
-    if not _has_torch_layout(saved):
-        holders = frozenset(state.group(CommGroup.RDP_GROUP))
-        return [StateEntry(opaque_state_name(), saved, None, (), holders)]
+    if not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
+        raise CheckpointError(
+            f"the state of {type(optimizer.optimizer).__name__} has not the layout of torch's optimizers",
+            hint="save it with smp.save(optimizer.state_dict(), ...), and the model with optimizer state left out",
+        )
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     everywhere = frozenset(range(state.size))
     found = [StateEntry(GROUPS, saved["param_groups"], None, (), everywhere)]
@@ -170,20 +171,16 @@ def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def opaque_state_name() -> str:
-    """Return the name of a state that has not torch's layout and can be loaded with these degrees only."""
-    return _name_for_shard("optim.whole", (state.pp_rank, state.pp_size), (state.tp_rank, state.tp_size))
-
-
-def _has_torch_layout(saved: Mapping[str, Any]) -> bool:
-    return isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list)
-
-
 def _entry(name: str, value: Any, like: Any, holders: frozenset[int]) -> StateEntry:
     """Return an entry for a value, divided like the tensor `like` if it has its shape."""
     if not isinstance(value, torch.Tensor):
         return StateEntry(name, value, None, (), holders)
-    local = local_tensor_of(value)
+    local = local_tensor_of(value).detach().resolve_conj().resolve_neg()
+    is_divided = _is_sharded_like(value, like) and bool(shard_positions(like))
+    if not is_storable(local):
+        if is_divided:
+            raise CheckpointError(f"`{name}` is divided over ranks, and of a kind that cannot be: {local.dtype}")
+        return StateEntry(name, local, None, (), holders)
     if _is_sharded_like(value, like):
         return StateEntry(name, local, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
     return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
@@ -216,6 +213,26 @@ def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
     """Return the name of a state that only a rank at these positions (which part of how many) can load."""
     return name + "".join(f"@{index}of{size}" for index, size in positions)
+
+
+def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
+    """Return by name which of the ranks that hold an item, and share a file system, writes it.
+
+    Ranks that hold the same items divide them so that each writes about as many bytes. All of them come to the same
+    answer for these, whatever else they hold, without a message.
+
+    Args:
+        items: name, bytes, and the ranks that hold it.
+        here: the ranks that share a file system. Items that none of them holds are left out.
+    """
+    written: dict[frozenset[int], dict[int, int]] = {}
+    writers = {}
+    for name, size, holders in sorted(items, key=lambda item: (-item[1], item[0])):
+        if ranks := holders.intersection(here):
+            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks), 0))
+            writers[name] = min(so_far, key=so_far.__getitem__)
+            so_far[writers[name]] += size
+    return writers
 
 
 @dataclass(frozen=True)
@@ -329,29 +346,3 @@ def translated(
 
 def _constant(tensor: torch.Tensor) -> TensorFactory:
     return lambda: tensor
-
-
-def all_or_raise(what: str, attempt: Callable[[], _T], gather: Callable[[Any], list[Any]] = allgather) -> _T:
-    """Run `attempt` on all ranks; return this rank's result if all succeed. All ranks must call this.
-
-    Args:
-        gather: returns what each rank passes.
-
-    Raises:
-        CheckpointError: on all ranks, if one failed; it names those that did.
-    """
-    cause: Exception | None = None
-    try:
-        result = attempt()
-    except Exception as error:  # of any kind: this rank must reach the collective below, or the others wait for it
-        cause = error
-    errors = gather(None if cause is None else _message(cause))
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if failed:
-        hint = cause.hint if isinstance(cause, SmpkitError) else None
-        raise CheckpointError(f"{what}; {'; '.join(failed)}", hint=hint) from cause
-    return result
-
-
-def _message(error: Exception) -> str:
-    return error.message if isinstance(error, SmpkitError) else f"{type(error).__name__}: {error}"
