@@ -125,8 +125,6 @@ def test_without_states_of_the_optimizer_every_number_is_trained(tmp_path: Path)
     assert all(torch.equal(found[key].to(value.dtype), value) for key, value in expected.items())
 
 
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
