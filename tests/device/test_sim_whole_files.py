@@ -50,7 +50,9 @@ def _of_this_folder() -> list[tuple[str, str]]:
 
 def _run(order: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     needs_sim()
-    command = [sys.executable, "-m", "pytest", "--device", order, "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    # A test that takes seconds here takes minutes beside others: the deadline below is that of the whole file.
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=0"]
+    command = [sys.executable, "-m", "pytest", "--device", order, *options, *arguments]
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=1100, check=False)
 
 
