@@ -47,7 +47,7 @@ def page(contents: Sequence[Content]) -> str:
         title=" and ".join(run.folder for run in runs),
         failed=any(run.logs for run in runs),
         recorded=any(run.steps for run in runs),
-        has_pace=any(run.main is not None and len(run.main.numbers) > 1 for run in runs),
+        has_pace=any(run.main is not None and len(run.main.numbers) > 2 for run in runs),
         curves=list(dict.fromkeys(curve.name for run in runs for curve in run.curves if len(curve.steps) > 1)),
         compared=list(_compared(*runs)) if len(runs) == 2 else [],
         settings=[row for row in settings if row.is_set],

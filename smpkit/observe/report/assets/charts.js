@@ -22,8 +22,8 @@ function size(bytes) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (Math.abs(value) >= 1) return value.toFixed(2) + " s";
-  return Math.abs(value) >= 1e-3 || !value ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
+  if (Math.abs(value) >= 1 || !value) return value.toFixed(value ? 2 : 0) + " s";
+  return Math.abs(value) >= 1e-3 ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
 }
 
 function figure(value) {
@@ -149,7 +149,8 @@ function memory(box, view, planned, top, onToggle) {
       return {...common, drawn: [...sums], exact: view.bytes[kind]};
     }).reverse(); // the highest is drawn first, and the lower ones over it
     const setSeries = (_, at, changed) => at && changed.show !== undefined && onToggle(series[at - 1].label, changed.show);
-    const limit = planned && sumOf((kind) => planned[kind]);
+    // A plan that knows no activations has no total.
+    const limit = planned && planned.activations && sumOf((kind) => planned[kind]);
     return {top: top(), series, hooks: {setSeries: [setSeries], draw: [(plot) => limit && plannedLine(plot, ink, limit)]}};
   });
 }
