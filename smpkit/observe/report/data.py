@@ -53,7 +53,7 @@ _MOST_LOGS: Final = 4
 _TAIL_LINES: Final = 40
 _TAIL_BYTES: Final = 64 << 10
 _WARM_UP: Final = 3
-"""Steps that are slower than others: the schedule is recorded, and made again from measured times."""
+"""Steps that are slower than others: the schedule is recorded, and caches fill."""
 _STALL: Final = re.compile(r"offload stall of (.*), ns")
 _FAILING: Final = re.compile(r"^Traceback \(most recent call last\)|^\w*(?:Error|Exception)\b", re.MULTILINE)
 
