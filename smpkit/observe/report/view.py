@@ -270,6 +270,7 @@ def _template() -> jinja2.Template:
         policy=_policy,
         seconds=seconds,
         share=_share,
+        tenths=lambda idle: f"{1e3 * idle:.1f}" if idle >= 5e-5 else _NOTHING,
         to_rank=lambda rank: f"to {rank}",
         time=lambda when: f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M %Z}",
     )
