@@ -229,35 +229,24 @@ class EventWriter:
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
-        self.path = path = folder / file_name(header.rank)
+        self.path = folder / file_name(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(_encoded({"format": FORMAT, **vars(header)}) + "\n", encoding="ascii")
             # Unbuffered: what the disk did not take must not be tried again when the file is closed.
-            self._file = path.open("wb", buffering=0)
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise _unwritable(path, error) from None
-        try:
-            self._put(_encoded({"format": FORMAT, **vars(header)}) + "\n")
-        except OSError as error:
-            self._file.close()
-            raise _unwritable(path, error) from None
+            raise EventsError(f"events cannot be written to `{self.path}`: {error.strerror}") from None
 
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Append events as one line; raise OSError if the disk does not take them."""
-        self._put(_encoded([(_NAMES[kind], *values) for kind, values in rows]) + "\n")
+        line = _encoded([(_NAMES[kind], *values) for kind, values in rows]).encode() + b"\n"
+        if self._file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _put(self, text: str) -> None:
-        data = text.encode()
-        if self._file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _unwritable(path: Path, error: OSError) -> EventsError:
-    return EventsError(f"events cannot be written to `{path}`: {error.strerror}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -282,21 +271,13 @@ def find_events(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise EventsError(f"there is no folder `{folder}`", hint="`smpkit runs` lists the runs here")
     for place in _PLACES:
-        inside = folder / place
-        found = {int(name[1]): path for path in _listing(inside) if (name := _NAME.fullmatch(path.name))}
-        if found:
-            return [found[rank] for rank in sorted(found)]
+        paths = {int(name[1]): path for path in (folder / place).glob("*") if (name := _NAME.fullmatch(path.name))}
+        if paths:
+            return [paths[rank] for rank in sorted(paths)]
     raise EventsError(
         f"there are no events in `{folder}`",
         hint="`smpkit run` records them, and any other job with the variable SMPKIT_EVENTS_DIR",
     )
-
-
-def _listing(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise EventsError(f"`{folder}` cannot be read: {error.strerror}") from None
 
 
 def read_events(path: Path) -> RankLog:

@@ -90,7 +90,8 @@ class StepTimes:
         Steps between count, whether they were recorded or not; a checkpoint counts as part of the step before it.
         """
         places = pairwise(zip(self.numbers, self.begin_s, strict=True))
-        return (*((after - before) / (end - begin) for (before, begin), (after, end) in places), None)
+        rates = ((n2 - n1) / (t2 - t1) if t2 > t1 else None for (n1, t1), (n2, t2) in places)
+        return (*rates, None)
 
 
 @dataclass(frozen=True)

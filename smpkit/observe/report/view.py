@@ -47,7 +47,7 @@ def page(contents: Sequence[Content]) -> str:
         title=" and ".join(run.folder for run in runs),
         failed=any(run.logs for run in runs),
         recorded=any(run.steps for run in runs),
-        has_pace=any(run.main is not None and len(run.main.numbers) > 1 for run in runs),
+        has_pace=any(run.main is not None and len(run.main.numbers) > 2 for run in runs),
         curves=list(dict.fromkeys(curve.name for run in runs for curve in run.curves if len(curve.steps) > 1)),
         compared=list(_compared(*runs)) if len(runs) == 2 else [],
         settings=[row for row in settings if row.is_set],
@@ -84,9 +84,9 @@ class _RunView:
         summary = content.summary
         self.reason = "" if summary is None else summary.exit_reason
         self.ranks: Sequence[RankSummary] = () if summary is None else summary.ranks
-        self.splits = self._chosen(lambda rank: rank.split.total and rank.split.compute)
+        self.splits = self._chosen(lambda rank: rank.split.compute) if any(r.split.total for r in self.ranks) else []
         self.parts = [part for part in _PARTS if any(_share(rank, part) >= 5e-4 for rank in self.splits)]
-        self.peaks = self._chosen(_held)
+        self.peaks = self._chosen(_held) if any(map(_held, self.ranks)) else []
         self.kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
         self.planned = {rank.rank: rank.planned for rank in self.ranks if rank.planned is not None}
         pipeline, tensor, data = content.degrees or (0, 0, 0)
@@ -103,9 +103,8 @@ class _RunView:
         return getattr(self.content, name)
 
     def _chosen(self, busy: Callable[[RankSummary], float]) -> list[RankSummary]:
-        """Return the ranks for a table; none if there is nothing to tell of any."""
-        weights = [busy(rank) for rank in self.ranks]
-        return [self.ranks[at] for at in first_last_and_busiest(weights)] if any(weights) else []
+        """Return the ranks for a table."""
+        return [self.ranks[at] for at in first_last_and_busiest([busy(rank) for rank in self.ranks])]
 
     def bar(self, rank: RankSummary) -> Iterator[tuple[str, str, str]]:
         """Yield the parts of a bar 100 wide, which is the longest step of a rank: name, begin and width."""
@@ -270,6 +269,8 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
         policy=_policy,
         seconds=seconds,
+        share=_share,
+        tenths=lambda idle: f"{1e3 * idle:.1f}" if idle >= 5e-5 else _NOTHING,
         to_rank=lambda rank: f"to {rank}",
         time=lambda when: f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M %Z}",
     )

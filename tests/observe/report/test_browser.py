@@ -68,7 +68,7 @@ def test_hover_tells_the_action(browser: Browser, pages: dict[str, Path]) -> Non
     browser.mouse({"type": "pointerMove", "x": round(x + 80), "y": round(y + 34), "origin": "viewport"})
     tip = browser.run(_TIP)
     assert "F0: forward of microbatch 0, segment 0" in tip
-    assert "0.0 ms to 1.0 ms: 1.0 ms" in tip
+    assert "0 s to 1.0 ms: 1.0 ms" in tip
     assert "rank 0, stage 0, planned" in tip
 
 

@@ -17,6 +17,7 @@ from smpkit.observe.report import view
 from smpkit.observe.report.data import Content, Curve, Setting, content_of
 from smpkit.observe.report.view import page
 from smpkit.observe.runs import open_run
+from smpkit.observe.summary import Split
 from tests.observe.report.folders import ODD, write_events, write_run
 
 ASSETS = Path(view.__file__).parent / "assets"
@@ -68,7 +69,7 @@ def test_the_page_loads_nothing_and_its_policy_forbids_it(contents: list[Content
     assert (found.loads, found.handlers, found.styles) == ([], [], 0)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
-    assert html.unescape(policy[1]).startswith("default-src 'none'; script-src 'sha256-")
+    assert html.unescape(policy[1]).startswith("default-src 'none'; base-uri 'none'; form-action 'none';")
     assert "unsafe" not in policy[1]
     assert "http" not in policy[1]
 
@@ -85,7 +86,7 @@ def test_a_value_that_became_nan_is_said_and_not_left_out(contents: list[Content
     curve = Curve("loss", (0, 1), (2.0, None), "NaN or infinite once, at step 1")
     text = Elements(page([replace(contents[0], curves=(curve,))])).text
     assert re.search(rf"loss\s+not finite\s+{curve.broken}", text)
-    assert re.search(rf"loss\s+was {curve.broken}\.", text)
+    assert re.search(rf"loss\s+was\s+{curve.broken}\.", text)
 
 
 def test_names_of_a_job_are_text(contents: list[Content]) -> None:
@@ -146,6 +147,16 @@ def test_of_many_ranks_the_first_the_last_and_the_busiest_are_shown(contents: li
     assert len(bars) == 16
     assert "bytes from rank to rank" not in text  # whose table would have 64 columns; the longest waits are there
     assert "the longest waits" in text
+
+
+def test_ranks_without_time_and_messages_without_bytes_are_shown(contents: list[Content]) -> None:
+    summary = contents[0].summary
+    assert summary is not None
+    ranks = (replace(summary.ranks[0], split=Split()), replace(summary.ranks[1], split=Split(optimizer=1.0)))
+    links = tuple(replace(link, num_bytes=0) for link in contents[0].links)
+    text = Elements(page([replace(contents[0], summary=replace(summary, ranks=ranks), links=links)])).text
+    assert re.search(r"0\s+0 µs\s+0%\s+0 µs\s+1\s+1.00 s\s+100%\s+1.00 s", text)
+    assert re.search(r"from 0\s+·\s+0 B", text)
 
 
 def test_what_was_not_recorded_is_said_once(tmp_path: Path, contents: list[Content]) -> None:

@@ -1,4 +1,4 @@
-// The charts of a report, drawn by uPlot from the JSON in the page: curves over steps, memory and the link over one step.
+// The charts of a report, drawn by uPlot from the JSON in the page: curves over steps; memory and the link over a step.
 "use strict";
 
 const KINDS = ["weights", "gradients", "states", "activations", "parked", "other"];
@@ -22,13 +22,14 @@ function size(bytes) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (Math.abs(value) >= 1) return value.toFixed(2) + " s";
-  return Math.abs(value) >= 1e-3 || !value ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
+  if (Math.abs(value) >= 1 || !value) return value.toFixed(value ? 2 : 0) + " s";
+  return Math.abs(value) >= 1e-3 ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
 }
 
 function figure(value) {
   if (value === null || value === undefined) return "–";
-  return Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(+value.toPrecision(5));
+  const isPlain = !value || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5);
+  return isPlain ? String(+value.toPrecision(5)) : value.toExponential(2);
 }
 
 function onKeys(element, acts) {
@@ -82,7 +83,8 @@ function chart(box, label, make) {
 }
 
 function axes(ink, xText, yText, more) {
-  const common = {stroke: ink.muted, font: "11px system-ui, sans-serif", grid: {stroke: ink.grid, width: 1}, ticks: {show: false}};
+  const font = "11px system-ui, sans-serif", grid = {stroke: ink.grid, width: 1};
+  const common = {stroke: ink.muted, font, grid, ticks: {show: false}};
   return [
     {...common, size: 30, values: (_, splits) => splits.map(xText)},
     {...common, size: 62, values: (_, splits) => splits.map(yText), ...more},
@@ -148,16 +150,20 @@ function memory(box, view, planned, top, onToggle) {
       const common = {label: kind, show: shown.has(kind), stroke: ink[kind], fill: ink[kind]};
       return {...common, drawn: [...sums], exact: view.bytes[kind]};
     }).reverse(); // the highest is drawn first, and the lower ones over it
-    const setSeries = (_, at, changed) => at && changed.show !== undefined && onToggle(series[at - 1].label, changed.show);
-    const limit = planned && sumOf((kind) => planned[kind]);
-    return {top: top(), series, hooks: {setSeries: [setSeries], draw: [(plot) => limit && plannedLine(plot, ink, limit)]}};
+    const setSeries = (_, at, {show}) => at && show !== undefined && onToggle(series[at - 1].label, show);
+    // A plan that knows no activations has no total.
+    const limit = planned && planned.activations && sumOf((kind) => planned[kind]);
+    const draw = (plot) => limit && plannedLine(plot, ink, limit);
+    return {top: top(), series, hooks: {setSeries: [setSeries], draw: [draw]}};
   });
 }
 
 function plannedLine(plot, ink, value) {
-  const {left, width} = plot.bbox, y = plot.valToPos(value, "y", true), g = plot.ctx, ratio = window.devicePixelRatio || 1;
+  const {left, width} = plot.bbox, y = plot.valToPos(value, "y", true);
+  const g = plot.ctx, ratio = window.devicePixelRatio || 1;
   g.save();
-  Object.assign(g, {strokeStyle: ink.text, lineWidth: 1.25 * ratio, font: 11 * ratio + "px system-ui, sans-serif", textBaseline: "bottom"});
+  Object.assign(g, {strokeStyle: ink.text, lineWidth: 1.25 * ratio, textBaseline: "bottom"});
+  g.font = 11 * ratio + "px system-ui, sans-serif";
   g.setLineDash([5 * ratio, 4 * ratio]);
   g.beginPath();
   g.moveTo(left, y);
@@ -185,7 +191,8 @@ class StepView {
     const box = (name) => document.querySelector(`[data-chart="${name}"][data-run="${index}"]`);
     Object.assign(this, {run, boxes: {memory: box("memory"), link: box("link")}, charts: []});
     this.selects = [part("choice"), part("pipeline")];
-    this.schedule = new ScheduleView(box("schedule"), (from, to) => this.charts.forEach((each) => each.zoomTo(from, to)));
+    const zoom = (from, to) => this.charts.forEach((each) => each.zoomTo(from, to));
+    this.schedule = new ScheduleView(box("schedule"), zoom);
     for (const select of this.selects) if (select) select.addEventListener("change", showSteps);
   }
 
@@ -199,7 +206,8 @@ class StepView {
 
   show(longest) {
     for (const box of Object.values(this.boxes)) if (box) box.replaceChildren();
-    this.charts = this.views.map((view) => memory(panel(this.boxes.memory, view), view, this.run.planned[view.rank], highest, toggle));
+    this.charts = this.views.map((view) =>
+      memory(panel(this.boxes.memory, view), view, this.run.planned[view.rank], highest, toggle));
     const moved = this.views.filter((view) => this.boxes.link && view.out.some(Boolean));
     this.charts.push(...moved.map((view) => link(panel(this.boxes.link, view), view)));
     this.schedule.show(this.bands, this.label, longest);
@@ -249,7 +257,8 @@ const overSteps = [...document.querySelectorAll('[data-chart="values"]')].map((b
   return curves(box, `${name} over steps`, lines, false);
 });
 for (const box of document.querySelectorAll('[data-chart="throughput"]')) {
-  const lines = data.runs.filter((run) => run.pace).map(({label, pace: [xs, ys]}) => ({label: label || "steps/s", xs, ys}));
+  const paces = data.runs.filter((run) => run.pace);
+  const lines = paces.map(({label, pace: [xs, ys]}) => ({label: label || "steps/s", xs, ys}));
   overSteps.push(curves(box, "steps per second over steps", lines, true));
 }
 showSteps();

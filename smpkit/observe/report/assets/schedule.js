@@ -36,8 +36,8 @@ function parts(name) {
 
 /** When the last thing of some bands ends. */
 function endOf(bands) {
-  const rows = bands.flatMap((band) => band.rows);
-  return Math.max(1e-9, ...rows.flatMap((row) => [row.actions, row.works].flatMap((spans) => spans.slice(-1).map((each) => each[2]))));
+  const spans = bands.flatMap((band) => band.rows).flatMap((row) => [row.actions.at(-1), row.works.at(-1)]);
+  return Math.max(1e-9, ...spans.filter(Boolean).map((span) => span[2]));
 }
 
 class ScheduleView {
@@ -206,7 +206,8 @@ class ScheduleView {
     const start = old ? rows.indexOf(old.row) + down : rows.findIndex((row) => row.what === "executed");
     const row = rows[(start + rows.length) % rows.length];
     const away = (action) => Math.abs(action[1] + action[2] - old.action[1] - old.action[2]);
-    const nearest = down && old ? row.actions.reduce((best, each) => (away(each) < away(best) ? each : best), row.actions[0]) : null;
+    const nearer = (one, other) => (away(other) < away(one) ? other : one);
+    const nearest = down && old && row.actions.length ? row.actions.reduce(nearer) : null;
     const index = old ? row.actions.indexOf(old.action) + sideways : 0;
     const action = nearest || row.actions[Math.max(0, Math.min(row.actions.length - 1, index))];
     if (!action) return;
