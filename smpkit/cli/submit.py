@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
+from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted, wait_for_job
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.errors import ConfigError
 
@@ -63,9 +63,7 @@ def submit(
     if follow:
         return follow_job(job)
     if wait:
-        from smpkit.cli.wait import wait_for
-
-        return wait_for(job)
+        return wait_for_job(job)
     console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
     return 0
 

@@ -220,27 +220,28 @@ def test_follow_shows_the_log_and_the_end(use: Use, smpkit: Smpkit) -> None:
     assert "Completed after 1 m 40 s" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["submit --wait", "submit -f", "wait"])
+@pytest.mark.parametrize("command", ["submit --wait", "submit -f", "status --watch", "logs -f", "logs -f --rank 0"])
 def test_a_failed_job_is_exit_code_1_with_the_first_failing_ranks_exception(
     use: Use, smpkit: Smpkit, command: str
 ) -> None:
     use(Script(failure=REASON, training=10))
     name, *flags = command.split()
-    if name == "wait":
-        smpkit("submit", "job.yaml", "--name", "job")
-        result = smpkit("wait", "job")
-    else:
+    if name == "submit":
         result = smpkit("submit", "job.yaml", "--name", "job", *flags)
+    else:
+        smpkit("submit", "job.yaml", "--name", "job")
+        result = smpkit(name, "job", *flags)
     assert result.exit_code == 1
-    assert "Failed after 1 m 40 s (rank 5 on algo-1, exit 1)\n\n    ValueError: boo\n" in result.stderr
-    assert '      File "train.py", line 4, in f' in result.stderr
+    shown = result.stdout if name == "status" else result.stderr
+    assert "Failed after 1 m 40 s (rank 5 on algo-1, exit 1)\n\n    ValueError: boo\n" in shown
+    assert '      File "train.py", line 4, in f' in shown
     assert "hint: `smpkit logs job --rank 5 --tail 50`" in result.stderr
 
 
 def test_ctrl_c_never_stops_the_job(use: Use, smpkit: Smpkit) -> None:
     aws = use(Script(training=10_000))
     smpkit("submit", "job.yaml", "--name", "job")
-    for command in (["logs", "-f", "job"], ["status", "--watch", "job"], ["wait", "job"]):
+    for command in (["logs", "-f", "job"], ["status", "--watch", "job"], ["logs", "-f", "job", "--rank", "0"]):
         aws.fail("DescribeTrainingJob", KeyboardInterrupt(), after=2)
         result = smpkit(*command)
         assert result.exit_code == 130
@@ -344,7 +345,7 @@ def test_a_real_interrupt_ends_following_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "command", ["jobs", "status job", "logs job", "wait job", "submit job.yaml", "resume job", "doctor"],
+    "command", ["jobs", "status job", "logs job", "submit job.yaml", "resume job", "doctor"],
 )  # fmt: skip
 def test_json_is_json_and_alone_on_stdout(use: Use, smpkit: Smpkit, command: str) -> None:
     aws = use()
@@ -415,7 +416,6 @@ def test_logs_say_that_no_line_is_wanted(use: Use, smpkit: Smpkit, options: str,
         (["logs", "none"], "there is no job `none` in us-west-2"),
         (["status", "none"], "there is no job `none` in us-west-2"),
         (["stop", "none"], "there is no job `none`"),
-        (["wait", "none"], "there is no job `none`"),
         (["resume", "none"], "there is no job `none`"),
         (["resume", "none", "--with", "job.yaml"], "goes on with other settings, or elsewhere, from a job file"),
     ],
@@ -428,7 +428,7 @@ def test_wrong_usage_is_exit_code_2(use: Use, smpkit: Smpkit, arguments: list[st
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["submit job.yaml", "jobs", "status job", "logs job", "stop job", "wait job"])
+@pytest.mark.parametrize("command", ["submit job.yaml", "jobs", "status job", "logs job", "stop job"])
 def test_a_cloud_that_refuses_is_exit_code_4(use: Use, smpkit: Smpkit, command: str) -> None:
     aws = use()
     for operation in ("HeadObject", "ListTrainingJobs", "DescribeTrainingJob"):
@@ -517,15 +517,6 @@ def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> No
 
 def test_doctor_reports_versions_to_paste(smpkit: Smpkit) -> None:
     assert smpkit("doctor", "--report").stdout.startswith("smpkit ")
-
-
-@pytest.mark.parametrize(
-    ("shell", "word"), [("bash", "complete -o nosort"), ("zsh", "#compdef"), ("fish", "complete ")]
-)
-def test_completion_scripts(shell: str, word: str, smpkit: Smpkit) -> None:
-    script = smpkit("completion", shell).stdout
-    assert word in script
-    assert "_SMPKIT_COMPLETE" in script
 
 
 def test_completion_completes() -> None:

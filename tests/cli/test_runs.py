@@ -109,14 +109,8 @@ def completed(line: str) -> list[str]:
     return [each.partition(",")[2] for each in said.splitlines()]
 
 
-def test_the_shell_completes_parameters_hyperparameters_and_runs(runs: list[Run], tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("entry_point: train.py\nhyperparameters: {steps: 240, size: 3}\n")
-    assert completed("smpkit run job.yaml -p pipeline_par") == ["pipeline_parallel_degree="]
-    assert completed("smpkit plan job.yaml -p shard_optimizer_state=") == [
-        "shard_optimizer_state=true", "shard_optimizer_state=false",
-    ]  # fmt: skip
-    assert completed("smpkit run job.yaml -H s") == ["steps=", "size="]
-    assert completed("smpkit run job.yaml -H steps=") == ["steps=240"]
+@pytest.mark.usefixtures("runs")
+def test_the_shell_completes_the_names_of_runs() -> None:
     assert completed("smpkit runs t") == ["t5-20261125-191504"]
     assert completed("smpkit timeline gpt") == ["gpt-20261125-191503", "gpt-20261125-191502"]
 

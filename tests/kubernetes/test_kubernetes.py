@@ -203,7 +203,7 @@ def test_a_killed_launcher_is_the_jobs_end(user: User) -> None:
     user.run("submit", "job.yaml", "--name", "killed")
     user.until(lambda: user.told().count("ready") == 2, "both ranks")
     user.pods("killed")[1].process.send_signal(signal.SIGKILL)
-    user.run("wait", "killed", code=1)
+    user.run("status", "killed", "--watch", code=1)
     failure = user.status("killed")["failure"]
     assert failure["headline"] == "the container ended with exit code 137"
     assert "on pod-1" in failure["details"]
