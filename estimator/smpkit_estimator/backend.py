@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted, suggestion
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from smpkit_estimator.files import Files
 
 __all__ = [
-    "GROUP",
     "OWN",
     "Access",
     "Backend",
@@ -45,8 +45,6 @@ __all__ = [
     "unique_name",
 ]
 
-GROUP = "smpkit.backends"
-"""The group of entry points."""
 
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
@@ -317,4 +315,4 @@ def open_backend(name: str, access: Access | None = None) -> Backend:
 
 
 def _others() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=GROUP)}
+    return {each.name: each for each in entry_points(group=BACKENDS)}

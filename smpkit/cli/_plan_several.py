@@ -60,7 +60,7 @@ def compared(files: Sequence[Path], overrides: Sequence[str], options: dict[str,
 
 def swept(file: Path, sweeps: Sequence[str], overrides: Sequence[str], options: dict[str, Any]) -> list[Row]:
     """Plan the file with each combination of values; those that the schema refuses are rows with the reason."""
-    axes = [_axis(file, sweep) for sweep in sweeps]
+    axes = [_axis(sweep) for sweep in sweeps]
     combinations = list(itertools.product(*([(key, place, value) for value in values] for key, place, values in axes)))
     if len(combinations) > _MOST:
         raise UsageError(f"the sweep has {len(combinations)} plans, more than {_MOST}", hint="use `smpkit tune`")
@@ -76,9 +76,8 @@ def swept(file: Path, sweeps: Sequence[str], overrides: Sequence[str], options: 
     return _planned(rows, options)
 
 
-def _axis(file: Path, sweep: str) -> tuple[str, str, list[str]]:
+def _axis(sweep: str) -> tuple[str, str, list[str]]:
     """Read `KEY=V1,V2`: the key as given, the setting that it means, and the values."""
-    from smpkit.config.load import file_of_parameters
     from smpkit.config.modelparallel import ModelParallelConfig
 
     key, separator, text = sweep.partition("=")
@@ -86,12 +85,8 @@ def _axis(file: Path, sweep: str) -> tuple[str, str, list[str]]:
     key = key.strip()
     if not separator or not key or not values:
         raise UsageError(f"`--sweep {printable(sweep)}` has no values", hint="write `--sweep microbatches=4,8,16`")
-    if key not in ModelParallelConfig.keys():  # noqa: SIM118 - a class, not a mapping
-        return key, key, values
-    place, path = file_of_parameters(file)
-    if place != file:  # the job names another file for its parameters
-        path = ("distribution", "smdistributed", "modelparallel", "parameters")
-    return key, ".".join([*map(str, path), key]), values
+    is_parameter = key in ModelParallelConfig.keys()  # noqa: SIM118 - a class, not a mapping
+    return key, f"-p {key}" if is_parameter else key, values
 
 
 def _planned(rows: Sequence[tuple[str, dict[str, Any], World | str]], options: dict[str, Any]) -> list[Row]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,28 +19,12 @@ if TYPE_CHECKING:
     from smpkit_estimator.status import JobStatus
 
 __all__ = [
-    "HostsOfOneKind",
     "local_time",
-    "machines_text",
     "newest_checkpoint",
     "show_end",
     "status_json",
     "status_lines",
 ]
-
-
-class HostsOfOneKind(Protocol):
-    """Hosts of one kind, in a job file or of a managed job."""
-
-    @property
-    def instance_type(self) -> str: ...
-    @property
-    def instance_count(self) -> int: ...
-
-
-def machines_text(machines: Iterable[HostsOfOneKind]) -> str:
-    """Return the hosts in words: `2 × ml.p4d.24xlarge + 1 × ml.c5.xlarge`."""
-    return " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines)
 
 
 def status_lines(status: JobStatus) -> Iterator[str]:
@@ -50,7 +34,8 @@ def status_lines(status: JobStatus) -> Iterator[str]:
     yield _headline(status)
     if status.failure is not None:
         yield from ("", *_reason(status), "")
-    machines = f"{machines_text(status.machines)}{' (spot)' if status.spot else ''}"
+    machines = " + ".join(f"{hosts.instance_count} × {hosts.instance_type}" for hosts in status.machines)
+    machines += " (spot)" if status.spot else ""
     billable = duration(status.billable_so_far)
     yield f"machines    {machines}, {'' if status.over else 'so far '}{billable} billable each"
     if status.interruptions:

@@ -38,11 +38,13 @@ def validate(file: Path, overrides: tuple[str, ...], as_json: bool, show_origin:
     except ConfigError as error:
         if not as_json:
             raise
-        click.echo(_json(valid=False, problems=error.problems))
+        click.echo(json.dumps({"valid": False, "problems": [*map(_plain, error.problems)], "warnings": []}, indent=2))
         return error.exit_code
     if as_json:
-        origins = _settings(loaded) if show_origin else None
-        click.echo(_json(valid=True, kind=loaded.kind, warnings=loaded.notices, settings=origins))
+        result = {"valid": True, "kind": loaded.kind, "problems": [], "warnings": [*map(_plain, loaded.notices)]}
+        if show_origin:
+            result["settings"] = _settings(loaded)
+        click.echo(json.dumps(result, indent=2))
     else:
         _talk(loaded, show_origin)
     return 0
@@ -103,24 +105,6 @@ def _at(value: Any, path: Iterable[str | int]) -> Any:
     for part in path:
         value = value[part]
     return value
-
-
-def _json(
-    *,
-    valid: bool,
-    kind: str | None = None,
-    problems: Iterable[Problem] = (),
-    warnings: Iterable[Problem] = (),
-    settings: list[dict[str, Any]] | None = None,
-) -> str:
-    result: dict[str, Any] = {"valid": valid}
-    if kind is not None:
-        result["kind"] = kind
-    result["problems"] = [_plain(problem) for problem in problems]
-    result["warnings"] = [_plain(warning) for warning in warnings]
-    if settings is not None:
-        result["settings"] = settings
-    return json.dumps(result, indent=2)
 
 
 def _plain(problem: Problem) -> dict[str, Any]:

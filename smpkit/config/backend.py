@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue
@@ -11,9 +12,13 @@ from smpkit.config.batch import Batch
 from smpkit.config.fields import Location, Word
 from smpkit.config.kubernetes import Kubernetes
 from smpkit.config.section import Section, instead, matching
+from smpkit.config.words import quoted, suggestion
 from smpkit.errors import Problem
 
-__all__ = ["BackendChoice", "Slurm"]
+__all__ = ["BACKENDS", "BackendChoice", "Slurm"]
+
+BACKENDS = "smpkit.backends"
+"""The group of entry points by which another package brings a back end."""
 
 _TIME = r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED"
 Time = Annotated[str, matching(_TIME, "must be a time as Slurm writes it", "`90` minutes, `2:00:00`, `3-12:00`")]
@@ -139,7 +144,11 @@ class BackendChoice(Section):
     short_form = "name"
 
     def broken_rules(self) -> Iterable[Problem]:
-        """Ask which one is meant where the options of several are given."""
+        """Refuse a back end that nobody has, and ask which one is meant where the options of several are given."""
+        known = ("sagemaker", *_WITH_OPTIONS)
+        if self.name not in (None, *known) and not entry_points(group=BACKENDS, name=str(self.name)):
+            hint = suggestion(str(self.name), known) or f"those are {', '.join(f'`{name}`' for name in known)}"
+            yield Problem(("name",), f"is no back end: {quoted(self.name)}", hint)
         described = [name for name in _WITH_OPTIONS if name in self.model_fields_set]
         if len(described) > 1 and self.name is None:
             hint = f"write `backend: {{name: {described[0]}, ...}}`, or use `--backend`"

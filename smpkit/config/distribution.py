@@ -91,15 +91,22 @@ class SmDistributed(Section):
         return belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "parameters": ("belongs to `modelparallel`", "write `modelparallel: {parameters: ...}`"),
+        "enabled": ("belongs to `modelparallel`", "write `modelparallel: {enabled: ...}`"),
         "dataparallel": (
             "is SageMaker's data-parallel library, which smpkit does not replace; a job names only one library",
             "remove it, and set `ddp: true` in the parameters of `modelparallel`",
-        )
+        ),
     }
+
+
+_PARAMETERS = ("belongs to `smdistributed.modelparallel`", "write `smdistributed: {modelparallel: {parameters: ...}}`")
 
 
 class MpiOptions(Switched):
     """Launch with mpirun."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {"parameters": _PARAMETERS}
 
     processes_per_host: int | None = Field(default=None, ge=1, le=4096)
     """Ranks per host. Default: one per GPU, or one."""
@@ -146,6 +153,10 @@ class Distribution(Section):
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_groups": INSTANCE_GROUPS,
+        "processes_per_host": (
+            "belongs to the launcher, `mpi` or `torch_distributed`",
+            "write `torch_distributed: {enabled: true, processes_per_host: ...}`",
+        ),
         "pytorchddp": (
             "is SageMaker's name for plain data parallelism",
             "use `torch_distributed`, and set `ddp: true` in the parameters of `modelparallel`",

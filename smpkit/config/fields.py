@@ -16,9 +16,11 @@ __all__ = [
     "BucketUri",
     "ContainerPath",
     "Hyperparameters",
+    "InstanceType",
     "JobName",
     "Location",
     "Pattern",
+    "Role",
     "Script",
     "VariableName",
     "Variables",
@@ -96,6 +98,11 @@ Location = Annotated[str, checked(_location)]
 BucketUri = Annotated[Location, checked(_bucket_uri)]
 ContainerPath = Annotated[str, matching("/.*", "must be an absolute path inside the container")]
 Pattern = Annotated[str, checked(_pattern)]
+_TYPE = r"(?!ml\.)\S{1,255}|ml\.[a-z0-9-]+\.(\d*x?large|small|medium|metal)"
+_MACHINES = "must be `local` or a SageMaker instance type"
+InstanceType = Annotated[str, matching(_TYPE, _MACHINES, "such as `ml.p4d.24xlarge`")]
+_ROLE = r"(?!arn:)\S{1,255}|arn:aws[a-z-]*:iam::\d{12}:role/\S+"
+Role = Annotated[str, matching(_ROLE, "must be an IAM role, by name or ARN", "`arn:aws:iam::<account>:role/<name>`")]
 Word = Annotated[str, matching(r"\S{1,255}", "must have 1 to 255 characters and no blanks")]
 
 

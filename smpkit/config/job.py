@@ -15,9 +15,11 @@ from smpkit.config.fields import (
     BucketUri,
     ContainerPath,
     Hyperparameters,
+    InstanceType,
     JobName,
     Location,
     Pattern,
+    Role,
     Script,
     VariableName,
     Variables,
@@ -65,7 +67,7 @@ TagKey = Annotated[str, checked(_tag_key)]
 class Compute(Section):
     """The machines."""
 
-    instance_type: Word = "local"
+    instance_type: InstanceType = "local"
     """`local` for this machine, or a SageMaker instance type such as `ml.p4d.24xlarge`."""
 
     instance_count: int = Field(default=1, ge=1, le=100_000)
@@ -121,6 +123,8 @@ class UriSection(Section):
     """Something with a URI, for which the URI alone may be written."""
 
     short_form = "uri"
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {"url": ("is called `uri` here", "rename it")}
 
 
 class FileSystem(Section):
@@ -178,9 +182,10 @@ class Channel(UriSection):
     hub_content: str | None = None
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
 
-    refused: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
-        ("instance_groups", "instance_group_names"), INSTANCE_GROUPS
-    )
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **UriSection.refused,
+        **dict.fromkeys(("instance_groups", "instance_group_names"), INSTANCE_GROUPS),
+    }
 
     def broken_rules(self) -> Iterable[Problem]:
         """Require either `uri` or `file_system`, and refuse options that only objects in S3 have."""
@@ -279,19 +284,23 @@ class Container(Section):
             yield Problem(("registry_credentials",), "requires registry_access", "set `registry_access: Vpc`")
 
 
+_LABEL = "must have at most 120 letters, digits and hyphens, the first and last no hyphen"
+Label = Annotated[str, matching(r"(?=.{1,120}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*", _LABEL)]
+
+
 class Experiment(Section):
     """The place of a job in SageMaker Experiments. Default: none, or what your account does by itself."""
 
-    name: str | None = Field(default=None, min_length=1, max_length=120)
+    name: Label | None = None
     """The experiment."""
 
-    trial: str | None = Field(default=None, min_length=1, max_length=120)
+    trial: Label | None = None
     """The trial in it."""
 
-    display_name: str | None = Field(default=None, min_length=1, max_length=120)
+    display_name: Label | None = None
     """What the job is called in it."""
 
-    run: str | None = Field(default=None, min_length=1, max_length=120)
+    run: Label | None = None
     """The run in it."""
 
 
@@ -360,7 +369,7 @@ class JobConfig(Section):
     image: Word | None = None
     """The container image; not used on this machine."""
 
-    role: Word | None = None
+    role: Role | None = None
     """The IAM role (name or ARN) that SageMaker takes; not used on this machine."""
 
     inputs: dict[ChannelName, Channel] = Field(default_factory=dict)

@@ -184,6 +184,7 @@ def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
         config = JobConfig.model_validate({name: value[name] for name in names if name in value})
     except ValidationError:
         return  # their own problems have been reported
+    # Inputs may be made later, by another job.
     for index, name in enumerate(config.dependencies):
         if "://" not in name and not _is_there((folder / name).exists):
             message = f"no such file or folder: {quoted(str(folder / name))}"

@@ -13,7 +13,7 @@ from pydantic_core.core_schema import ValidationInfo
 from smpkit.config import rules
 from smpkit.config.documents import strict_json
 from smpkit.config.section import Section, explain, instead, validated
-from smpkit.config.words import quoted, typed
+from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
 __all__ = ["ENVIRONMENT_VARIABLE", "HISTORIC", "TENSORFLOW_DEFAULTS", "V2_KEYS", "ModelParallelConfig"]
@@ -288,7 +288,9 @@ class ModelParallelConfig(Section):
             return Problem((name,), message, "remove one of them")
         if name in TENSORFLOW_DEFAULTS:
             return Problem((name,), "belongs to the TensorFlow library; smpkit is for PyTorch", "remove it")
-        return super().unknown(name, data)
+        if name in cls.refused:
+            return super().unknown(name, data)
+        return Problem((name,), "unknown field", suggestion(name, [*cls.keys(), _ALIAS]))
 
     @classmethod
     def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:

@@ -19,9 +19,6 @@ _PATH = ("distribution", "mpi", "custom_mpi_options")
 _TWO_VALUES = frozenset({"mca", "gmca", "omca", "gomca", "prtemca", "gprtemca", "pmixmca", "gpmixmca"})
 """`--mca NAME VALUE` and its variants per part of Open MPI 5; one parameter each."""
 
-_ONE_VALUE = frozenset({"bind-to", "map-by", "rank-by", "x", "wdir", "display", "output", "output-filename", "prefix"})
-"""Options whose value may look like an option itself, so it is taken whatever it is."""
-
 _OURS: Mapping[str, str] = {
     "np": "set `processes_per_host` instead",
     "n": "set `processes_per_host` instead",
@@ -93,8 +90,8 @@ def _grouped(words: Sequence[str]) -> Iterator[Option]:
         start = position
         position += 1
         name = words[start].lstrip("-")
-        if name in _TWO_VALUES or name in _ONE_VALUE:
-            position = min(len(words), position + (2 if name in _TWO_VALUES else 1))
+        if name in _TWO_VALUES:  # which may look like options
+            position = min(len(words), position + 2)
         else:
             while words[start].startswith("-") and position < len(words) and not words[position].startswith("-"):
                 position += 1
@@ -116,12 +113,7 @@ def _problem(option: Option, earlier: Option | None) -> Problem | None:
         )
     if name in _OURS:
         return Problem(_PATH, f"`{option}` is set by smpkit", _OURS[name])
-    needed = 0
-    if name in _TWO_VALUES:
-        needed = 2
-    elif name in _ONE_VALUE:
-        needed = 1
-    if "=" not in option.words[0] and len(option.words) <= needed:
+    if name in _TWO_VALUES and len(option.words) < 3:
         return Problem(_PATH, f"`{option}` lacks a value")
     if earlier is not None and earlier.words[1:] != option.words[1:]:
         return Problem(_PATH, f"`{earlier}` and `{option}` contradict each other", "keep one of them")

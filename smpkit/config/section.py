@@ -98,7 +98,8 @@ class Section(BaseModel):
             return handler(data)
         full = cls.spelled_out(data)
         if not isinstance(full, Mapping):
-            raise refusal([Problem((), f"must be a mapping, got {typed(full)}")])
+            kinds = "text or a mapping" if cls.short_form else "a mapping"
+            raise refusal([Problem((), f"must be {kinds}, got {typed(full)}")])
         problems: list[Problem] = []
         try:
             section = handler(full)

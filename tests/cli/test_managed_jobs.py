@@ -130,7 +130,7 @@ def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
     use()
     text = JOB.replace("output: s3://bucket/out", "output: ./out") + f"environment: {{A: {'x' * 600}}}\n"
     Path("job.yaml").write_text(text)
-    result = smpkit("submit", "job.yaml", "--set", "compute.instance_type=ml.p4d.24xlage")
+    result = smpkit("submit", "job.yaml", "--set", "compute.instance_type=ml.p4d.2xlarge")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "job.yaml:4: output: is a folder of this machine, `./out`" in result.stderr
     assert "job.yaml:7: environment.A: has 600 characters, SageMaker takes at most 512" in result.stderr

@@ -424,6 +424,13 @@ def test_a_picture_of_the_schedule(smpkit: Smpkit, tmp_path: Path) -> None:
     assert "interleaved, 8 microbatches, bubble 27.3%" in picture
 
 
+def test_a_sweep_of_a_job_without_the_library_switches_it_on(smpkit: Smpkit, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text("entry_point: train.py\n")
+    done = smpkit("plan", str(tmp_path / "job.yaml"), "--json", "--ranks", "2", "--sweep", "microbatches=2,4")
+    assert [row["refusal"] for row in json.loads(done.stdout)] == [None, None]
+
+
 def test_a_picture_of_a_sweep_has_the_schedule_of_each_plan(smpkit: Smpkit, tmp_path: Path) -> None:
     (tmp_path / "mp.yaml").write_text("pipeline_parallel_degree: 2\n")
     arguments = ("plan", str(tmp_path / "mp.yaml"), "--sweep", "microbatches=2,4", "--svg", str(tmp_path / "plan.svg"))

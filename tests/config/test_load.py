@@ -288,6 +288,8 @@ def test_sources_must_be_there(folder: Path) -> None:
     (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: src"))
     assert "job.yaml:2: source_dir: no such folder" in problem
     load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"))
+    (problem,) = problems(write(folder, "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]"))
+    assert "job.yaml:2: dependencies[1]: no such file or folder" in problem
     (problem,) = problems(write(folder, f"entry_point: {'x' * 5000}.py"))
     assert "no such file" in problem
 

@@ -245,8 +245,9 @@ def test_v2_keys_are_refused_with_their_v1_counterpart(key: str) -> None:
 
 
 def test_unknown_keys_get_the_closest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean `microbatches`"):
-        config({"microbatchs": 4})
+    for name, meant in (("microbatchs", "microbatches"), ("partitons", "partitions")):
+        with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
+            config({name: 4})
 
 
 def test_the_alias_is_named_as_it_was_written() -> None:

@@ -149,7 +149,9 @@ def test_settings_without_effect_are_noticed_where_they_were_given(parameters: d
     ],
 )
 def test_degrees_must_fit_the_number_of_ranks(degrees: tuple[int, int, int], world_size: int, key: str | None) -> None:
-    names = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
-    config = ModelParallelConfig.model_construct(**dict(zip(names, degrees, strict=True)))
+    pipeline, tensor, sharding = degrees
+    config = ModelParallelConfig.model_construct(
+        pipeline_parallel_degree=pipeline, tensor_parallel_degree=tensor, sharded_data_parallel_degree=sharding
+    )
     problems = config.world_problems(world_size)
     assert [problem.where for problem in problems] == ([] if key is None else [key])
