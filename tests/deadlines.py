@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
@@ -32,15 +31,14 @@ def facts() -> TCPStore:
 
 def wait_shortly(seconds: float = 1) -> None:
     """Let this rank wait for nobody longer from now on; the others may come as late as the machine lets them."""
-    failure_store, runtime = deadline.failure_store(), state.runtime
+    failure_store = deadline.failure_store()
     assert failure_store is not None
-    assert runtime is not None
     failure_store.timeout = timedelta(seconds=seconds)
     for group in failure_store.groups():
         group.set_timeout(failure_store.timeout)
-    state.runtime = replace(runtime, cfg=runtime.cfg.model_copy(update={"timeout_seconds": seconds}))
+    state.cfg = state.cfg.model_copy(update={"timeout_seconds": seconds})
     if state.model is not None and state.model.pipeline is not None:
-        state.model.pipeline._transport._timeout = failure_store.timeout
+        state.model.pipeline._transport.hosts._timeout = failure_store.timeout
 
 
 def let_judge(judge: int, heard: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ DOCUMENTED = """
     delay_param_initialization save load save_checkpoint resume_from_checkpoint
     latest_checkpoint save_pretrained load_pretrained CheckpointReader on_stop stop_requested state
     checkpoint checkpoint_sequential set_activation_checkpointing offload_report progress
-    clip_grad_norm_ log launch record_memory save_memory_snapshot
+    clip_grad_norm_ log launch
     model_creation set_tensor_parallelism tensor_parallelism tp_register tp_register_with_module register_parameter
 """.split()  # noqa: SIM905
 

@@ -91,10 +91,9 @@ class Mesh:
     def from_world(cls, world_size: int, pp: int = 1, tp: int = 1, strategy: str = "cluster") -> Mesh:
         """Make the grid of `world_size` ranks; raise ConfigError unless `pp * tp` divides it."""
         if pp < 1 or tp < 1 or world_size < 1 or world_size % (pp * tp):
-            degrees = f"pipeline_parallel_degree {pp} x tensor_parallel_degree {tp}"
-            raise ConfigError(
-                [Problem((), f"{degrees} = {pp * tp} does not divide the world size {world_size}", _world_hint(pp, tp))]
-            )
+            degrees = f"pipeline_parallel_degree {pp} x tensor_parallel_degree {tp} = {pp * tp}"
+            hint = f"start a multiple of {max(pp, 1) * max(tp, 1)} ranks, or lower a degree"
+            raise ConfigError([Problem((), f"{degrees} does not divide the world size {world_size}", hint)])
         return cls(pp, tp, world_size // (pp * tp), strategy)
 
     @property
@@ -113,29 +112,28 @@ class Mesh:
         return self.tp_size * self.rdp_size
 
     @cached_property
-    def _letters(self) -> str:
-        return _ALIASES.get(self.strategy, self.strategy)
-
-    def _size_of(self, letter: str) -> int:
-        return {"D": self.rdp_size, "P": self.pp_size, "T": self.tp_size}[letter]
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        """Axis and size of each letter of the strategy, the slowest first."""
+        axes = {"D": ("rdp", self.rdp_size), "P": ("pp", self.pp_size), "T": ("tp", self.tp_size)}
+        return tuple(axes[letter] for letter in _ALIASES.get(self.strategy, self.strategy))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of a global rank; raise UsageError if there is no such rank."""
         if not 0 <= rank < self.size:
             raise UsageError(f"there is no rank {rank} in a world of {self.size}", hint=f"use 0 to {self.size - 1}")
         place = {}
-        for letter in reversed(self._letters):
-            rank, place[letter] = divmod(rank, self._size_of(letter))
-        return Coordinates(pp=place["P"], tp=place["T"], rdp=place["D"])
+        for axis, size in reversed(self._sizes):
+            rank, place[axis] = divmod(rank, size)
+        return Coordinates(**place)
 
     def rank(self, coordinates: Coordinates) -> int:
         """Return the global rank at a place; raise UsageError if the place is outside the grid."""
-        place = {"P": coordinates.pp, "T": coordinates.tp, "D": coordinates.rdp}
         rank = 0
-        for letter in self._letters:
-            if not 0 <= place[letter] < self._size_of(letter):
+        for axis, size in self._sizes:
+            place: int = getattr(coordinates, axis)
+            if not 0 <= place < size:
                 raise UsageError(f"{coordinates} is outside the grid {self.pp_size} x {self.tp_size} x {self.rdp_size}")
-            rank = rank * self._size_of(letter) + place[letter]
+            rank = rank * size + place
         return rank
 
     def groups(self, kind: CommGroup) -> tuple[tuple[int, ...], ...]:
@@ -153,12 +151,12 @@ class Mesh:
 
     @cached_property
     def _groups(self) -> dict[CommGroup, tuple[tuple[int, ...], ...]]:
-        found: dict[CommGroup, dict[tuple[int, ...], list[int]]] = {kind: {} for kind in CommGroup}
+        members: dict[CommGroup, dict[tuple[int, ...], list[int]]] = {kind: {} for kind in CommGroup}
         for rank in range(self.size):
             place = self.coordinates(rank)
             for kind, fixed in _FIXED.items():
-                found[kind].setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(rank)
-        return {kind: tuple(sorted(map(tuple, groups.values()))) for kind, groups in found.items()}
+                members[kind].setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(rank)
+        return {kind: tuple(sorted(map(tuple, groups.values()))) for kind, groups in members.items()}
 
     @cached_property
     def _group_of(self) -> dict[CommGroup, dict[int, tuple[int, ...]]]:
@@ -190,16 +188,9 @@ class Mesh:
         return [self.rank(Coordinates(pp, tp, rdp)) for tp in range(self.tp_size)]
 
 
-def _world_hint(pp: int, tp: int) -> str:
-    return f"start a multiple of {max(pp, 1) * max(tp, 1)} ranks, or lower a degree"
-
-
 def _mesh_problems(mesh: Mesh) -> list[Problem]:
-    problems = [
-        Problem((name,), f"{value} is not a positive number")
-        for name, value in (("pp_size", mesh.pp_size), ("tp_size", mesh.tp_size), ("rdp_size", mesh.rdp_size))
-        if value < 1
-    ]
+    sizes = {"pp_size": mesh.pp_size, "tp_size": mesh.tp_size, "rdp_size": mesh.rdp_size}
+    problems = [Problem((name,), f"{size} is not a positive number") for name, size in sizes.items() if size < 1]
     if mesh.strategy not in PLACEMENT_STRATEGIES:
         valid = ", ".join(f"`{strategy}`" for strategy in PLACEMENT_STRATEGIES)
         problems.append(Problem(("placement_strategy",), f"`{mesh.strategy}` is unknown", f"use one of {valid}"))

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
+from smpkit.plan.memory import RankMemory
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import ActionInterval, Timeline
 
-__all__ = ["Bar", "Bars", "Drawing", "svg"]
+__all__ = ["Bar", "Bars", "Drawing", "html", "svg"]
 
 _WIDTH: Final = 400
 _LEFT: Final = 56
@@ -219,3 +220,26 @@ def _kinds(drawn: Sequence[Timeline] | Bars) -> Iterable[str]:
         return dict.fromkeys(kind for bar in drawn.bars for kind in bar.parts)
     seen = {span.action.kind for timeline in drawn for row in timeline.spans for span in row}
     return [_NAMES[kind] for kind in Kind if kind in seen]
+
+
+def html(timeline: Timeline, memory: Sequence[RankMemory]) -> str:
+    """Return a schedule as a drawing, and the memory of its stages as a table, for notebooks."""
+    schedule = timeline.schedule
+    title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
+    drawing = svg([Drawing(title, timeline)])
+    if not memory:
+        return drawing
+    rows = []
+    for stage, each in enumerate(memory):
+        gradients, optimizer = each.gradients_bytes + each.reduction_bytes, each.optimizer_bytes + each.masters_bytes
+        sizes = (each.parameters_bytes, gradients, optimizer, each.activations_bytes, each.host_bytes, each.total_bytes)
+        rows.append([str(stage), *map(_mebibytes, sizes)])
+    names = ("stage", "parameters", "gradients", "optimizer", "activations", "on the host", "total")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    caption = "<caption>MiB of each stage's fullest rank</caption>"
+    return f"{drawing}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from smpkit.torch.launch import FORKSERVER, Ranks, preload
+from smpkit.torch.launch import FORKSERVER, preload, run_processes
 from smpkit.torch.launch import RankFailed as LaunchedRankFailed
 
 __all__ = ["FORKSERVER", "RankFailed", "preload", "run_ranks"]
@@ -38,7 +38,7 @@ def run_ranks(
     Raises:
         RankFailed: a rank raised, died or ran longer than `timeout`; has all tracebacks.
     """
-    with Ranks(size, hosts, RankFailed) as ranks:
-        environ = {"OMP_NUM_THREADS": "1", "SMPKIT_SUMMARY": "0", **(env or {})}
-        ranks.start(function, *args, environ=environ, dropped=_DROPPED, replace=False)
-        return ranks.collect(timeout)
+    environ = {"OMP_NUM_THREADS": "1", "SMPKIT_SUMMARY": "0", **(env or {})}
+    return run_processes(
+        function, *args, size=size, environ=environ, timeout=timeout, hosts=hosts, dropped=_DROPPED, error=RankFailed
+    )

@@ -19,39 +19,11 @@ from typing import TYPE_CHECKING, Final
 
 from smpkit.on_demand import names_on_demand
 from smpkit.torch import amp as amp
+from smpkit.torch import api
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
 from smpkit.torch import optimizers as optimizers
-from smpkit.torch.api import (
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_dp_process_group,
-    get_mp_group,
-    get_mp_process_group,
-    get_pp_group,
-    get_pp_process_group,
-    get_rdp_group,
-    get_rdp_process_group,
-    get_tp_group,
-    get_tp_process_group,
-    get_world_process_group,
-    is_initialized,
-    is_tracing,
-    local_rank,
-    local_size,
-    mp_rank,
-    mp_size,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_rank,
-    rdp_size,
-    size,
-    state,
-    tp_rank,
-    tp_size,
-)
+from smpkit.torch.api import *  # noqa: F403 - what it lists
 from smpkit.torch.checkpoints.save_load import load, save
 from smpkit.torch.data_parallel.sharded_parameters import register_parameter
 from smpkit.torch.distributed.init import init, shutdown
@@ -69,7 +41,6 @@ from smpkit.torch.distributed.objects import (
 from smpkit.torch.distributed.signals import on_stop, stop_requested
 from smpkit.torch.launch import launch
 from smpkit.torch.log import log
-from smpkit.torch.memory_snapshots import record_memory, save_memory_snapshot
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
@@ -105,92 +76,16 @@ TP_RANK = RankType.TP_RANK
 PP_RANK = RankType.PP_RANK
 RDP_RANK = RankType.RDP_RANK
 
-__all__ = [
-    "DP_GROUP",
-    "DP_RANK",
-    "MP_GROUP",
-    "MP_RANK",
-    "PP_GROUP",
-    "PP_RANK",
-    "RDP_GROUP",
-    "RDP_RANK",
-    "TP_GROUP",
-    "TP_RANK",
-    "WORLD",
-    "WORLD_RANK",
-    "CheckpointReader",
-    "CommGroup",
-    "DistributedModel",
-    "DistributedOptimizer",
-    "RankType",
-    "StepOutput",
-    "allgather",
-    "barrier",
-    "broadcast",
-    "checkpoint",
-    "checkpoint_sequential",
-    "clip_grad_norm_",
-    "delay_param_initialization",
-    "dp_barrier",
-    "dp_rank",
-    "dp_size",
-    "get_dp_group",
-    "get_dp_process_group",
-    "get_mp_group",
-    "get_mp_process_group",
-    "get_pp_group",
-    "get_pp_process_group",
-    "get_rdp_group",
-    "get_rdp_process_group",
-    "get_tp_group",
-    "get_tp_process_group",
-    "get_world_process_group",
-    "init",
-    "is_initialized",
-    "is_tracing",
-    "latest_checkpoint",
-    "launch",
-    "load",
-    "load_pretrained",
-    "local_rank",
-    "local_size",
-    "log",
-    "model_creation",
-    "mp_barrier",
-    "mp_rank",
-    "mp_size",
-    "offload_report",
-    "on_stop",
-    "partition",
-    "pp_rank",
-    "pp_size",
-    "progress",
-    "rank",
-    "rdp_rank",
-    "rdp_size",
-    "record_memory",
-    "recv_from",
-    "register_parameter",
-    "resume_from_checkpoint",
-    "save",
-    "save_checkpoint",
-    "save_memory_snapshot",
-    "save_pretrained",
-    "send",
-    "set_activation_checkpointing",
-    "set_partition",
-    "set_tensor_parallelism",
-    "shutdown",
-    "size",
-    "state",
-    "step",
-    "stop_requested",
-    "tensor_parallelism",
-    "tp_rank",
-    "tp_register",
-    "tp_register_with_module",
-    "tp_size",
-]
+__all__ = ["DistributedModel", "DistributedOptimizer", "StepOutput", "init", "shutdown", "step"]
+__all__ += api.__all__
+__all__ += ["DP_GROUP", "MP_GROUP", "PP_GROUP", "RDP_GROUP", "TP_GROUP", "WORLD", "CommGroup"]
+__all__ += ["DP_RANK", "MP_RANK", "PP_RANK", "RDP_RANK", "TP_RANK", "WORLD_RANK", "RankType"]
+__all__ += ["allgather", "barrier", "broadcast", "dp_barrier", "mp_barrier", "recv_from", "send"]
+__all__ += ["delay_param_initialization", "model_creation", "partition", "register_parameter", "set_partition"]
+__all__ += ["set_tensor_parallelism", "tensor_parallelism", "tp_register", "tp_register_with_module"]
+__all__ += ["checkpoint", "checkpoint_sequential", "clip_grad_norm_", "offload_report", "set_activation_checkpointing"]
+__all__ += ["CheckpointReader", "latest_checkpoint", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
+__all__ += ["launch", "load_pretrained", "log", "on_stop", "progress", "save_pretrained", "stop_requested"]
 
 _ON_DEMAND: Final = {
     "CheckpointReader": "smpkit.torch.checkpoints.reader",

@@ -6,9 +6,11 @@ fails on these because it needs values is called again, with real tensors.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
+import operator
 import os
 import sys
 import traceback
@@ -27,14 +29,13 @@ from smpkit.plan.decide import assign_units
 from smpkit.plan.memory import ModelFacts, in_dtype
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.assignment import assignment_of
-from smpkit.plan.partition.units import UnitTree
 from smpkit.torch.core.context import Launch
-from smpkit.torch.core.runtime import Runtime, state
+from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
 from smpkit.torch.placement.growth import twice_the_samples, with_growth_of_units, with_growth_of_values
-from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
+from smpkit.torch.placement.manual import manual_placement, planning_partitions
 from smpkit.torch.placement.trace import measure_units, units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -42,8 +43,6 @@ from smpkit.torch.tensor_parallel.replace import distribute_without_weights
 
 __all__ = ["describe", "main"]
 
-_JOB_OPTION: Final = "--job="
-_OTHER_SIZES: Final = "--other-sizes"
 _TARGET_FORM: Final = "write `module:factory`, such as `model:build`"
 
 
@@ -83,14 +82,13 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
     if cfg is None or cfg.tensor_parallel_degree == 1:
         yield
         return
-    degrees = (cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree)
-    mesh = Mesh.from_world(world_size, *degrees, cfg.placement_strategy)
+    mesh = Mesh.from_world(world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy)
     alone: Any = None  # no process groups: weights are not compared, and nothing is sent
-    state.runtime = Runtime(cfg, Launch(world_size=world_size), mesh, {}, alone)
+    state.begin(cfg, Launch(world_size=world_size), mesh, {}, alone)
     try:
         yield
     finally:
-        state.runtime = None
+        state.end()
 
 
 def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool, other_sizes: bool) -> ModelFacts:
@@ -121,18 +119,20 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     calls = [] if inputs is None else [_forward_call(model, inputs, mode)]
     pins = manual_placement(model) if by_hand else None
     tree = units_of(model) if pins is None else units_of(model, pins.split)
-    facts = _facts(model, tree, calls[0] if calls else None, pins, notes)
+    costs = measure_units(model, tree, calls[0] if calls else None)
+    places = {} if pins is None else pins.for_units([cost.name for cost in costs])
+    facts = replace(model_facts(model, costs, places), notes=tuple(notes))
     if other_sizes and facts.traced and samples:
         with mode:
             doubled = twice_the_samples(inputs, samples)
         larger = _forward_call(model, doubled, mode)
         reasons: list[str] = []
-        costs = measure_units(model, tree, larger, reasons.append)
+        doubled_costs = measure_units(model, tree, larger, reasons.append)
         if reasons:
             note = "all that layers keep is assumed to grow with the samples: with twice as many the model failed"
             facts = replace(facts, notes=(*facts.notes, f"{note} ({reasons[0]})"))
         else:
-            facts = with_growth_of_units(facts, costs)
+            facts = with_growth_of_units(facts, doubled_costs)
             calls.append(larger)
     if calls:
         facts = _recorded(facts, model, calls, cfg, inputs)
@@ -202,14 +202,8 @@ def _call_with_data(factory: Callable[[], Any]) -> Any:
 
 def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
     """Return a call of the model that needs no data."""
-    args: Sequence[Any] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, dict):
-        kwargs = inputs
-    elif isinstance(inputs, tuple | list):
-        args = inputs
-    else:
-        args = (inputs,)
+    args: Sequence[Any] = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else (inputs,)
+    kwargs: dict[str, Any] = inputs if isinstance(inputs, dict) else {}
 
     def fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -221,66 +215,41 @@ def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callab
     return call
 
 
-def _facts(
-    model: nn.Module,
-    tree: UnitTree,
-    call: Callable[[], object] | None,
-    pins: ManualPlacement | None,
-    notes: Sequence[str],
-) -> ModelFacts:
-    costs = measure_units(model, tree, call)
-    places = {} if pins is None else pins.for_units([cost.name for cost in costs])
-    return replace(model_facts(model, costs, places), notes=tuple(notes))
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the description of a model as one JSON object, or the error.
-
-    ::
-
-        [--places=N | --by-hand=N] [--other-sizes] [--job=N:{...} ...] module:factory [folder ...]
-
-        --places    the number of partitions that the factory may name
-        --by-hand   the same, and its units are placed there
-        --other-sizes  microbatches of other sizes will be planned
-        --job       the number of ranks, and the parameters of the job; of several jobs each description is a line
-        folder      where the module is found
-
-    What user code prints goes to stderr.
-    """
+    """Print the description of a model as one JSON object, or the error; what user code prints goes to stderr."""
+    parser = argparse.ArgumentParser(prog="python -m smpkit.torch.describe", description=main.__doc__)
+    parser.add_argument("--places", type=int, default=1, help="the number of partitions that the factory may name")
+    parser.add_argument("--by-hand", type=int, help="the same, and its units are placed there")
+    parser.add_argument("--other-sizes", action="store_true", help="microbatches of other sizes will be planned")
+    parser.add_argument(
+        "--job",
+        action="append",
+        metavar="RANKS:{...}",
+        help="the number of ranks, and the parameters of the job; of several jobs each description is a line",
+    )
+    parser.add_argument("target", help=_TARGET_FORM)
+    parser.add_argument("folders", nargs="*", help="where the module is found")
+    options = parser.parse_args(arguments)
+    sys.path[:0] = options.folders
     with _redirect_stdout() as write:
         try:
-            num_partitions, by_hand = 1, False
-            option, _, places = arguments[0].partition("=")
-            if option in ("--places", "--by-hand"):
-                num_partitions, by_hand = int(places), option == "--by-hand"
-                arguments = arguments[1:]
-            other_sizes = arguments[0] == _OTHER_SIZES
-            arguments = arguments[other_sizes:]
-            jobs: list[tuple[ModelParallelConfig | None, int]] = []
-            while arguments[0].startswith(_JOB_OPTION):
-                ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
-                jobs.append((ModelParallelConfig.model_validate_json(parameters), int(ranks)))
-                arguments = arguments[1:]
-            target, *folders = arguments
-            sys.path[:0] = folders
-            factory = _import_factory(target)
-            found: list[ModelFacts] = []
-            for cfg, world_size in jobs or [(None, 1)]:
-                found.append(
-                    describe(
-                        factory,
-                        num_partitions,
-                        by_hand=by_hand,
-                        cfg=cfg,
-                        world_size=world_size,
-                        other_sizes=other_sizes,
-                    )
+            factory = _import_factory(options.target)
+            lines = []
+            for job in options.job or ["1:"]:
+                ranks, _, parameters = job.partition(":")
+                facts = describe(
+                    factory,
+                    options.by_hand or options.places,
+                    by_hand=options.by_hand is not None,
+                    cfg=ModelParallelConfig.model_validate_json(parameters) if parameters else None,
+                    world_size=int(ranks),
+                    other_sizes=options.other_sizes,
                 )
-            write("\n".join(each.to_json() for each in found))
+                lines.append(facts.to_json())
+            write("\n".join(lines))
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
             return error.exit_code
@@ -288,19 +257,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _redirect_stdout() -> Iterator[Callable[[str], None]]:
+def _redirect_stdout() -> Iterator[Callable[[str], object]]:
     """Point file descriptor 1 at stderr in this block, also for what C code prints; yield what writes to stdout."""
     sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-
-    def write(text: str) -> None:
-        with open(ours, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
-            file.write(text)
-
-    try:
-        yield write
-    finally:
+    with open(os.dup(1), "w", encoding="utf-8") as ours:  # noqa: PTH123 - a descriptor, not a path
+        os.dup2(2, 1)
+        yield ours.write
         sys.stdout.flush()
 
 
@@ -309,19 +271,18 @@ def _import_factory(target: str) -> Callable[[], Any]:
     if not (module_name and colon and attributes):
         raise UsageError(f"`{target}` names no factory", hint=_TARGET_FORM)
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         traceback.print_exc()
         raise UsageError(
             f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_TARGET_FORM
         ) from None
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_TARGET_FORM)
-        found = getattr(found, attribute)
-    if not callable(found):
+    try:
+        factory: Callable[[], Any] = operator.attrgetter(attributes)(module)
+    except AttributeError:
+        raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_TARGET_FORM) from None
+    if not callable(factory):
         raise UsageError(f"`{target}` is not callable", hint=_TARGET_FORM)
-    factory: Callable[[], Any] = found
     return factory
 
 

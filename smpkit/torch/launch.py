@@ -15,21 +15,18 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 from smpkit.errors import JobError, UsageError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["FORKSERVER", "RankFailed", "Ranks", "launch", "preload"]
+__all__ = ["FORKSERVER", "RankFailed", "launch", "preload", "run_processes"]
 
 _Result = TypeVar("_Result")
 
@@ -97,14 +94,10 @@ def launch(
     threads = max(1, (os.cpu_count() or 1) // ranks)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     environ = {"OMP_NUM_THREADS": str(threads), **kept, **(env or {})}
-    with Ranks(ranks) as started:
-        started.start(_called, call, environ=environ, num_threads=threads)
-        return started.collect(timeout)
+    return run_processes(_called, call, size=ranks, environ=environ, timeout=timeout, num_threads=threads)
 
 
 def _packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    import cloudpickle
-
     try:
         packed: bytes = cloudpickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, TypeError) as error:
@@ -118,116 +111,89 @@ def _called(call: bytes) -> Any:
     return function(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Orders:
-    """How a rank is to be set up."""
+def run_processes(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int,
+    environ: Mapping[str, str],
+    timeout: float,
+    hosts: int = 1,
+    dropped: tuple[str, ...] | None = None,
+    num_threads: int = 1,
+    error: type[RankFailed] = RankFailed,
+) -> list[Any]:
+    """Call a function in `size` processes, each a rank; kill those that are left at the end.
 
-    environ: Mapping[str, str]
-    dropped: tuple[str, ...]
-    """Beginnings of the names of variables that do not count."""
-    replace: bool
-    """Whether `environ` is all there is, and not added to what the server had when it was started."""
-    num_threads: int
-
-
-class Ranks:
-    """Ranks that run; at the end of a `with` block those that are left are killed."""
-
-    def __init__(self, size: int, hosts: int = 1, error: type[Exception] = RankFailed) -> None:
-        """Decide how many.
-
-        Args:
-            hosts: how many machines the ranks believe they are on; must divide `size`.
-            error: what `collect` raises.
-        """
-        self._size, self._local_size, self._error = size, size // hosts, error
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks: list[tuple[Any, Connection]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, connection in self._ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
-            connection.close()
-
-    def start(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        environ: Mapping[str, str],
-        dropped: tuple[str, ...] = (),
-        replace: bool = True,
-        num_threads: int = 1,
-    ) -> None:
-        """Start `function(*args)` on all; for the other arguments see `_Orders`."""
-        for rank in range(self._size):
-            own = {**self._place(rank), **environ} if not replace else {**environ, **self._place(rank)}
+    Args:
+        environ: of each rank, beside torchrun's variables.
+        hosts: how many machines the ranks believe they are on; must divide `size`.
+        dropped: beginnings of the variables that ranks do not take from the server that they are forked from. None:
+            they take none, so `environ` is all there is; and such ranks may start processes of their own.
+        error: what is raised for ranks that fail.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: list[tuple[Any, Connection]] = []
+    try:
+        for rank in range(size):
+            place = _place(rank, size, size // hosts, store.port)
+            own = {**environ, **place} if dropped is None else {**place, **environ}
             ours, theirs = FORKSERVER.Pipe(duplex=False)
-            orders = _Orders(own, dropped, replace, num_threads)
             # Processes of a daemon cannot start any, as those of a DataLoader.
-            process = FORKSERVER.Process(
-                target=_rank_main, args=(theirs, orders, function, args), daemon=not orders.replace
-            )
+            orders = (theirs, own, dropped, num_threads, function, args)
+            process = FORKSERVER.Process(target=_rank_main, args=orders, daemon=dropped is not None)
             process.start()
             theirs.close()
-            self._ranks.append((process, ours))
+            ranks.append((process, ours))
+        results, failures = _collect(ranks, timeout)
+    finally:
+        for process, connection in ranks:
+            process.kill()
+            process.join()
+            connection.close()
+    if failures:
+        raise error("\n".join(f"--- rank {rank}: {story}" for rank, story in sorted(failures.items())))
+    return [results[rank] for rank in range(size)]
 
-    def _place(self, rank: int) -> dict[str, str]:
-        """Return torchrun's variables."""
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_RANK": str(rank % self._local_size),
-            "LOCAL_WORLD_SIZE": str(self._local_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
 
-    def collect(self, timeout: float) -> list[Any]:
-        """Return what the ranks returned, in their order.
+def _place(rank: int, size: int, local_size: int, port: int) -> dict[str, str]:
+    """Return torchrun's variables."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
-        Raises:
-            RankFailed: or the other class that was given.
-        """
-        deadline = time.monotonic() + timeout
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        settle: float | None = None
-        while waiting:
-            until = min(deadline, settle) if settle else deadline
-            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
-            if not ready:
-                break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
-                good, value = self._report_of(rank, connection)
-                (results if good else failures)[rank] = value
-            if failures and settle is None:
-                settle = time.monotonic() + _SECONDS_AFTER_A_FAILURE
-        for rank in waiting.values():
-            failures[rank] = (
-                f"still running after {timeout:.0f} s" if settle is None else "still running when another failed"
-            )
-        if failures:
-            stories = (f"--- rank {rank}: {story}" for rank, story in sorted(failures.items()))
-            raise self._error("\n".join(stories))
-        return [results[rank] for rank in range(self._size)]
 
-    def _report_of(self, rank: int, connection: Connection) -> tuple[bool, Any]:
-        try:
-            report: tuple[bool, Any] = pickle.loads(connection.recv_bytes())  # noqa: S301 - from a process of ours
-        except EOFError:
-            self._ranks[rank][0].join(_SECONDS_AFTER_A_FAILURE)
-            return False, f"died without a traceback (exit code {self._ranks[rank][0].exitcode})"
-        return report
+def _collect(ranks: Sequence[tuple[Any, Connection]], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Wait for the ranks; return what those that succeeded returned, and of the others what happened."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    deadline, late = time.monotonic() + timeout, f"still running after {timeout:.0f} s"
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            has_returned, report = _report_of(ranks[rank][0], connection)
+            (results if has_returned else failures)[rank] = report
+        settled = time.monotonic() + _SECONDS_AFTER_A_FAILURE
+        if failures and settled < deadline:
+            deadline, late = settled, "still running when another failed"
+    return results, {**failures, **dict.fromkeys(waiting.values(), late)}
+
+
+def _report_of(process: Any, connection: Connection) -> tuple[bool, Any]:
+    try:
+        report: tuple[bool, Any] = pickle.loads(connection.recv_bytes())  # noqa: S301 - from a process of ours
+    except EOFError:
+        process.join(_SECONDS_AFTER_A_FAILURE)
+        return False, f"died without a traceback (exit code {process.exitcode})"
+    return report
 
 
 class _OnHost(pickle.Pickler):
@@ -239,13 +205,21 @@ class _OnHost(pickle.Pickler):
         return NotImplemented
 
 
-def _rank_main(connection: Connection, orders: _Orders, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if orders.replace:
+def _rank_main(
+    connection: Connection,
+    environ: Mapping[str, str],
+    dropped: tuple[str, ...] | None,
+    num_threads: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    if dropped is None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    for name in list(os.environ) if orders.replace else [n for n in os.environ if n.startswith(orders.dropped)]:
-        del os.environ[name]
-    os.environ.update(orders.environ)
-    torch.set_num_threads(orders.num_threads)
+    for name in list(os.environ):
+        if dropped is None or name.startswith(dropped):
+            del os.environ[name]
+    os.environ.update(environ)
+    torch.set_num_threads(num_threads)
     try:
         result = function(*args)
         # Plain pickle, not `connection.send`: torch teaches that to pass tensors as files of a process that ends now.

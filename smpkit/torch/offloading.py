@@ -163,27 +163,27 @@ class Offloading(StepParticipant):
         self._module = module
         cfg = state.cfg
         horizon = None if cfg.activation_loading_horizon == "auto" else cfg.activation_loading_horizon
-        self._engine = make_engine(
+        self.engine = make_engine(
             state.device,
             horizon=horizon,
             deadline_seconds=cfg.timeout_seconds,
             rank=state.rank,
             num_sharers=state.local_size,
         )
-        self._engine.on_stall = _record_stall
+        self.engine.on_stall = _record_stall
         self._has_checked = False
-        install(self._engine)
+        install(self.engine)
         patch_torch_checkpoint()
         if _close_engine not in state.reset_hooks:
             state.reset_hooks.append(_close_engine)
 
     def begin_microbatch(self, index: int) -> None:
         """Note which microbatch runs, where there is no pipeline."""
-        self._engine.begin_microbatch(index)
+        self.engine.begin_microbatch(index)
 
     def end_step(self, step: StepProgress) -> None:
         """Close the step's statistics; after the first step that trains, warn if there is nothing to offload."""
-        _record(self._engine.end_step())
+        _record(self.engine.end_step())
         if step.total_backwards and not self._has_checked:
             self._has_checked = True
             if not self._any_layer_is_checkpointed():
@@ -194,22 +194,13 @@ class Offloading(StepParticipant):
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""
-        self._engine.abandon_step()
-
-    @property
-    def engine(self) -> ActivationEngine:
-        """What offloads."""
-        return self._engine
-
-    def report(self) -> OffloadReport:
-        """Return what was moved, held and waited for so far."""
-        return self._engine.stats.report()
+        self.engine.abandon_step()
 
     def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         # Layers that are chosen for may all be kept.
         marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
-        found = torch.tensor([self._engine.num_calls + marked], device="cpu")
+        found = torch.tensor([self.engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
@@ -233,18 +224,21 @@ def offload_report() -> OffloadReport:
         raise UsageError(
             "nothing is offloaded here", hint="set `offload_activations: true`, and wrap the model in DistributedModel"
         )
-    return offloading.report()
+    return offloading.engine.stats.report()
 
 
 def _record(step: StepReport) -> None:
     """Record a step's figures as events, if events are recorded."""
     if (current_recorder := recorder.current_recorder()) is not None:
         at_ns = time.perf_counter_ns()
-        current_recorder.on_counter("offload out, bytes", step.bytes_out, at_ns)
-        current_recorder.on_counter("offload back, bytes", step.bytes_back, at_ns)
-        current_recorder.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
-        current_recorder.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
-        current_recorder.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
+        for name, count in (
+            ("out", step.bytes_out),
+            ("back", step.bytes_back),
+            ("peak on device", step.peak_device_bytes),
+            ("peak on host", step.peak_host_bytes),
+            ("kept for want of host memory", step.kept_bytes),
+        ):
+            current_recorder.on_counter(f"offload {name}, bytes", count, at_ns)
         seconds: defaultdict[str, float] = defaultdict(float)
         for stall in step.stalls:
             seconds[stall.layer] += stall.seconds

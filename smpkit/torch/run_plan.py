@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError
@@ -31,12 +28,9 @@ from smpkit.plan.speed import Speed
 from smpkit.plan.tune.peak import Peak, measured_peak, published_peak
 from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.trace import measure_units, units_of
-
-if TYPE_CHECKING:
-    from smpkit.torch.model import DistributedModel
 
 __all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
 
@@ -45,11 +39,11 @@ _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 
 _made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
-_own_facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
+_own_facts: WeakKeyDictionary[WrappedModel, ModelFacts] = WeakKeyDictionary()
 """Of models that no pipeline has traced."""
 
 
-def begin_plan(model: DistributedModel) -> None:
+def begin_plan(model: WrappedModel) -> None:
     """Plan a model that is about to take its first step, in a run with a folder; all its ranks call this."""
     if not os.environ.get(RUN_DIR):
         return
@@ -116,15 +110,10 @@ def peak() -> Peak | None:
 
 def _facts() -> ModelFacts | None:
     model = state.model
-    if model is None:
-        return None
-    return _own_facts.get(cast("nn.Module", model)) if model.pipeline is None else model.pipeline.facts
-
-
-def _placed() -> Mapping[str, int] | None:
-    """Return where the units of a pipeline are: a checkpoint may have told."""
-    pipeline = None if state.model is None else state.model.pipeline
-    return None if pipeline is None or pipeline.assignment is None else pipeline.assignment.partition_of
+    if model is None or model.pipeline is None:
+        return _own_facts.get(model) if model is not None else None
+    facts: ModelFacts | None = model.pipeline.facts
+    return facts
 
 
 def _plan() -> Plan | None:
@@ -138,7 +127,10 @@ def _plan() -> Plan | None:
     if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
         try:
             model = in_precision(facts, half_of(cfg), cfg)
-            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=_placed())
+            # Where the units of a pipeline are: a checkpoint may have told.
+            assignment = state.model and state.model.pipeline and state.model.pipeline.assignment
+            placed = assignment.partition_of if assignment else None
+            plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=placed)
         except SmpkitError:
             plan = None
         _made = facts, cfg, optimizer, plan

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import RUN_DIR, run_at
-from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
+from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, write_summary
 from smpkit.observe.summary_text import block
 from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
@@ -60,7 +60,7 @@ def install() -> None:
     """Let every job of this process end with its block."""
     if _at_end not in state.end_hooks:
         state.end_hooks.append(_at_end)
-        status.plan_by(run_plan.planned)
+        status.planner = run_plan.planned
 
 
 def _at_end() -> None:
@@ -101,24 +101,18 @@ def _report(recorder: Recorder) -> None:
 def summary_of_rank(recorder: Recorder) -> _Told:
     """Return the figures of this rank."""
     meter, device = recorder.meter, state.device
-    meter.finish()
-    split, peak = meter.split(), _peaks(recorder)
+    kinds = {field.name: recorder.most.kinds.get(field.name, 0) for field in fields(KindBytes)}
     rank = RankSummary(
         rank=state.rank,
         host=socket.gethostname(),
-        split=split,
-        peak=peak,
+        split=meter.split(),
+        peak=KindBytes(**kinds),
         device_peak=devices.peak_bytes(device) if devices.is_asynchronous(device) else recorder.most.on_device or None,
         device_size=devices.total_bytes(device),
         planned=run_plan.planned(),
     )
     gains = tuple(_gains(recorder, rank))
     return _Told(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
-
-
-def _peaks(recorder: Recorder) -> KindBytes:
-    known = recorder.most.kinds
-    return KindBytes(**{field.name: known.get(field.name, 0) for field in fields(KindBytes)})
 
 
 def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:
@@ -145,9 +139,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
     deadline = time.monotonic() + _WAIT.total_seconds()
     others = {rank: _told(store, rank, deadline) for rank in range(1, state.size)}
     told = [own, *(each for each in others.values() if each is not None)]
-    missing = [rank for rank, each in others.items() if each is None]
     notes = []
-    if missing:
+    if missing := [rank for rank, each in others.items() if each is None]:
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         notes.append(f"rank{'s' * (len(missing) > 1)} {names} had not ended {_WAIT.total_seconds():g} s later")
     mesh, cfg = state.mesh, state.cfg
@@ -164,8 +157,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         steps=own.steps,
         exit_reason="finished",
         steps_per_s=rate,
-        samples_per_s=_rate(rate, own.samples * batches),
-        tokens_per_s=_rate(rate, own.tokens * batches),
+        samples_per_s=(rate or 0.0) * own.samples * batches or None,
+        tokens_per_s=(rate or 0.0) * own.tokens * batches or None,
         flops_share=share,
         flops_basis="" if share is None or peak is None else peak.basis,
         world_size=state.size,
@@ -195,24 +188,13 @@ def _told(store: Store, rank: int, deadline: float) -> _Told | None:
     return _TOLD.validate_json(store.get(str(rank)))
 
 
-def _rate(steps_per_s: float | None, amount: int) -> float | None:
-    return None if steps_per_s is None or not amount else steps_per_s * amount
-
-
 def _filled(rank: RankSummary, slowest: float) -> RankSummary:
     """Let the parts of each rank's step add up to the step of the job: what it was ahead by, it waited outside."""
-    total = rank.split.total
-    if not total or total >= slowest:
-        return rank
-    split: Split = replace(rank.split, other=rank.split.other + slowest - total)
-    return replace(rank, split=split)
+    ahead = slowest - rank.split.total if rank.split.total else 0.0
+    return replace(rank, split=replace(rank.split, other=rank.split.other + max(ahead, 0.0)))
 
 
 def _largest(gains: list[Gain]) -> list[Gain]:
     """Return of each feature the gain of the rank that gains most."""
-    best: dict[str, Gain] = {}
-    for gain in gains:
-        known = best.get(gain.feature)
-        if known is None or gain.bytes_without - gain.bytes_with > known.bytes_without - known.bytes_with:
-            best[gain.feature] = gain
-    return list(best.values())
+    ascending = sorted(gains, key=lambda gain: gain.bytes_without - gain.bytes_with)
+    return list({gain.feature: gain for gain in ascending}.values())

@@ -13,6 +13,7 @@ from smpkit.observe.values import LOSS
 from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgress
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
+from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
 from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.recorder import latest_recorder, note_training
@@ -41,6 +42,7 @@ class StepFunction:
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
+        self._name: str = getattr(function, "__name__", "step")  # a functools.partial has none
         self._splitter = Splitter(function, tuple(non_split_inputs or ()), dict(input_split_axes or {}))
         self._detach_outputs = detach_outputs
         self._backwards_per_microbatch: int | None = None
@@ -61,7 +63,7 @@ class StepFunction:
         recorder = latest_recorder()
         if recorder is None:
             return self._call(args, kwargs)
-        recorder.begin_step(getattr(self, "__name__", "step"))  # a functools.partial has none
+        recorder.begin_step(self._name)
         try:
             outputs = self._call(args, kwargs)
         except BaseException as error:
@@ -75,12 +77,12 @@ class StepFunction:
         model = state.model
         if state.step is not None:
             raise UsageError(
-                f"`{self.__name__}` was called inside another step",  # type: ignore[attr-defined]
+                f"`{self._name}` was called inside another step",
                 hint="a step function calls plain functions",
             )
         engine, parts = _WITHOUT_MODEL if model is None else (model.engine, model.participants)
         if model is not None:
-            args, kwargs = model.step_inputs(getattr(self, "__name__", "step"), args, kwargs)
+            args, kwargs = model.step_inputs(self._name, args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
         state.step = run = StepProgress(
             count,
@@ -119,29 +121,22 @@ class StepFunction:
         recorder = latest_recorder()
         if recorder is None:
             return
-        function = getattr(self, "__name__", "step")
-        trains = trained and step_values.is_main(function)
+        trains = trained and step_values.is_main(self._name)
         parts = {0: collated} if isinstance(collated, StepOutput) else children(collated) or {}
         for key, part in parts.items():
             if isinstance(part, StepOutput) and part.is_scalar:
                 if isinstance(key, str):
-                    name = key if trains else f"{function}/{key}"
+                    name = key if trains else f"{self._name}/{key}"
                 else:
-                    name = f"{function}[{key}]" if key else LOSS if trains else function
+                    name = f"{self._name}[{key}]" if key else LOSS if trains else self._name
                 part.label = Label(name, recorder.meter.num_steps)
 
     def _body(self, call: MicrobatchCall) -> Any:
         """Run the function for one microbatch."""
         output = self._function(*call.args, **call.kwargs)
         if not isinstance(output, torch.Tensor):
-            _materialise(output)
+            tensors_in(output)  # reading gathers logits that wait for it: a collective of this microbatch
         return output
-
-
-def _materialise(output: Any) -> None:
-    """Materialise lazily gathered logits before the microbatch ends: the gather is a collective."""
-    for part in (children(output) or {}).values():
-        _materialise(part)
 
 
 @overload
@@ -192,8 +187,8 @@ class StepOutputError(UsageError, AttributeError, TypeError):
 class StepOutput:
     """One returned tensor over all microbatches (the class of the same name in SMP v1).
 
-    `outputs` is the list of tensors in microbatch order. It is no tensor: `.item()`, torch's functions and
-    `==` raise an error that says how to get one; other operators raise Python's own TypeError.
+    `outputs` is the list of tensors in microbatch order. It is no tensor: the methods of one, such as `.item()`, and
+    `==` raise an error that says how to get one; operators and torch's functions raise Python's own TypeError.
     """
 
     label: Label | None = None
@@ -211,36 +206,23 @@ class StepOutput:
         shapes = {tuple(output.shape) for output in self.outputs}
         return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
 
-    def _misuse(self, what: str) -> StepOutputError:
+    def _refused(self, what: str) -> StepOutputError:
         hint = "`.reduce_mean()` gives their mean"
-        if "outputs" not in vars(self) or not self.is_scalar:
+        if not self.is_scalar:
             hint = f"`.concat()` gives those of the whole batch, {hint}"
         return StepOutputError(f"{what} is not for a StepOutput, which holds a tensor for each microbatch", hint=hint)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "outputs" or not hasattr(torch.Tensor, name):
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"'StepOutput' object has no attribute '{name}'")
-        raise self._misuse(f"`.{name}`")
-
-    def __format__(self, spec: str) -> str:
-        if spec:
-            raise self._misuse(f"a number with the format `{spec}`")
-        return repr(self)
+        raise self._refused(f"`.{name}`")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (int, float, torch.Tensor)):
-            raise self._misuse("`==`")  # Python would say that they differ
+            raise self._refused("`==`")  # Python would say that they differ
         return self is other
 
     __hash__ = object.__hash__
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: object = None
-    ) -> Any:
-        """Refuse functions of torch."""
-        mine = next((each for each in args if isinstance(each, StepOutput)), StepOutput([]))
-        raise mine._misuse(f"`{getattr(function, '__name__', function)}`")
 
     def detach(self) -> StepOutput:
         """Return the same values cut off their graph, as `torch.Tensor.detach` does."""

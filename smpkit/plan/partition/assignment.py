@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from smpkit.errors import ConfigError, Problem
 
@@ -133,29 +135,23 @@ class Assignment:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        loads = [astuple(load) for load in self.loads]
-        content = {"format": _FORMAT, "num_partitions": self.num_partitions, "units": self.units, "loads": loads}
-        return json.dumps(content)
+        return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Assignment:
         """Read what `to_json` wrote; raise ConfigError if it is not that."""
         try:
             content = json.loads(text)
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format {content['format']}, this smpkit reads format {_FORMAT}")
-            return cls._of(content)
-        except (KeyError, TypeError, ValueError) as error:
+            if content.pop("format") != _FORMAT:
+                raise ValueError(f"it is of another format than {_FORMAT}, which this smpkit reads")
+            read = TypeAdapter(cls).validate_python(content)
+            num_partitions = read.num_partitions
+            if any(not 0 <= place < num_partitions for _, place in read.units) or len(read.loads) != num_partitions:
+                raise ValueError(f"units or loads outside of {num_partitions} partitions")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
             raise ConfigError([problem], subject="partition assignment") from None
-
-    @classmethod
-    def _of(cls, content: Mapping[str, Any]) -> Assignment:
-        num_partitions = int(content["num_partitions"])
-        units = tuple((str(name), int(place)) for name, place in content["units"])
-        if any(not 0 <= place < num_partitions for _, place in units) or len(content["loads"]) != num_partitions:
-            raise ValueError(f"units or loads outside of {num_partitions} partitions")
-        return cls(num_partitions, units, tuple(Load(*load) for load in content["loads"]))
+        return read
 
 
 def private_parameters_bytes(unit: UnitCost) -> int:

@@ -50,24 +50,19 @@ def list_schedule(
             that wait for WEIGHT. None: as many as caps allow.
         group: number of neighbouring microbatches that go through a segment before the first of them goes on.
     """
-    run = _Scheduler(
-        graph.num_ranks,
-        num_microbatches,
-        tasks_of(graph, costs, split_backward),
-        caps,
-        LinkModel(costs),
-        group,
-        depths or caps,
-    )
-    if forwards_first:
-        run.hold_backwards()
-    return run.actions()
+    tasks = tasks_of(graph, costs, split_backward)
+    own = [[task for task in tasks if task.segment.rank == rank] for rank in range(graph.num_ranks)]
+    limits = zip(caps, depths or caps, own, strict=True)
+    ranks = [_RankQueue(*each, num_microbatches, holds_backwards=forwards_first) for each in limits]
+    return _Scheduler(tasks, ranks, LinkModel(costs), num_microbatches, group).actions()
 
 
 class _RankQueue:
     """What one rank could do next."""
 
-    def __init__(self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int) -> None:
+    def __init__(
+        self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int, *, holds_backwards: bool
+    ) -> None:
         self.free_seconds = 0.0
         self.order: list[Action] = []
         self._cap, self._depth = cap, depth
@@ -80,15 +75,15 @@ class _RankQueue:
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
         # Backwards that wait while forwards are left (GPipe); None: they need not wait.
-        self.held: list[Head] | None = None
-        self.forwards_left = 0
+        self._held: list[Head] | None = [] if holds_backwards else None
+        self._forwards_left = sum(task.kind is Kind.FORWARD for task in tasks) * num_microbatches
 
     def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
         """Take a task that can start at `seconds`."""
         if is_first:
             self._arrived.append((seconds, urgency))
-        elif self.held is not None and task.kind is not Kind.FORWARD:
-            self.held.append((seconds, urgency))
+        elif self._held is not None and task.kind is not Kind.FORWARD:
+            self._held.append((seconds, urgency))
         else:
             heappush(self._coming, (seconds, urgency))
 
@@ -127,46 +122,25 @@ class _RankQueue:
             if not self._left_inside[microbatch]:
                 self._inside -= 1
         if task.kind is Kind.FORWARD:
-            self.forwards_left -= 1
-        self._release_held()
+            self._forwards_left -= 1
+        if self._held is not None and not self._forwards_left:
+            for held in self._held:
+                heappush(self._coming, held)
+            self._held = None
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
-
-    def _release_held(self) -> None:
-        if self.held is not None and not self.forwards_left:
-            for head in self.held:
-                heappush(self._coming, head)
-            self.held = None
 
 
 class _Scheduler:
     """One run of the list scheduler."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        num_microbatches: int,
-        tasks: tuple[Task, ...],
-        caps: Sequence[int],
-        links: LinkModel,
-        group: int,
-        depths: Sequence[int],
+        self, tasks: Sequence[Task], ranks: Sequence[_RankQueue], links: LinkModel, num_microbatches: int, group: int
     ) -> None:
-        self._tasks, self._links, self._group = tasks, links, group
-        own: list[list[Task]] = [[] for _ in range(num_ranks)]
-        for task in tasks:
-            own[task.segment.rank].append(task)
-        self._ranks = [_RankQueue(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
+        self._tasks, self._ranks, self._links, self._group = tasks, ranks, links, group
         self._num_microbatches = num_microbatches
         self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
         self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
-
-    def hold_backwards(self) -> None:
-        """Make every rank finish its forwards first."""
-        for number, rank in enumerate(self._ranks):
-            rank.held = []
-            own = sum(task.kind is Kind.FORWARD and task.segment.rank == number for task in self._tasks)
-            rank.forwards_left = own * self._num_microbatches
 
     def actions(self) -> tuple[tuple[tuple[Action, ...], ...], float]:
         """Let the rank that can start first do its next task, until all are done."""

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
@@ -118,21 +120,7 @@ class RecordedGraph:
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> RecordedGraph:
         """Read what `dataclasses.asdict` has made of one, after it has been JSON."""
-        return cls(
-            tuple((str(name), int(rank)) for name, rank in content["units"]),
-            tuple((Segment(**segment), tuple(names)) for segment, names in content["segments"]),
-            tuple(
-                SentValue(
-                    **{
-                        **each,
-                        "source": Segment(**each["source"]),
-                        "target": Segment(**each["target"]),
-                        "shape": tuple(each["shape"]),
-                    }
-                )
-                for each in content["values"]
-            ),
-        )
+        return TypeAdapter(cls).validate_python(content)
 
 
 def grown(factor: float, fixed: float) -> float:
@@ -170,19 +158,19 @@ def _joined(apart: RecordedGraph, units: tuple[tuple[str, int], ...], num_ranks:
     return RecordedGraph(units, tuple((segment, tuple(names)) for segment, names in called.items()), tuple(values))
 
 
+_OF_EACH_CALL: Final = (
+    *("flops", "recomputed_flops", "activation_bytes", "boundary_bytes", "moved_bytes", "spared_bytes"),
+    *("postponed_bytes", "unsaved_input_bytes", "operations", "weight_products"),
+)
+"""What of a unit's costs its calls share."""
+
+
 def _share(cost: UnitCost, num_calls: int) -> UnitCost:
+    """Return what one of several calls costs."""
     if num_calls == 1:
         return cost
-    return replace(
-        cost,
-        flops=cost.flops / num_calls,
-        activation_bytes=cost.activation_bytes // num_calls,
-        boundary_bytes=cost.boundary_bytes // num_calls,
-        recomputed_flops=cost.recomputed_flops / num_calls,
-        operations=cost.operations // num_calls,
-        moved_bytes=cost.moved_bytes // num_calls,
-        spared_bytes=cost.spared_bytes // num_calls,
-        postponed_bytes=cost.postponed_bytes // num_calls,
-        unsaved_input_bytes=cost.unsaved_input_bytes // num_calls,
-        weight_products=cost.weight_products // num_calls,
-    )
+    parts = {}
+    for name in _OF_EACH_CALL:
+        whole = getattr(cost, name)
+        parts[name] = whole / num_calls if name.endswith("flops") else whole // num_calls
+    return replace(cost, **parts)

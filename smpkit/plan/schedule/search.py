@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Costs, Schedule
@@ -138,25 +138,9 @@ class _Search:
         for caps, depths in sorted(choices, key=lambda choice: sum(choice[0])):
             yield self._listed("zero_bubble", caps, split_backward=True, depths=depths)
 
-    def _listed(
-        self,
-        name: str,
-        caps: tuple[int, ...],
-        *,
-        split_backward: bool = False,
-        group: int = 1,
-        depths: Sequence[int] | None = None,
-    ) -> _Candidate:
+    def _listed(self, name: str, caps: tuple[int, ...], **options: Any) -> _Candidate:
         """Make a schedule with the list scheduler."""
-        actions, seconds = list_schedule(
-            self.graph,
-            self.num_microbatches,
-            caps,
-            self.costs,
-            split_backward=split_backward,
-            group=group,
-            depths=depths,
-        )
+        actions, seconds = list_schedule(self.graph, self.num_microbatches, caps, self.costs, **options)
         return _Candidate(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
 
     def _postponing(self) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
@@ -245,22 +229,14 @@ def lower_bounds(graph: SegmentGraph, costs: Costs, split_backward: bool = False
     tasks = tasks_of(graph, costs, split_backward)
     heads, tails = _heads_and_tails(tasks, costs)
     ends = [head + task.seconds for head, task in zip(heads, tasks, strict=True)]
-    head_seconds, work_seconds, tail_seconds, live_seconds = [], [], [], []
+    rows = []
     for rank in range(graph.num_ranks):
         own = [number for number, task in enumerate(tasks) if task.segment.rank == rank]
         first_start = min((heads[number] for number in own), default=0.0)
         last_end = max((ends[number] for number in own), default=0.0)
-        head_seconds.append(first_start)
-        work_seconds.append(sum(tasks[number].seconds for number in own))
-        tail_seconds.append(min((tails[number] for number in own), default=0.0))
-        live_seconds.append(last_end - first_start)
-    return LowerBounds(
-        microbatch_seconds=max(ends, default=0.0),
-        head_seconds=tuple(head_seconds),
-        work_seconds=tuple(work_seconds),
-        tail_seconds=tuple(tail_seconds),
-        live_seconds=tuple(live_seconds),
-    )
+        work, tail = sum(tasks[number].seconds for number in own), min((tails[number] for number in own), default=0.0)
+        rows.append((first_start, work, tail, last_end - first_start))
+    return LowerBounds(max(ends, default=0.0), *zip(*rows, strict=True))
 
 
 def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:

@@ -97,13 +97,6 @@ class Timeline:
         """The most microbatches that are live at a time on each rank."""
         return self.schedule.peak_live_microbatches
 
-    def _repr_html_(self) -> str:
-        """Draw it in a notebook."""
-        from smpkit.plan.svg import Drawing, svg
-
-        count = f"{self.schedule.num_microbatches} microbatches"
-        return svg([Drawing(f"{self.schedule.name}, {count}, bubble {self.bubble:.1%}", self)])
-
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule in simulated time; raise ScheduleError if it deadlocks."""

@@ -1,4 +1,4 @@
-"""Schedules that can be written down directly: 1F1B of a chain, and interleaved 1F1B of a loop (virtual stages).
+"""Schedules that need no search: 1F1B of a chain, and interleaved 1F1B of a loop (virtual stages), written down.
 
 Two ranks with two chunks each, four microbatches, every action one unit of time, drawn by `smpkit.plan.schedule.draw`;
 `F1.1` is the forward of microbatch 1 through its rank's second chunk::
@@ -14,20 +14,18 @@ from dataclasses import replace
 from itertools import islice, pairwise
 
 from smpkit.errors import UsageError
-from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.list_scheduler import list_schedule
 
 __all__ = ["looped", "one_f_one_b"]
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Write 1F1B of a chain down directly: warm up with `P - 1 - rank` forwards, then alternate."""
-    if num_microbatches < 1:
-        raise UsageError(f"`num_microbatches` is {num_microbatches}", hint="use 1 or more")
-    rounds = [(0, microbatch) for microbatch in range(num_microbatches)]
-    actions = tuple(tuple(_alternate(min(num_ranks - 1 - rank, num_microbatches), rounds)) for rank in range(num_ranks))
-    caps = tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
-    return Schedule("1f1b", SegmentGraph.chain(num_ranks), num_microbatches, actions, caps)
+    """Return 1F1B of a chain: each rank holds as many microbatches as there are ranks from it to the end."""
+    graph = SegmentGraph.chain(num_ranks)
+    actions, _ = list_schedule(graph, num_microbatches, graph.depths, Costs())
+    return Schedule("1f1b", graph, num_microbatches, actions, tuple(min(cap, num_microbatches) for cap in graph.depths))
 
 
 def looped(
@@ -71,7 +69,7 @@ def _groups(num_microbatches: int, num_groups: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int = 1) -> Iterator[Action]:
+def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int) -> Iterator[Action]:
     """Yield `warmup` forwards, then forward and backward in turn; backward takes the chunks in reverse order."""
     forwards = iter(rounds)
     for forward_chunk, forward_microbatch in islice(forwards, warmup):

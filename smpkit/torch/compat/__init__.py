@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smpkit.drop_in import after_import
-from smpkit.torch.compat import cuda_on_cpu, initialization
+from smpkit.torch.compat import cuda_on_cpu
 
 __all__ = ["prepare"]
 
@@ -11,9 +11,7 @@ __all__ = ["prepare"]
 def prepare() -> None:
     """Set up what old scripts need beside the API (called by `import smdistributed.modelparallel.torch`).
 
-    `cuda` means the CPU on a machine without a GPU, Hugging Face's `Trainer` is corrected when it is loaded, and what
-    constructors of modules make is remembered.
+    `cuda` means the CPU on a machine without a GPU, and Hugging Face's `Trainer` is corrected when it is loaded.
     """
     cuda_on_cpu.install()
     after_import.install()
-    initialization.install()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from smpkit.errors import UsageError
 
@@ -51,31 +51,32 @@ class Launch:
         return self.local_size == self.world_size
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    """The variables that one launcher sets; `None` where it has no such variable."""
+class _Launcher(NamedTuple):
+    """The variables that one launcher sets."""
 
     name: str
     rank: str
     world_size: str
     local_rank: str
     local_size: str
-    job_id: str
+    job_id: tuple[str, ...]
+    """Those that are set tell jobs apart together."""
 
 
-_TORCHRUN: Final = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_TORCHRUN: Final = _Launcher(
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)
+)
 _OPEN_MPI: Final = _Launcher(
     "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE",
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
 _SLURM: Final = _Launcher(
-    "SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"
+    "SLURM",
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-_PMI: Final = _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID")
+_PMI: Final = _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_ID",))
 
 
 def launch_from(environment: Mapping[str, str]) -> Launch:
@@ -86,19 +87,34 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
     launcher = _launcher_of(environment)
     if launcher is None:
         return Launch()
-    rank = _required(environment, launcher, launcher.rank)
-    world_size = _required(environment, launcher, launcher.world_size)
-    local_rank, local_size = _local_place(environment, launcher, rank, world_size)
+    rank, world_size = (_number(environment, launcher, name) for name in (launcher.rank, launcher.world_size))
+    if rank is None or world_size is None:
+        known, missing = (launcher.rank, launcher.world_size)[:: 1 if world_size is None else -1]
+        raise UsageError(
+            f"{known} is set but {missing} is not",
+            hint=f"start the script with {launcher.name}, or unset {known} to run one process",
+        )
+    local_rank = _number(environment, launcher, launcher.local_rank)
+    local_size = _number(environment, launcher, launcher.local_size)
+    if world_size == 1:  # which needs no launcher
+        local_rank, local_size = local_rank or 0, local_size or 1
+    if local_rank is None or local_size is None:
+        missing = launcher.local_rank if local_rank is None else launcher.local_size
+        raise UsageError(
+            f"{launcher.rank}={rank} and {launcher.world_size}={world_size} are set but {missing} is not",
+            hint="start the script with torchrun or mpirun, which set all of them",
+        )
     _check_ranges(launcher, rank, world_size, local_rank, local_size)
     if environment.get("MASTER_ADDR") == "":
         raise UsageError("MASTER_ADDR is set but empty", hint="unset it, or set it to the host of rank 0")
+    own_id = ".".join(environment[name] for name in launcher.job_id if name in environment)
     return Launch(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
         launcher=launcher.name,
-        job_id=environment.get("SMPKIT_JOB_TOKEN") or _job_id(environment, launcher),
+        job_id=environment.get("SMPKIT_JOB_TOKEN") or own_id,
         master_address=environment.get("MASTER_ADDR"),
         master_port=_port(environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -107,28 +123,22 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
 
 def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
     # torchrun comes first: it may itself have been started by mpirun or srun, one process per host, and then the
-    # outer launcher's ranks count hosts. Likewise a SLURM batch script without srun has SLURM_PROCID but no step.
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _TORCHRUN
-    if _OPEN_MPI.rank in environment or _OPEN_MPI.world_size in environment:
-        return _OPEN_MPI
-    if _SLURM.rank in environment and _is_slurm_step(environment):
-        return _SLURM
-    if _PMI.rank in environment or _PMI.world_size in environment:
-        return _PMI
+    # outer launcher's ranks count hosts. Likewise a SLURM batch script without srun has SLURM_PROCID but no step: srun
+    # numbers its steps from 0; the batch script's own step and an interactive shell have other names.
+    is_step = environment.get("SLURM_STEP_ID", "") not in ("batch", "interactive", "4294967291", "4294967290")
+    for launcher in (_TORCHRUN, _OPEN_MPI, _SLURM, _PMI):
+        is_set = [name in environment for name in (launcher.rank, launcher.world_size)]
+        if (all(is_set) and is_step) if launcher is _SLURM else any(is_set):
+            return launcher
     return None
-
-
-def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    # srun numbers its steps from 0; the batch script's own step and an interactive shell have these names instead.
-    step = environment.get("SLURM_STEP_ID", "")
-    return _SLURM.world_size in environment and step not in ("batch", "interactive", "4294967291", "4294967290")
 
 
 def _number(environment: Mapping[str, str], launcher: _Launcher, name: str) -> int | None:
     text = environment.get(name)
     if text is None:
         return None
+    if name == _SLURM.local_size:
+        return _slurm_local_size(text, _number(environment, launcher, "SLURM_NODEID") or 0)
     if not re.fullmatch(r"\d{1,9}", text.strip()):
         raise UsageError(
             f"{name} is `{text}`, which is not a number", hint=f"it is set by {launcher.name}; unset it otherwise"
@@ -136,41 +146,8 @@ def _number(environment: Mapping[str, str], launcher: _Launcher, name: str) -> i
     return int(text)
 
 
-def _required(environment: Mapping[str, str], launcher: _Launcher, name: str) -> int:
-    value = _number(environment, launcher, name)
-    if value is None:
-        other = launcher.rank if name == launcher.world_size else launcher.world_size
-        raise UsageError(
-            f"{other} is set but {name} is not",
-            hint=f"start the script with {launcher.name}, or unset {other} to run one process",
-        )
-    return value
-
-
-def _local_place(environment: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int) -> tuple[int, int]:
-    """Return (local_rank, local_size), which a world of one does not need the launcher for."""
-    local_rank = _number(environment, launcher, launcher.local_rank)
-    if launcher is _SLURM:
-        local_size = _slurm_local_size(environment)
-    else:
-        local_size = _number(environment, launcher, launcher.local_size)
-    if world_size == 1:
-        return local_rank or 0, local_size or 1
-    if local_rank is None or local_size is None:
-        missing = launcher.local_rank if local_rank is None else launcher.local_size
-        raise UsageError(
-            f"{launcher.rank}={rank} and {launcher.world_size}={world_size} are set but {missing} is not",
-            hint="start the script with torchrun or mpirun, which set all of them",
-        )
-    return local_rank, local_size
-
-
-def _slurm_local_size(environment: Mapping[str, str]) -> int | None:
-    """Read this node's count from SLURM's run-length form: `4(x2),3` is 4, 4, 3 for nodes 0, 1, 2."""
-    text = environment.get(_SLURM.local_size)
-    node = _number(environment, _SLURM, "SLURM_NODEID") or 0
-    if text is None:
-        return None
+def _slurm_local_size(text: str, node: int) -> int:
+    """Read a node's count from SLURM's run-length form: `4(x2),3` is 4, 4, 3 for nodes 0, 1, 2."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
@@ -183,18 +160,19 @@ def _slurm_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _check_ranges(launcher: _Launcher, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
-    hint = f"these are {launcher.name}'s; another launcher or a shell profile may have overwritten one"
+    place = f"{launcher.rank}={rank}", f"{launcher.world_size}={world_size}"
+    local = f"{launcher.local_rank}={local_rank}", f"{launcher.local_size}={local_size}"
     if rank >= world_size:
-        raise UsageError(f"{launcher.rank}={rank} is outside {launcher.world_size}={world_size}", hint=hint)
-    if local_rank >= local_size:
-        raise UsageError(f"{launcher.local_rank}={local_rank} is outside {launcher.local_size}={local_size}", hint=hint)
+        problem = "{} is outside {}".format(*place)
+    elif local_rank >= local_size:
+        problem = "{} is outside {}".format(*local)
     # Open MPI counts the ranks of a host in the order in which it binds them, which need not be that of their ranks.
-    if local_size > world_size or (local_rank > rank and launcher is not _OPEN_MPI):
-        raise UsageError(
-            f"{launcher.local_rank}={local_rank} of {launcher.local_size}={local_size} contradicts "
-            f"{launcher.rank}={rank} of {launcher.world_size}={world_size}",
-            hint=hint,
-        )
+    elif local_size > world_size or (local_rank > rank and launcher is not _OPEN_MPI):
+        problem = "{} of {} contradicts {} of {}".format(*local, *place)
+    else:
+        return
+    hint = f"these are {launcher.name}'s; another launcher or a shell profile may have overwritten one"
+    raise UsageError(problem, hint=hint)
 
 
 def _port(environment: Mapping[str, str]) -> int | None:
@@ -204,11 +182,3 @@ def _port(environment: Mapping[str, str]) -> int | None:
     if not re.fullmatch(r"\d{1,5}", text.strip()) or not 0 < int(text) < 65536:
         raise UsageError(f"MASTER_PORT is `{text}`, which is not a port", hint="use a number from 1 to 65535")
     return int(text)
-
-
-def _job_id(environment: Mapping[str, str], launcher: _Launcher) -> str:
-    if launcher is _SLURM:
-        return "{}.{}".format(environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", ""))
-    if launcher is _OPEN_MPI:
-        return environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    return environment.get(launcher.job_id, "")

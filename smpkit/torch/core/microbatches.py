@@ -31,30 +31,13 @@ class MicrobatchCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _SplitSpec(NamedTuple):
-    """How one argument is cut: into equal `parts` along `axis`; `name` is for messages."""
+class _Argument(NamedTuple):
+    """One argument of a step, to be cut along `axis`, or None: to be passed whole."""
 
     name: str
-    parts: int
-    axis: int
-    device: torch.device
-
-
-class _Source(NamedTuple):
-    """Where an argument stands in one form of call, by position or keyword, and how it is cut."""
-
-    name: str
-    at: int | str
+    """For messages: `rest[2]` where `*rest` collects it."""
+    value: Any
     axis: int | None
-    """None for an argument that every microbatch gets whole."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The sources of the arguments for one form of call."""
-
-    positional: Sequence[_Source]
-    keywords: Sequence[_Source]
 
 
 @dataclass(frozen=True)
@@ -82,19 +65,15 @@ class Splitter:
             for name in names:
                 if name not in parameters:
                     close = difflib.get_close_matches(name, parameters, n=1)
+                    known = ", ".join(f"`{name}`" for name in parameters) or "none"
                     raise UsageError(
                         f"{option} names `{name}`, but `{self.function.__name__}` has no such argument",
-                        hint=f"did you mean `{close[0]}`?" if close else f"its arguments are {_listed(parameters)}",
+                        hint=f"did you mean `{close[0]}`?" if close else f"its arguments are {known}",
                     )
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
         return inspect.signature(self.function)
-
-    @functools.cached_property
-    def _layouts(self) -> dict[tuple[int, tuple[str, ...]], _Layout]:
-        """By form of call."""
-        return {}
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device
@@ -103,15 +82,20 @@ class Splitter:
 
         Raises:
             UsageError: `count` does not divide a batch, or an argument is a DataLoader.
+            TypeError: the function does not take such arguments.
         """
-        layout = self._layout_of(len(args), tuple(kwargs))
-        given: Any = {**kwargs, **dict(enumerate(args))}
-        split = self._split_argument
-        positional = [split(source, given[source.at], count, device) for source in layout.positional]
-        named = {source.name: split(source, given[source.at], count, device) for source in layout.keywords}
+        positional, named = self._arguments(args, kwargs)
+        for each in (*positional, *named):
+            if isinstance(each.value, DataLoader):
+                raise UsageError(
+                    f"argument `{each.name}` of `{self.function.__name__}` is a DataLoader",
+                    hint="a step gets one batch: loop over the loader outside it, and pass each batch in",
+                )
+        by_position = [_split(each, each.value, count, device) for each in positional]
+        by_name = {each.name: _split(each, each.value, count, device) for each in named}
         return [
             MicrobatchCall(
-                tuple([parts[index] for parts in positional]), {name: parts[index] for name, parts in named.items()}
+                tuple(parts[index] for parts in by_position), {name: parts[index] for name, parts in by_name.items()}
             )
             for index in range(count)
         ]
@@ -121,101 +105,69 @@ class Splitter:
 
         Integers on two axes are a text: the batch and its positions.
         """
-        layout = self._layout_of(len(args), tuple(kwargs))
-        given: Any = {**kwargs, **dict(enumerate(args))}
-        for source in (*layout.positional, *layout.keywords):
-            if source.axis is None:  # every microbatch gets it whole
+        positional, named = self._arguments(args, kwargs)
+        for each in (*positional, *named):
+            if each.axis is None:  # every microbatch gets it whole
                 continue
-            for tensor in tensors_in(given[source.at]):
+            for tensor in tensors_in(each.value):
                 if tensor.dim():
                     is_text = tensor.dim() == 2 and tensor.dtype in (torch.int32, torch.int64)
-                    return tensor.shape[source.axis], tensor.numel() if is_text else 0
+                    return tensor.shape[each.axis], tensor.numel() if is_text else 0
         return 0, 0
 
-    def _split_argument(self, source: _Source, value: Any, count: int, device: torch.device) -> Sequence[Any]:
-        if isinstance(value, DataLoader):
-            raise UsageError(
-                f"argument `{source.name}` of `{self.function.__name__}` is a DataLoader; a step gets one batch of it",
-                hint="loop over the loader outside the step and pass each batch in",
-            )
-        if source.axis is None:
-            return [value] * count
-        return _split(value, _SplitSpec(source.name, count, source.axis, device))
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[_Argument], list[_Argument]]:
+        """Return the arguments that the function gets by position, and those by name."""
+        bound = self._signature.bind(*args, **kwargs)
+        names: list[str] = []
+        for name, value in bound.arguments.items():
+            collects = self._signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            names += [f"{name}[{index}]" for index in range(len(value))] if collects else [name]
+        positional = [self._argument(*pair) for pair in zip(names, bound.args, strict=False)]
+        return positional, [self._argument(*pair) for pair in bound.kwargs.items()]
 
-    def _layout_of(self, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
-        """Bind the positions of arguments instead of their values; remember it, since `inspect` is slow.
-
-        Raises:
-            TypeError: the function does not take such arguments.
-        """
-        layout = self._layouts.get((num_positional, keywords))
-        if layout is None:
-            bound = self._signature.bind(*range(num_positional), **{name: name for name in keywords})
-            positional = zip(_positional_names(bound), bound.args, strict=True)
-            layout = _Layout(
-                [self._source(*each) for each in positional], [self._source(*each) for each in bound.kwargs.items()]
-            )
-            self._layouts[num_positional, keywords] = layout
-        return layout
-
-    def _source(self, name: str, at: int | str) -> _Source:
-        plain = name.split("[", maxsplit=1)[0]
-        return _Source(name, at, None if plain in self.non_split_inputs else self.input_split_axes.get(plain, 0))
+    def _argument(self, name: str, value: Any) -> _Argument:
+        plain = name.partition("[")[0]
+        return _Argument(name, value, None if plain in self.non_split_inputs else self.input_split_axes.get(plain, 0))
 
 
-def _positional_names(bound: inspect.BoundArguments) -> list[str]:
-    """Name each positional argument: by its parameter, or `rest[2]` for what a `*rest` collects."""
-    names: list[str] = []
-    count = len(bound.args)
-    for name, parameter in bound.signature.parameters.items():
-        if len(names) == count:
-            break
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            names += [f"{name}[{index}]" for index in range(len(bound.arguments.get(name, ())))]
-        else:
-            names.append(name)
-    return names
-
-
-def _split(value: Any, cut: _SplitSpec) -> Sequence[Any]:
-    if isinstance(value, torch.Tensor):
-        return _split_tensor(value, cut)
-    if isinstance(value, torch.nn.Module):  # most steps are given the model, whose `__getattr__` is slow
-        return [value] * cut.parts
+def _split(argument: _Argument, value: Any, count: int, device: torch.device) -> Sequence[Any]:
+    """Return the parts of an argument, or of a `value` in it."""
+    if isinstance(value, torch.Tensor) and argument.axis is not None:
+        return _split_tensor(argument.name, value, argument.axis, count, device)
+    if argument.axis is None or isinstance(value, torch.nn.Module):  # whose `__getattr__` is slow
+        return [value] * count
     if callable(getattr(value, "smp_slice", None)):
-        return [value.smp_slice(cut.parts, index, cut.axis) for index in range(cut.parts)]
-    parts = children(value)
-    if parts is None:
-        return [value] * cut.parts
-    inside = {key: _split(part, cut) for key, part in parts.items()}
-    return [rebuild(value, {key: parts[index] for key, parts in inside.items()}) for index in range(cut.parts)]
+        return [value.smp_slice(count, index, argument.axis) for index in range(count)]
+    inside = children(value)
+    if inside is None:
+        return [value] * count
+    parts = {key: _split(argument, child, count, device) for key, child in inside.items()}
+    return [rebuild(value, {key: part[index] for key, part in parts.items()}) for index in range(count)]
 
 
-def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> list[torch.Tensor]:
-    whole = devices.to_device(value, cut.device)
-    if value.dim() == 0:
-        return [whole] * cut.parts  # a scalar has no batch axis: every microbatch gets it
-    if not -value.dim() <= cut.axis < value.dim():
+def _split_tensor(
+    name: str, tensor: torch.Tensor, axis: int, count: int, device: torch.device
+) -> Sequence[torch.Tensor]:
+    whole = devices.to_device(tensor, device)
+    if tensor.dim() == 0:
+        return [whole] * count  # a scalar has no batch axis: every microbatch gets it
+    if not -tensor.dim() <= axis < tensor.dim():
         raise UsageError(
-            f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
+            f"argument `{name}` has shape {tuple(tensor.shape)} and no axis {axis} to split",
             hint="name its batch axis in input_split_axes, or the argument in non_split_inputs",
         )
-    if cut.parts == 1:
+    if count == 1:
         return [whole]
-    size = value.shape[cut.axis]
-    if size % cut.parts:
+    size = tensor.shape[axis]
+    if size % count:
         raise UsageError(
-            f"batch size {size} (argument `{cut.name}`, axis {cut.axis}) is not divisible by {cut.parts} microbatches",
+            f"batch size {size} (argument `{name}`, axis {axis}) is not divisible by {count} microbatches",
             hint="use DataLoader(drop_last=True) and a batch size that is a multiple of `microbatches`,"
             " or name the argument in non_split_inputs",
         )
-    part = size // cut.parts
+    part = size // count
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
-    return [whole.narrow(cut.axis, index * part, part) for index in range(cut.parts)]
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"
+    return [whole.narrow(axis, index * part, part) for index in range(count)]
 
 
 @dataclass

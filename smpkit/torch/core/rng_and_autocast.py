@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from smpkit.torch.core.devices import Generator, default_generator
+from smpkit.torch.core.devices import default_generator
 
 __all__ = ["AutocastState", "RandomState"]
 
@@ -22,7 +22,7 @@ class RandomState:
     """The present states of the default random generators: the CPU's and those of `devices`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        generators: list[Generator] = [torch.default_generator]
+        generators: list[torch.Generator] = [torch.default_generator]
         generators += [default_generator(device) for device in devices if device.type not in _WITHOUT_OWN]
         self._states = [(generator, generator.get_state()) for generator in generators]
 

@@ -1,4 +1,4 @@
-"""The state of this process in its job (`smp.state`): configuration, mesh, groups, device, model, optimizer."""
+"""The state of this process in its job (`smp.state`): configuration, place, groups, device, model, optimizer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,39 @@ from smpkit.torch.core.context import Launch
 from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 
-__all__ = ["ModuleManager", "Runtime", "State", "WrappedModel", "WrappedOptimizer", "state"]
+__all__ = ["ModuleManager", "Place", "State", "WrappedModel", "WrappedOptimizer", "state"]
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The result of `smp.init()`.
+class Place:
+    """Which rank this process is, and among how many; `smp.rank()` and its like say what each number means."""
 
-    Args:
-        cfg: the evaluated configuration.
-        launch: who this process is.
-        mesh: the grid of all ranks.
-        groups: this rank's process group of each kind.
-        objects: all ranks, for CPU tensors: the group of `smp.send`, `smp.barrier` and others.
-    """
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    mp_rank: int
+    mp_size: int
+    dp_rank: int
+    dp_size: int
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+    rdp_rank: int
+    rdp_size: int
+    groups: Mapping[CommGroup, tuple[int, ...]]
+    """The global ranks of this rank's group of each kind, ascending."""
 
-    cfg: ModelParallelConfig
-    launch: Launch
-    mesh: Mesh
-    groups: Mapping[CommGroup, dist.ProcessGroup]
-    objects: dist.ProcessGroup
+    @classmethod
+    def of(cls, launch: Launch, mesh: Mesh) -> Place:
+        """Return the place that the launcher and the grid give this process."""
+        groups = {kind: mesh.group(kind, launch.rank) for kind in CommGroup}
+        numbers: dict[str, int] = {}
+        for kind in set(CommGroup) - {CommGroup.WORLD}:
+            axis = kind.name.removesuffix("_GROUP").lower()
+            numbers[f"{axis}_rank"], numbers[f"{axis}_size"] = groups[kind].index(launch.rank), len(groups[kind])
+        return cls(launch.rank, launch.world_size, launch.local_rank, launch.local_size, groups=groups, **numbers)
 
 
 @dataclass(frozen=True)
@@ -98,14 +111,37 @@ class WrappedOptimizer(Protocol):
 
 
 class State:
-    """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`.
+    """The process's place in the job; what `begin` sets raises UsageError before `smp.init()`."""
 
-    What is asked for often looks at `runtime` itself, and lets `_ready` raise only if there is none: one frame less.
-    """
+    cfg: ModelParallelConfig
+    """The evaluated configuration, with defaults filled in."""
+    launch: Launch
+    """What the launcher told this process."""
+    mesh: Mesh
+    """The grid of all ranks."""
+    object_group: dist.ProcessGroup
+    """All ranks, for CPU tensors: the group of `smp.send`, `smp.barrier` and others."""
+    process_groups: Mapping[CommGroup, dist.ProcessGroup]
+    """This rank's process group of each kind."""
+    place: Place
+    # The fields of `place` are attributes of the state, too.
+    groups: Mapping[CommGroup, tuple[int, ...]]
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    mp_rank: int
+    mp_size: int
+    dp_rank: int
+    dp_size: int
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+    rdp_rank: int
+    rdp_size: int
 
     def __init__(self) -> None:
-        self.runtime: Runtime | None = None
-        """Set by `smp.init()`; the other attributes read it."""
         self.model: WrappedModel | None = None
         """The last model that was wrapped."""
         self.optimizer: WrappedOptimizer | None = None
@@ -121,6 +157,34 @@ class State:
         self.end_hooks: list[Callable[[], Exception | None]] = []
         """Called before the job ends, while its store is there: they finish work, and return why that failed."""
 
+    def begin(
+        self,
+        cfg: ModelParallelConfig,
+        launch: Launch,
+        mesh: Mesh,
+        process_groups: Mapping[CommGroup, dist.ProcessGroup],
+        object_group: dist.ProcessGroup,
+    ) -> None:
+        """Set what `smp.init()` has found out."""
+        self.cfg, self.launch, self.mesh = cfg, launch, mesh
+        self.process_groups, self.object_group = process_groups, object_group
+        self.place = Place.of(launch, mesh)
+        vars(self).update(vars(self.place))
+
+    def end(self) -> None:
+        """Forget that again, and what trained."""
+        for name in State.__annotations__.keys() & vars(self).keys():
+            delattr(self, name)
+        self.model = self.optimizer = self.step = None
+        self.module_manager = ModuleManager()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in State.__annotations__:
+            raise UsageError(
+                "smp.init() has not been called", hint="call smp.init() first, before using any other smp call"
+            )
+        raise AttributeError(f"'State' object has no attribute '{name}'")
+
     @property
     def is_v1_script(self) -> bool:
         """Whether the script has imported SMP v1's name, and so expects v1's behaviour where ours differs."""
@@ -134,80 +198,7 @@ class State:
     @property
     def initialized(self) -> bool:
         """Whether `smp.init()` has been called."""
-        return self.runtime is not None
-
-    @property
-    def _ready(self) -> Runtime:
-        if self.runtime is None:
-            raise UsageError(
-                "smp.init() has not been called", hint="call smp.init() first, before using any other smp call"
-            )
-        return self.runtime
-
-    @property
-    def cfg(self) -> ModelParallelConfig:
-        """The evaluated configuration, with defaults filled in."""
-        return (self.runtime or self._ready).cfg
-
-    @property
-    def mesh(self) -> Mesh:
-        """The grid of all ranks."""
-        return (self.runtime or self._ready).mesh
-
-    @property
-    def launch(self) -> Launch:
-        """What the launcher told this process."""
-        return (self.runtime or self._ready).launch
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return (self.runtime or self._ready).launch.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the job has."""
-        return (self.runtime or self._ready).launch.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Rank among those of this host."""
-        return (self.runtime or self._ready).launch.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """How many ranks this host has."""
-        return (self.runtime or self._ready).launch.local_size
-
-    @property
-    def object_group(self) -> dist.ProcessGroup:
-        """All ranks, for CPU tensors."""
-        return (self.runtime or self._ready).objects
-
-    @property
-    def mp_size(self) -> int:
-        """How many ranks together hold one model."""
-        return (self.runtime or self._ready).mesh.mp_size
-
-    @property
-    def dp_size(self) -> int:
-        """How many ranks hold (parts of) the same pipeline partition."""
-        return (self.runtime or self._ready).mesh.dp_size
-
-    @property
-    def pp_size(self) -> int:
-        """How many pipeline partitions there are."""
-        return (self.runtime or self._ready).mesh.pp_size
-
-    @property
-    def tp_size(self) -> int:
-        """How many ranks share distributed modules."""
-        return (self.runtime or self._ready).mesh.tp_size
-
-    @property
-    def rdp_size(self) -> int:
-        """How many exact replicas there are."""
-        return (self.runtime or self._ready).mesh.rdp_size
+        return "place" in vars(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -220,21 +211,16 @@ class State:
 
         Asked for at each use, because scripts call `torch.cuda.set_device(smp.local_rank())` after `smp.init()`.
         """
-        if self.runtime is None:  # checked here: this is asked for often
-            self._ready  # noqa: B018 - raises
+        self.place  # noqa: B018 - raises before `smp.init()`
         return devices.current_device()
 
     def group(self, kind: CommGroup) -> list[int]:
         """Return the global ranks of this rank's group of a kind, ascending."""
-        return list(self.mesh.group(kind, self.rank))
+        return list(self.groups[kind])
 
     def process_group(self, kind: CommGroup) -> dist.ProcessGroup:
         """Return this rank's group of a kind, for `torch.distributed`."""
-        return self._ready.groups[kind]
-
-    def index(self, kind: CommGroup) -> int:
-        """Return this rank's position in its group of a kind."""
-        return self.mesh.index(kind, self.rank)
+        return self.process_groups[kind]
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
@@ -250,31 +236,6 @@ class State:
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
         """By tp_rank, the numbers of the optimizer's parameters in its state dict by their names."""
         return [{name: index for index, name in each.items()} for each in self.param_index_to_name_tp_group]
-
-    @property
-    def mp_rank(self) -> int:
-        """Position among the ranks that together hold one model."""
-        return self.index(CommGroup.MP_GROUP)
-
-    @property
-    def dp_rank(self) -> int:
-        """Position among the ranks that hold (parts of) the same pipeline partition."""
-        return self.index(CommGroup.DP_GROUP)
-
-    @property
-    def pp_rank(self) -> int:
-        """Pipeline partition."""
-        return self.mesh.coordinates(self.rank).pp
-
-    @property
-    def tp_rank(self) -> int:
-        """Position among the ranks that share distributed modules."""
-        return self.mesh.coordinates(self.rank).tp
-
-    @property
-    def rdp_rank(self) -> int:
-        """Position among exact replicas."""
-        return self.mesh.coordinates(self.rank).rdp
 
 
 state = State()

@@ -9,25 +9,16 @@ from pathlib import Path
 from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, StatusPage
 from smpkit.observe.summary import KindBytes
 
-__all__ = [
-    "begin_action",
-    "begin_layer",
-    "checkpoints",
-    "current_page",
-    "note_checkpoint",
-    "open_page",
-    "plan_by",
-    "planned",
-    "use_page",
-]
+__all__ = ["begin_action", "begin_layer", "checkpoints", "current_page", "open_page", "planner", "use_page"]
 
 _page: StatusPage | None = None
 _cells: memoryview | None = None
 _layer_numbers: Mapping[str, int] = {}
 """Both are the page's: what is noted in every action and layer is written there without another call."""
-_planner: Callable[[], KindBytes | None] | None = None
+planner: Callable[[], KindBytes | None] | None = None
+"""Returns what this rank was expected to hold, None where nothing was planned; set by who plans."""
 checkpoints = False
-"""Whether layers of this process have been checkpointed."""
+"""Whether layers of this process have been checkpointed; set by who checkpoints them."""
 
 
 def open_page(rank: int, environ: Mapping[str, str] | None = None) -> None:
@@ -64,20 +55,3 @@ def begin_layer(name: str) -> None:
     """Note that a layer begins."""
     if _cells is not None:
         _cells[LAYER_CELL] = _layer_numbers[name]
-
-
-def note_checkpoint() -> None:
-    """Note that a layer is checkpointed."""
-    global checkpoints  # noqa: PLW0603
-    checkpoints = True
-
-
-def plan_by(planner: Callable[[], KindBytes | None]) -> None:
-    """Let `planner` say what this rank was expected to hold."""
-    global _planner  # noqa: PLW0603
-    _planner = planner
-
-
-def planned() -> KindBytes | None:
-    """Return what this rank was expected to hold; None where nothing was planned."""
-    return None if _planner is None else _planner()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, Final
 
@@ -18,24 +18,9 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = [
-    "NON_TENSOR_TYPES",
-    "Structure",
-    "TensorSpec",
-    "as_layout",
-    "dense_spec_of",
-    "describe",
-    "flatten",
-    "map_tensors",
-    "permute_to_memory",
-    "signature",
-    "spec_of",
-    "spec_of_unwrapped",
-    "storage_of",
-    "tensors_in",
-    "to_layout",
-    "version_of",
-]
+__all__ = ["NON_TENSOR_TYPES", "Structure", "TensorSpec", "as_layout", "dense_spec_of", "describe", "flatten"]
+__all__ += ["map_tensors", "permute_to_memory", "signature", "spec_of", "spec_of_unwrapped", "storage_of", "tensors_in"]
+__all__ += ["to_layout", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +31,10 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    num_bytes: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_bytes", self.dtype.itemsize * math.prod(self.shape))
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def without_gradient(self) -> TensorSpec:
@@ -76,7 +61,7 @@ class TensorSpec:
     @functools.cached_property
     def dense_stride(self) -> tuple[int, ...]:
         """The strides of a contiguous tensor of this shape; torch is faster with given strides."""
-        return torch.empty(self.shape, device="meta").stride()
+        return _dense_strides(self.shape, None)
 
     @functools.cached_property
     def text(self) -> str:
@@ -122,8 +107,7 @@ def spec_of_unwrapped(tensor: torch.Tensor) -> TensorSpec:
 
 def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return the spec of a tensor as if it were contiguous: some ranks know only the shape of a parameter."""
-    strides = torch.empty(tensor.shape, device="meta").stride()
-    return _interned(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+    return _interned(tensor.shape, _dense_strides(tensor.shape, None), tensor.dtype, tensor.requires_grad)
 
 
 def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
@@ -190,12 +174,9 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.T
     if container is tuple:
         parts = [map_tensors(function, part, kind) for part in value]
         return value if all(map(is_, parts, value)) else tuple(parts)
-    if container is dict:
-        made = {key: map_tensors(function, part, kind) for key, part in value.items()}
-        return value if all(map(is_, made.values(), value.values())) else made
     if container is list:
         return [map_tensors(function, part, kind) for part in value]
-    inside = children(value)
+    inside = value if container is dict else children(value)
     if inside is None:
         return value
     mapped = {key: map_tensors(function, part, kind) for key, part in inside.items()}
@@ -232,10 +213,8 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
             hint="use a list or a tuple",
         )
     key += kind, len(inside), *inside
-    made = {name: describe(part, key, visit) for name, part in inside.items()}
-    if all(map(is_, made.values(), inside.values())):
-        return value
-    return made if kind is dict else rebuild(value, made)
+    described = {name: describe(part, key, visit) for name, part in inside.items()}
+    return value if all(map(is_, described.values(), inside.values())) else rebuild(value, described)
 
 
 def signature(value: Any) -> tuple[Any, ...]:

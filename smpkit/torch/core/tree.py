@@ -38,28 +38,22 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 def rebuild(container: Any, values: dict[Any, Any]) -> Any:
     """Make a container of the same type as `container` that holds `values` under the keys that `children` gave."""
-    if isinstance(container, Mapping):
-        return _rebuild_mapping(container, values)
+    if type(container) is dict:
+        return values
+    if isinstance(container, Mapping) and not isinstance(container, MutableMapping):
+        return type(container)(values)  # type: ignore[call-arg]
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         kind: Any = type(container)
         return kind._make(values.values())  # not the class itself: PackedSequence checks its arguments
     if isinstance(container, _SEQUENCES):
         return type(container)(values.values())
-    made = copy.copy(container)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)  # the dataclass may be frozen
-    return made
-
-
-def _rebuild_mapping(container: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    if type(container) is dict:
-        return values
-    if not isinstance(container, MutableMapping):
-        return type(container)(values)  # type: ignore[call-arg]
-    made = copy.copy(container)  # keeps a subclass's other attributes (a default factory, an encoding)
+    copied = copy.copy(container)  # keeps a subclass's other attributes (a default factory, an encoding)
     for key, value in values.items():
-        made[key] = value
-    return made
+        if isinstance(container, MutableMapping):
+            copied[key] = value
+        else:
+            object.__setattr__(copied, key, value)  # the dataclass may be frozen
+    return copied
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -68,9 +62,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if parts is None:
         return function(value)
     mapped = {key: map_leaves(function, part) for key, part in parts.items()}
-    if all(mapped[key] is part for key, part in parts.items()):
-        return value
-    return rebuild(value, mapped)
+    return value if all(mapped[key] is part for key, part in parts.items()) else rebuild(value, mapped)
 
 
 def pickled(value: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import json
@@ -26,7 +25,7 @@ from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch, launch_from
 from smpkit.torch.core.devices import backends
-from smpkit.torch.core.runtime import ModuleManager, Runtime, state
+from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import cores as numa
 from smpkit.torch.distributed import deadline, gpus, recorder, watcher
@@ -111,6 +110,12 @@ def shared_store(name: str) -> Store:
     return PrefixStore(name, _world.store)
 
 
+def save_group() -> dist.ProcessGroup:
+    """Return the group in which all ranks agree on a save beside training; all of them call this."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.for_saves()
+
+
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 
@@ -137,8 +142,7 @@ def _shut_down() -> None:
     world, _world = _world, None
     if state.model is not None and state.model.data_parallel is not None:
         state.model.data_parallel.release()
-    state.runtime = state.model = state.optimizer = state.step = None
-    state.module_manager = ModuleManager()
+    state.end()
     for reset in state.reset_hooks:
         reset()
     watcher.stop()
@@ -243,22 +247,11 @@ def _at_exit() -> None:
     _shut_down()
     if error is not None:
         # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
+        # What the script registered with `atexit` before `smp.init()` does not run then.
         traceback.print_exception(error)
-        _exit_with_failure()
-
-
-def _exit_with_failure() -> None:
-    """Make this process end with code 1, once everything else that runs at exit has run."""
-    # Python's own handlers cannot change the code, and `os._exit` here would skip those that were registered before
-    # ours. So the C library calls `_exit(1)` when Python has ended, with what it passes to a handler, 1, as the code.
-    try:
-        libc = ctypes.CDLL(None)
-        register, leave = libc.__cxa_atexit, libc._exit
-    except (OSError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    register(ctypes.cast(leave, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
 # --- the groups -------------------------------------------------------------------------------------------------------
@@ -286,9 +279,9 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             world.groups.set_timeout(timeout)
         deadline.attach(failure_store)
         groups = world.groups.for_mesh(mesh, launch.rank)
-        state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+        state.begin(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
-            watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
+            watcher.watch(failure_store)
         if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
         recorder.start()
@@ -323,8 +316,7 @@ def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta)
     """
     world.num_exchanges += 1
     gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
-    process = [watcher.process_namespace(), os.getpid()]
-    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info, "process": process})
+    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info})
     launch, key = world.launch, f"facts/{world.num_exchanges}"
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
@@ -358,13 +350,6 @@ def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
             else:
                 failure_store.ack()
         raise
-
-
-def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
-    """Return the pids of the other ranks that this process can see."""
-    here = facts[rank]["process"][0]
-    places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
-    return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
 
 
 def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:

@@ -31,12 +31,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
-from smpkit.torch.core import offloader
+from smpkit.torch.core import offloader, status
 from smpkit.torch.core.buffers import Buffers, all_modules, is_checked
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.status import note_checkpoint
 from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
 from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
@@ -89,7 +88,7 @@ def checkpointing(
         roots: the modules that it calls, as far as they are known.
         settings: of `_Region`.
     """
-    note_checkpoint()
+    status.checkpoints = True
     if not torch.is_grad_enabled():
         return _NOTHING
     modules = all_modules(roots)

@@ -9,7 +9,7 @@ from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.plan.schedule.templates import one_f_one_b
+from smpkit.plan.schedule.templates import looped
 from tests.counted import lines_of
 from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
 
@@ -19,7 +19,7 @@ from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
 def test_caps_of_p_minus_rank_are_1f1b_exactly(num_ranks: int, num_microbatches: int) -> None:
     caps = [num_ranks - rank for rank in range(num_ranks)]
     actions, _ = list_schedule(SegmentGraph.chain(num_ranks), num_microbatches, caps, Costs())
-    assert actions == one_f_one_b(num_ranks, num_microbatches).actions
+    assert actions == looped(SegmentGraph.chain(num_ranks), num_microbatches).actions
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6), split=st.booleans(), first=st.booleans())

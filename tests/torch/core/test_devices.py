@@ -92,19 +92,23 @@ def test_devices_that_nobody_tells_apart_are_each_rank_s_own(
     bind(XPU, {})  # nor is there a place on the bus to be near to
 
 
-def test_memory_is_the_modules_count_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, memory_allocated=lambda device: 7 * device.index)
-    assert devices.memory_bytes(XPU) == 7
-    install(monkeypatch)
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 9)
-    assert devices.memory_bytes(XPU) == 9
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [("is_current_stream_capturing", devices.is_capturing), ("default_generators", devices.default_generator)],
+)
+def test_a_plug_in_that_lacks_a_function_is_refused_by_name(
+    name: str, use: Callable[[torch.device], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, init=lambda: None)
+    with pytest.raises(UnsupportedError, match=rf"for devices of the type `xpu` has no `torch\.xpu\.{name}`"):
+        use(XPU)
 
 
-def test_a_module_that_captures_no_graphs_needs_no_function_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    assert not devices.is_capturing(XPU)
-    install(monkeypatch, is_current_stream_capturing=lambda: True)
+def test_what_a_plug_in_tells_is_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [torch.Generator(), torch.Generator()]
+    install(monkeypatch, init=lambda: None, is_current_stream_capturing=lambda: True, default_generators=own)
     assert devices.is_capturing(XPU)
+    assert devices.default_generator(XPU) is own[1]
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -147,47 +151,6 @@ def test_memory_that_no_driver_registers_is_pinned_by_torch(monkeypatch: pytest.
     assert (tensor.nbytes, int(tensor.sum()), asked) == (5000, 0, [True])
     with pytest.raises(OSError, match="could not pin 2097152 bytes of the host: out of memory"):
         pinned_bytes(XPU, 2 << 20)
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def test_a_module_without_a_list_of_generators_has_functions_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, current = [torch.Generator(), torch.Generator()], [0]
-
-    def set_state(state: torch.Tensor, device: torch.device) -> None:
-        own[device.index].set_state(state)
-
-    def seed_current(seed: int) -> None:
-        own[current[0]].manual_seed(seed)
-
-    class Current:
-        """The context in which a device is the current one."""
-
-        def __init__(self, index: int) -> None:
-            self.index, self.before = index, current[0]
-
-        def __enter__(self) -> None:
-            current[0] = self.index
-
-        def __exit__(self, *_: object) -> None:
-            current[0] = self.before
-
-    install(
-        monkeypatch,
-        get_rng_state=lambda device: own[device.index].get_state(),
-        set_rng_state=set_state,
-        manual_seed=seed_current,
-    )
-    monkeypatch.setattr(torch.accelerator, "device_index", Current)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(get_device=lambda: 1))
-    generator = devices.default_generator(torch.device("xpu"))
-    generator.manual_seed(5)
-    assert [each.initial_seed() == 5 for each in own] == [False, True]
-    before = generator.get_state()
-    drawn = torch.rand(3, generator=own[1])
-    generator.set_state(before)
-    assert torch.equal(torch.rand(3, generator=own[1]), drawn)
 
 
 # --- backends ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ def warmed_up() -> list[tuple[int, ...]]:
     """Return the ranks of the groups that are warmed up, in order, as this rank sees them."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True})
     assert initialize._world is not None
-    assert state.runtime is not None
     seen = []
 
     def note(tensor: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
@@ -38,7 +37,7 @@ def warmed_up() -> list[tuple[int, ...]]:
 
     all_reduce = dist.all_reduce
     with mock.patch.object(dist, "all_reduce", note):
-        initialize._world.groups.warm_up(state.runtime.groups, CPU)
+        initialize._world.groups.warm_up(state.process_groups, CPU)
     smp.shutdown()
     return seen
 
@@ -56,12 +55,11 @@ def test_groups_are_connected_in_one_order_each_once() -> None:
 def misses_one() -> str:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True, "timeout_seconds": 3})
     assert initialize._world is not None
-    assert state.runtime is not None
     if smp.rank() == 1:
         time.sleep(6)  # alive, and elsewhere
         return ""
     with pytest.raises((DeadlineError, RemoteError)) as caught:
-        initialize._world.groups.warm_up(state.runtime.groups, CPU)
+        initialize._world.groups.warm_up(state.process_groups, CPU)
     return str(caught.value)
 
 

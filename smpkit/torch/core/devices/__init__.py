@@ -5,9 +5,8 @@ this package, so that it alone names torch's functions for it, and devices: else
 `torch.cuda` and "cuda". On a CPU, whose work has ended when a call returns, there is nothing to order: the functions
 for streams and events do nothing and return None. `backends.py` is about connections between devices.
 
-[Note: what torch does not unify] `torch.accelerator`, `torch.Stream` and `torch.Event` are any accelerator's. The rest
-is in the device's own module (`torch.cuda`, `torch.xpu`, a plug-in's), which may lack it; each function here that looks
-there says what happens then.
+`torch.accelerator`, `torch.Stream` and `torch.Event` are any accelerator's. Random generators and whether a graph is
+being captured are in the device's own module (`torch.cuda`, `torch.xpu`, a plug-in's), which must have them.
 
 [Note: copies that do not block the host] A copy between a device and pageable memory makes the host wait for everything
 queued on the stream. From and to pinned memory it is only queued; then that memory must not be written, or read, before
@@ -20,44 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
 
-__all__ = [
-    "Generator",
-    "cannot_use_cuda",
-    "choose_device",
-    "current_device",
-    "current_stream",
-    "default_generator",
-    "device_name",
-    "fork_rng",
-    "has_happened",
-    "has_streams",
-    "host_memory",
-    "host_registration",
-    "is_asynchronous",
-    "is_available",
-    "is_capturing",
-    "make_current",
-    "memory_bytes",
-    "memory_recorder",
-    "new_stream",
-    "on_stream",
-    "order_after",
-    "pci_address",
-    "peak_bytes",
-    "physical_device",
-    "record_event",
-    "reset_peak",
-    "to_device",
-    "total_bytes",
-    "wait_for_event",
-    "wait_for_stream",
-]
+from smpkit.errors import UnsupportedError
 
 _PLAIN: Final = frozenset[type]({torch.Tensor, torch.nn.Parameter})
 """Subclasses may lie in memory in other ways."""
@@ -119,49 +85,50 @@ def device_name(device: torch.device) -> str:
 def pci_address(device: torch.device) -> str | None:
     """Return where a device is on the PCI bus, as Linux writes it: `0000:3b:00.0`; None if its module does not tell."""
     properties = _properties(device)
-    try:
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    except AttributeError:
+    if not hasattr(properties, "pci_bus_id"):
         return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _properties(device: torch.device) -> Any:
-    found = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return None if found is None else found(device)
+    tell = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if tell is None else tell(device)
+
+
+def _of_module(device: torch.device, name: str) -> Any:
+    """Return what the module of a device has under a name.
+
+    Raises:
+        UnsupportedError: it does not have it.
+    """
+    module = torch.get_device_module(device)
+    if not hasattr(module, name):
+        raise UnsupportedError(
+            f"the plug-in for devices of the type `{device.type}` has no `torch.{device.type}.{name}`",
+            hint="update it, or train on the CPU: hide the device from torch",
+        )
+    return getattr(module, name)
 
 
 def memory_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors on a device."""
-    # What a plug-in's own module tells is right also where its allocator is not one of `torch.accelerator`'s.
-    allocated = getattr(torch.get_device_module(device), "memory_allocated", torch.accelerator.memory_allocated)
-    return int(allocated(device))
+    return torch.accelerator.memory_allocated(device)
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device, in use or not; None if its module does not tell, and for the CPU."""
+    """Return the memory of a device, in use or not; None for the CPU."""
     return int(torch.accelerator.get_memory_info(device)[1]) if is_asynchronous(device) else None
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """Return the most bytes of tensors since `reset_peak`; None on the CPU, which does not count them."""
-    if not is_asynchronous(device):
-        return None
-    peak = getattr(torch.get_device_module(device), "max_memory_allocated", torch.accelerator.max_memory_allocated)
-    return int(peak(device))
-
-
-def memory_recorder(device: torch.device) -> Any | None:
-    """Return the module that notes where a device's memory is allocated, and saves that; None if there is none."""
-    module = getattr(torch.get_device_module(device), "memory", None)
-    has_all = all(hasattr(module, name) for name in ("_record_memory_history", "_dump_snapshot"))
-    return module if has_all else None
+    return torch.accelerator.max_memory_allocated(device) if is_asynchronous(device) else None
 
 
 def reset_peak(device: torch.device) -> None:
     """Begin `peak_bytes` anew, for everybody who reads torch's statistics of this device."""
     if is_asynchronous(device):
-        module = torch.get_device_module(device)
-        getattr(module, "reset_peak_memory_stats", torch.accelerator.reset_peak_memory_stats)(device)
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def cannot_use_cuda() -> str | None:
@@ -243,11 +210,8 @@ def wait_for_event(event: torch.Event | None) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a graph is being captured from the current stream; a module that cannot tell captures none."""
-    if not is_asynchronous(device):
-        return False
-    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return query is not None and bool(query())
+    """Return whether a graph is being captured from the current stream."""
+    return is_asynchronous(device) and bool(_of_module(device, "is_current_stream_capturing")())
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -269,9 +233,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
-def host_registration(
-    device: torch.device,
-) -> tuple[Callable[[int, int], object], Callable[[int], object]] | None:
+def host_registration(device: torch.device) -> tuple[Callable[[int, int], None], Callable[[int], object]] | None:
     """Return how a driver pins memory of the host that is mapped already, and how it unpins that.
 
     A plug-in's module may offer `host_register(address, num_bytes)` and `host_unregister(address)`. None where it does
@@ -282,34 +244,32 @@ def host_registration(
         the address.
     """
     module: Any = torch.get_device_module(device)
+    flags: tuple[int, ...] = ()
     if device.type == "cuda":
         runtime = module.cudart()
-        return partial(_register_with_cuda, runtime), runtime.cudaHostUnregister
-    register, unregister = getattr(module, "host_register", None), getattr(module, "host_unregister", None)
-    if register is None or unregister is None:
+        pin, unpin, flags = runtime.cudaHostRegister, runtime.cudaHostUnregister, (0,)
+    elif hasattr(module, "host_register") and hasattr(module, "host_unregister"):
+        pin, unpin = module.host_register, module.host_unregister
+    else:
         return None
-    return partial(_register, register), unregister
 
+    def register(address: int, num_bytes: int) -> None:
+        try:
+            refusal = int(pin(address, num_bytes, *flags) or 0)
+        except RuntimeError as error:
+            raise OSError(f"the driver did not take {num_bytes} bytes of the host: {error}") from error
+        if refusal:
+            if device.type == "cuda":
+                _clear_last_error()
+                raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {refusal}")
+            raise OSError(f"the driver did not take {num_bytes} bytes of the host: error {refusal}")
 
-def _register(register: Callable[[int, int], int | None], address: int, num_bytes: int) -> None:
-    try:
-        error = register(address, num_bytes)
-    except RuntimeError as refusal:
-        raise OSError(f"the driver did not take {num_bytes} bytes of the host: {refusal}") from refusal
-    if error:
-        raise OSError(f"the driver did not take {num_bytes} bytes of the host: error {error}")
-
-
-def _register_with_cuda(runtime: Any, address: int, num_bytes: int) -> None:
-    if error := int(runtime.cudaHostRegister(address, num_bytes, 0)):
-        _clear_last_error()
-        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
+    return register, unpin
 
 
 def _clear_last_error() -> None:
-    """Clear this thread's last CUDA error after a failed call of the runtime."""
-    # torch asks for the last error after each kernel it launches, and would report this one as the kernel's. So launch
-    # one here, which raises it.
+    # torch asks for the last error after each kernel it launches, and would report that of a failed call of the runtime
+    # as the kernel's. So launch one here, which raises it.
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
@@ -317,45 +277,16 @@ def _clear_last_error() -> None:
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
-def default_generator(device: torch.device) -> Generator:
-    """Return the generator that operators of a device draw from; its state can be read without a wait.
-
-    A module without a list of generators has functions for them, which take a little longer.
-    """
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operators of a device draw from; its state can be read without a wait."""
     if not is_asynchronous(device):
         return torch.default_generator
-    module: Any = torch.get_device_module(device)
     number: Any = device.index
     if number is None:
         number = torch.empty(0, device=device).get_device()
-    if not hasattr(module, "default_generators"):
-        return _ModuleGenerator(module, torch.device(device.type, number))
-    module.init()  # makes the generators
-    generator: torch.Generator = module.default_generators[number]
+    _of_module(device, "init")()  # makes the generators
+    generator: torch.Generator = _of_module(device, "default_generators")[number]
     return generator
-
-
-@dataclass(frozen=True)
-class _ModuleGenerator:
-    """A device's generator, by the functions that `torch.random.fork_rng` asks of every module."""
-
-    module: Any
-    device: torch.device
-
-    def get_state(self) -> torch.Tensor:
-        state: torch.Tensor = self.module.get_rng_state(self.device)
-        return state
-
-    def set_state(self, new_state: torch.Tensor) -> None:
-        self.module.set_rng_state(new_state, self.device)
-
-    def manual_seed(self, seed: int) -> None:
-        with torch.accelerator.device_index(self.device.index):  # it seeds the current device
-            self.module.manual_seed(seed)
-
-
-Generator = torch.Generator | _ModuleGenerator
-"""Of one device."""
 
 
 @contextmanager

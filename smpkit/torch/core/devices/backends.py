@@ -17,26 +17,6 @@ from torch._C._distributed_c10d import Backend
 
 from smpkit.errors import UsageError
 
-__all__ = [
-    "GLOO",
-    "NCCL",
-    "SHARED_GPU_NCCL",
-    "backend_for",
-    "backend_names",
-    "backends_of",
-    "carries_host_tensors",
-    "channel_options",
-    "connects",
-    "device_backends",
-    "device_names",
-    "error_of",
-    "gloo_devices",
-    "nccl_version",
-    "prepare",
-    "refuse_launch_order",
-    "uses_nccl",
-]
-
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
 SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"

@@ -3,6 +3,9 @@
 Importing it imports no transformers. Its modules `gpt2`, `bert` and so on have the functions that scripts of SMP v1
 call: each name of `_TRANSLATIONS` is Family.to_distributed, each `translate_state_dict_to_hf_...` is
 Family.to_hugging_face.
+
+Models whose own configuration says how they can be divided (Llama, Mistral, Qwen, ...) need nothing from here: see
+smpkit.torch.tensor_parallel.plan.
 """
 
 from __future__ import annotations

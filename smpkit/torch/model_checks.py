@@ -1,0 +1,117 @@
+"""What `smp.DistributedModel` refuses: models and options that cannot work, and scripts that do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.model_parts import ModelParts
+from smpkit.torch.offload_model.model import OffloadModel
+from smpkit.torch.precision.cast import half_dtype
+
+__all__ = ["check_arguments", "check_trains", "refuse_comm_hook", "refuse_join"]
+
+
+def check_arguments(
+    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
+) -> None:
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work.
+
+    Raises:
+        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
+        UnsupportedError: an OffloadModel in it does not go with the configuration.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
+    lazy = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
+    refusals: tuple[tuple[bool, str, str], ...] = (
+        (isinstance(module, ModelParts), "this model is a DistributedModel already", "wrap a model once"),
+        (
+            isinstance(module, nn.parallel.DistributedDataParallel),
+            "this model is wrapped in DistributedDataParallel",
+            "pass the plain model and set `ddp: True`",
+        ),
+        (
+            state.model is not None,
+            "there is a DistributedModel already, and a script has one",
+            "put all models that are trained together into one torch.nn.Module",
+        ),
+        (
+            bool(lazy),
+            f"`{''.join(lazy[:1])}` has no shape yet: its module is a lazy one",
+            "call the model once with a batch, on all ranks with the same seed, before it is wrapped",
+        ),
+        (trace_device not in ("gpu", "cpu"), f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`", ""),
+        (
+            trace_device == "cpu" and trace_execution_times,
+            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
+            "pass trace_device='gpu' or trace_execution_times=False",
+        ),
+        (backward_passes < 1, f"backward_passes_per_step must be at least 1, got {backward_passes}", ""),
+        (bucket_cap_mb <= 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}", ""),
+    )
+    for applies, message, hint in refusals:
+        if applies:
+            raise UsageError(message, hint=hint or None)
+    if any(isinstance(part, OffloadModel) for part in module.modules()):
+        _check_offload_model()
+
+
+def _check_offload_model() -> None:
+    cfg = state.cfg
+    if state.dp_size > 1:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, whose gradients a DistributedModel cannot average",
+            hint="give OffloadModel(..., process_group=smp.get_dp_process_group()), and do not wrap it",
+        )
+    if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works on one"
+            " rank only",
+            hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
+        )
+
+
+def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Find scripts that do not train: an update of `parameters` after passes, without a backward or a gradient.
+
+    A forgotten `model.backward(loss)` costs nothing but the training: losses are printed, checkpoints saved, and
+    torch's optimizers skip parameters without a gradient and say nothing.
+
+    Raises:
+        UsageError: nothing has a gradient, though something of the model would be updated.
+    """
+    if any(isinstance(module, OffloadModel) for module in model.modules()):
+        return  # its optimizer may have used gradients up in the backward
+    own = {id(each): each for each in model.parameters()}
+    known = list(parameters)
+    trains = any(each.requires_grad for each in own.values()) and any(id(each) in own for each in known)
+    if trains and all(each.grad is None for each in (*known, *own.values())):
+        raise UsageError(
+            "optimizer.step() was called after training passes, but no backward has run: no weight would change",
+            hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"
+            " training run under `torch.no_grad()` or `model.eval()`",
+        )
+
+
+def refuse_comm_hook(model: nn.Module, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002, ARG001
+    """Raise UnsupportedError: gradients are reduced by smpkit itself."""
+    raise UnsupportedError(
+        "model.register_comm_hook would replace the all-reduce of gradients, which smpkit does itself",
+        hint="remove it; with `fp16` or `bf16` gradients travel in half precision",
+    )
+
+
+def refuse_join(model: nn.Module) -> NoReturn:  # noqa: ARG001
+    """Raise UnsupportedError: no replica goes on without the others."""
+    raise UnsupportedError(
+        "model.join() lets replicas take different numbers of steps, which smpkit does not do",
+        hint="give every rank as many batches: DistributedSampler(..., drop_last=True) and"
+        " DataLoader(..., drop_last=True)",
+    )
