@@ -2,10 +2,12 @@
 
 Scripts ask `torch.cuda.is_available()` and import Apex before they import `smdistributed`, so `startup/` installs this
 when Python starts. `import smdistributed.modelparallel.torch` installs it, too, for what is imported after that.
+Nothing here imports torch, or asks for a GPU: processes that are forked later could not use it then.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -14,7 +16,8 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from traceback import extract_tb
+from types import ModuleType, TracebackType
 from typing import Any, Final
 
 from smpkit.drop_in.removed_names import is_torch_tpu_available, load_metric
@@ -29,11 +32,13 @@ def install() -> None:
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
         sys.meta_path.append(_StandIns())
+        sys.excepthook = functools.partial(_explain, sys.excepthook)
 
 
 def _prepare_torch(torch: Any) -> None:
     torch._six = importlib.import_module("torch._six")  # scripts use it without importing it
-    importlib.import_module("smpkit.torch.compat.cuda_on_cpu").prepare_process()
+    if os.environ.get("SMPKIT_CUDA_ON_CPU") == "1":
+        importlib.import_module("smpkit.torch.compat.cuda_on_cpu").install()
 
 
 def _prepare_trainer(module: Any) -> None:
@@ -100,3 +105,22 @@ class _StandIns:
             text = "`%s` is not installed: smpkit's stand-in has the names that public scripts of SMP v1 import"
             logging.getLogger("smpkit").warning(text, name)
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+
+
+_FLAG: Final = (
+    "the script asks for CUDA, which this machine does not have; `smpkit compat --cuda-on-cpu -- COMMAND`, or"
+    " SMPKIT_CUDA_ON_CPU=1 in the environment, lets such scripts use the CPU"
+)
+
+
+def _explain(
+    outer: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Show an exception; say what lets a script run on the CPU that ends for lack of CUDA.
+
+    The message speaks of CUDA, or the line that failed does: `assert torch.cuda.is_available()`.
+    """
+    outer(kind, error, traceback)
+    frames, torch = extract_tb(traceback), sys.modules.get("torch")
+    if "cuda" in f"{error} {frames[-1].line if frames else ''}".lower() and torch and not torch.cuda.is_available():
+        logging.getLogger("smpkit").error("note: %s", _FLAG)

@@ -111,7 +111,7 @@ def test_names_are_added_to_modules_that_lack_them(tmp_path: Path) -> None:
     (tmp_path / "datasets.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.hidden_one_ran = True\n")
     for package, source in {
-        "torch": "cuda = __import__('types').SimpleNamespace(is_available=lambda: True)",
+        "torch": "",
         "transformers": "def is_torch_tpu_available(): return 'real'",
         "transformers.utils": "def is_torch_xla_available(check_is_tpu): return check_is_tpu",
     }.items():
@@ -119,9 +119,7 @@ def test_names_are_added_to_modules_that_lack_them(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "__init__.py").write_text(source)
     code = (
-        "import sys; sys.modules['smpkit.torch.compat.cuda_on_cpu'] = sys  # which needs the real torch\n"
-        "sys.prepare_process = lambda: None\n"
-        "import apex, amp_C, datasets, transformers.utils, torch, importlib.util\n"
+        "import sys, apex, amp_C, datasets, transformers.utils, torch, importlib.util\n"
         "assert (apex.real, amp_C.real, torch._six.PY3) == ('apex', 'amp_C', True)\n"
         "assert transformers.is_torch_tpu_available() == 'real'\n"
         "assert transformers.utils.is_torch_tpu_available() is True\n"

@@ -23,8 +23,6 @@ import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from traceback import extract_tb
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -32,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from smpkit.torch.distributed import gpus
 
-__all__ = ["PRETENDED", "explain_failures", "install", "installed", "prepare_process"]
+__all__ = ["PRETENDED", "install", "installed"]
 
 _log = logging.getLogger("smpkit")
 
@@ -52,24 +50,14 @@ def install(environ: Mapping[str, str] = os.environ) -> None:
                 setattr(module, name, replacement)
     if insists:
         torch.autocast.__init__ = _init_autocast  # type: ignore[method-assign]
-    else:
-        explain_failures()
-        if environ.get("RANK", "0") == "0":
-            _log.warning("there is no GPU: what a script puts on `cuda` stays on the CPU, unless SMPKIT_CUDA_ON_CPU=0")
+    elif environ.get("RANK", "0") == "0":
+        _log.warning("there is no GPU: what a script puts on `cuda` stays on the CPU, unless SMPKIT_CUDA_ON_CPU=0")
     _CpuForCuda(shows_cuda=insists).__enter__()  # type: ignore[no-untyped-call]
 
 
 def installed() -> bool:
     """Whether `cuda` means the CPU in this process."""
     return _installed
-
-
-def prepare_process() -> None:
-    """Do what can be done before a script imports `smdistributed` (called when it has imported torch)."""
-    if os.environ.get(gpus.CUDA_ON_CPU) == "1":
-        install()
-    elif not torch.cuda.is_available():
-        explain_failures()
 
 
 # --- calls that name a GPU --------------------------------------------------------------------------------------------
@@ -218,32 +206,3 @@ def _init_autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> No
         if not args and kwargs.get("dtype") is None:  # torch's default on a GPU; the CPU's own is bfloat16
             kwargs["dtype"] = torch.float16
     _init_real_autocast(self, device_type, *args, **kwargs)
-
-
-# --- scripts that end because there is no GPU -------------------------------------------------------------------------
-
-_FLAG: Final = (
-    "the script asks for CUDA, which this machine does not have; `smpkit compat --cuda-on-cpu -- COMMAND`, or"
-    " SMPKIT_CUDA_ON_CPU=1 in the environment, lets such scripts use the CPU"
-)
-
-
-def explain_failures() -> None:
-    """From now on, say what lets a script run on the CPU that an exception about CUDA ends."""
-    outer = sys.excepthook
-    if outer.__module__ == __name__:
-        return
-
-    def explained(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        outer(kind, error, traceback)
-        if _is_about_cuda(error, traceback):
-            _log.error("note: %s", _FLAG)
-
-    sys.excepthook = explained
-
-
-def _is_about_cuda(error: BaseException, traceback: TracebackType | None) -> bool:
-    """Return whether the message, or the line that failed (`assert torch.cuda.is_available()`), speaks of CUDA."""
-    frames = extract_tb(traceback)
-    line = (frames[-1].line or "") if frames else ""
-    return "cuda" in f"{error} {line}".lower()
