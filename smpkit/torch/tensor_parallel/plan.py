@@ -80,6 +80,8 @@ _EXPERTS: Final = ("moe_tp_experts", "all_reduce")
 """Styles of modules that multiply with bare parameters of theirs, which are divided: results are summed."""
 _ADDS_UP: Final = "replicated_with_grad_allreduce"
 _WHOLE: Final = ("replicate", "local_params", _ADDS_UP)
+_ACTIVATION: Final = "act_fn"
+"""A trained activation (Apertus) sees the features of this rank, and plans do not name it."""
 _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 """`embedding_rowwise` is served for the word embedding only."""
 

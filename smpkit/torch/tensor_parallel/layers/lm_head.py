@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import additive_mask
+from smpkit.torch.tensor_parallel.layers.attention import additive_mask, unpack_tuple
 from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding
@@ -149,15 +149,11 @@ class DistributedTransformerLMHead(DistributedModule):
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
-        needed = {"input_ids", *(["cross_states"] if self.needs_cross_states else [])} & set(names)
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(names):  # type: ignore[redundant-expr]
-            raise UsageError(f"DistributedTransformerLMHead takes one tuple ({', '.join(names)})")
-        given = dict(zip(names, inputs, strict=True))
-        for name in needed:
-            if given[name] is None:
-                raise UsageError(f"DistributedTransformerLMHead needs `{name}`")
+        by_name = dict(zip(names, unpack_tuple("DistributedTransformerLMHead", inputs, names), strict=True))
+        if self.add_cross_attention and self.needs_cross_states and by_name["cross_states"] is None:
+            raise UsageError("DistributedTransformerLMHead needs `cross_states`")
         rotates = self.transformer.rotates and not self.add_cross_attention
-        if given["position_ids"] is not None and self.position_embedding is None and not rotates:
+        if by_name["position_ids"] is not None and self.position_embedding is None and not rotates:
             raise UsageError(
                 "`position_ids` are given, but this model has no position embedding, and positions do not rotate"
                 " queries and keys",

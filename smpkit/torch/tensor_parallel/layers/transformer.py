@@ -22,7 +22,12 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, additive_mask, gather_mask
+from smpkit.torch.tensor_parallel.layers.attention import (
+    DistributedAttentionLayer,
+    additive_mask,
+    gather_mask,
+    unpack_tuple,
+)
 from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, activation_of, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -77,9 +82,9 @@ class DistributedTransformerOutputLayer(DistributedModule):
         self.config = config
         self.activation = activation_of(config.activation)
         hidden, between = config.hidden_size, config.intermediate_size
-        made: dict[str, Any] = {"boundary": self.boundary, "initializer_range": config.weight_deviation}
-        self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **made)
-        self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **made)
+        options: dict[str, Any] = {"boundary": self.boundary, "initializer_range": config.weight_deviation}
+        self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **options)
+        self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **options)
         self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary)
         shares_norm = config.parallel_residual and not config.parallel_layernorm
         self.pre_layernorm = optional_layernorm(config.pre_layernorm and not shares_norm, config, self.boundary)
@@ -218,23 +223,13 @@ def unpack_inputs(
         UsageError: it is not such a tuple.
     """
     if cross:
-        expected: tuple[int, ...] = (4,)
-        names = "(hidden_states, cross_states, attention_mask, cross_mask)"
-    elif rotates:
-        expected = (2, 3)
-        names = "(hidden_states, attention_mask), or with position_ids for a third"
-    else:
-        expected = (2,)
-        names = "(hidden_states, attention_mask)"
-    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
-        raise UsageError(
-            f"a transformer layer takes one tuple {names}",
-            hint="pass None for a mask that is not needed",
-        )
-    if cross:
-        return inputs[0], inputs[1], inputs[2], inputs[3], None
-    positions = inputs[2] if len(inputs) == 3 else None
-    return inputs[0], None, inputs[1], None, positions
+        names = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
+        hidden, states, mask, cross_mask = unpack_tuple("a transformer layer", inputs, names)
+        return hidden, states, mask, cross_mask, None
+    hidden, mask, positions = unpack_tuple(
+        "a transformer layer", inputs, ("hidden_states", "attention_mask"), positions=rotates
+    )
+    return hidden, None, mask, None, positions
 
 
 def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
@@ -248,8 +243,7 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
         UsageError: no stack has these two layouts outside and inside.
     """
     if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
-        made: torch.Tensor = handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
-        return made
+        return handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
     if outer is inner or state.tp_size == 1:
         return x
     if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
@@ -260,8 +254,7 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
 def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
     """Change values back to the layout outside of a stack, at its end."""
     if has_torch_function_unary(x):
-        made: torch.Tensor = handle_torch_function(from_stack_layout, (x,), x, outer, inner)
-        return made
+        return handle_torch_function(from_stack_layout, (x,), x, outer, inner)
     if outer is inner or state.tp_size == 1:
         return x
     return collectives.gather_from_tp(x, 1)
