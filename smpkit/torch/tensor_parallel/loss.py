@@ -209,8 +209,8 @@ class _LazyLogits(OrderedDict[str, Any]):
     def __getitem__(self, key: Any) -> Any:
         names = list(self.keys())
         if not isinstance(key, str):
-            found = names[key]
-            return self[found] if isinstance(found, str) else tuple(self[name] for name in found)
+            chosen = names[key]
+            return self[chosen] if isinstance(chosen, str) else tuple(self[name] for name in chosen)
         if key == "logits":
             self._smp_gather_now()
         return dict.__getitem__(self, key)  # not Hugging Face's, which looks at every item

@@ -227,8 +227,8 @@ def rule_for(module: nn.Module) -> ReplacementRule | None:
 
 def _import_class(name: str) -> type[nn.Module]:
     place, _, kind = name.rpartition(".")
-    found: type[nn.Module] = getattr(importlib.import_module(place), kind)
-    return found
+    imported: type[nn.Module] = getattr(importlib.import_module(place), kind)
+    return imported
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:

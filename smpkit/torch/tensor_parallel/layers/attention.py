@@ -27,7 +27,7 @@ from torch.nn import functional
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout, tp_rng
 from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -53,19 +53,26 @@ class DistributedAttentionLayer(DistributedModule):
         ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
     """
 
-    @takes_arguments(
-        "num_attention_heads attention_head_size hidden_size attention_dropout_prob hidden_dropout_prob"
-        " layernorm_epsilon initializer_range use_normal_initialization cross_attention causal_mask_size"
-        " pre_layernorm post_layernorm"
-    )
     def __init__(
         self,
-        config: TransformerConfig,
-        *,
+        num_attention_heads: int | TransformerConfig = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-05,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
         cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
         boundary: Layout | None = None,
         in_stack: bool = False,
+        **options: Any,
     ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         check_divisible("num_attention_heads", config.num_attention_heads)
         self.config = config

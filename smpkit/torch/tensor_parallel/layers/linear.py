@@ -234,8 +234,8 @@ def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    made: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
-    return made
+    output: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _GatheredLinear(torch.autograd.Function):
