@@ -345,6 +345,7 @@ WITH_PLANS: dict[str, Case] = {
     "Mistral": divisible("Mistral", sliding_window=4),
     "Qwen2": divisible("Qwen2"),
     "Qwen3": divisible("Qwen3", head_dim=8),
+    "Apertus": divisible("Apertus"),
     "Phi": divisible("Phi"),
     "Phi3": divisible("Phi3"),
     "GPTNeoX": divisible("GPTNeoX", rotary_pct=0.5),

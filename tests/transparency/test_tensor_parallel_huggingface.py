@@ -38,8 +38,10 @@ WAYS = (SHARED, OWN, OWN_FOR_MEMORY, SHARED_FOR_MEMORY)
 
 FEW = [
     ("Llama", SHARED),
+    ("Qwen3", SHARED),
     ("Llama", OWN_FOR_MEMORY),
     ("Phi3", OWN),
+    ("Apertus", SHARED),  # its activations are trained
     ("Mixtral", SHARED),
     ("balanced Mixtral", OWN),
     ("GPT2", SHARED_FOR_MEMORY),

@@ -30,7 +30,6 @@ __all__ = [
     "defer_load",
     "delay_param_initialization",
     "drop_deferred_loads",
-    "initial_values",
     "initialize",
     "is_delayed",
     "make_delayed",
@@ -143,21 +142,6 @@ def initialize(
 def set_initializer(module: nn.Module, custom_initializer: Initializer) -> None:
     """Let `custom_initializer` fill the delayed parameters of a module, instead of the initialisers of its classes."""
     vars(module)[_INITIALIZER] = custom_initializer
-
-
-def initial_values(
-    root: nn.Module, name: str, module: nn.Module, device: torch.device, seed: int
-) -> dict[str, torch.Tensor]:
-    """Return what `initialize` would make of a module's own delayed parameters, and leave them without memory."""
-    own = {key: each for key, each in module.named_parameters(recurse=False) if is_delayed(each)}
-    placeholders = [each.data for each in own.values()]
-    try:
-        _initialize_own(root, name, module, list(own.values()), device, seed)
-        return {key: each.data for key, each in own.items()}
-    finally:
-        for parameter, placeholder in zip(own.values(), placeholders, strict=True):
-            parameter.data = placeholder
-            setattr(parameter, _DELAYED, True)
 
 
 def _initialize_own(

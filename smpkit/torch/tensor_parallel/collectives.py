@@ -23,7 +23,7 @@ the right shape and stands for what the other ranks would send.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -126,10 +126,8 @@ _SPOKEN: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "
 
 
 def _run(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
-    made: torch.Tensor
     if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
-        made = handle_torch_function(collective, (x,), x, *dims)
-        return made
+        return handle_torch_function(collective, (x,), x, *dims)
     if state.tp_size == 1:
         return x
     if x.dim():  # resolved here, so that backward and messages name the same dimension
@@ -139,8 +137,7 @@ def _run(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -
         _check_divides(x, dims[0], kind)
     if is_dry_run(x):
         return _dry_run_result(x, kind, dims)
-    made = _Collective.apply(x, kind, dims)  # type: ignore[no-untyped-call]
-    return made
+    return cast("torch.Tensor", _Collective.apply(x, kind, dims))  # type: ignore[no-untyped-call]
 
 
 class _Collective(torch.autograd.Function):
@@ -180,8 +177,7 @@ def _dry_run_result(x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.
 
 def _function_of_dist(name: str, before: str) -> Callable[..., Any]:
     """Return a collective by its name in torch 2.13, which deprecates the older name."""
-    found: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
-    return found
+    return cast("Callable[..., Any]", getattr(dist, name if hasattr(dist, name) else before))
 
 
 _reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "reduce_scatter_tensor")

@@ -61,17 +61,8 @@ def cross_entropy(
         RuntimeError: a label is no class, on a GPU; it comes when the host waits for the GPU next.
     """
     if has_torch_function((logits, labels)):  # a StageTensor: the call runs on the pipeline rank that has the values
-        made: torch.Tensor = handle_torch_function(
-            cross_entropy,
-            (logits, labels),
-            logits,
-            labels,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            num_classes=num_classes,
-            boundary=boundary,
-        )
-        return made
+        options: Any = {"ignore_index": ignore_index, "num_classes": num_classes, "boundary": boundary}
+        return handle_torch_function(cross_entropy, (logits, labels), logits, labels, reduction=reduction, **options)
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
     if state.tp_size == 1:
@@ -96,8 +87,8 @@ def _losses(
     # Logits are those of all samples of the group, labels those of this rank's samples.
     all_labels = gather_indices(labels, Layout.SHARD_BATCH) if has_own_samples else labels
     own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
-    made: tuple[torch.Tensor, ...] = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
-    statistics = torch.stack(made, -1).unsqueeze(0)
+    parts: Any = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
+    statistics = torch.stack(parts, -1).unsqueeze(0)
     if has_own_samples:  # (1, all samples, 2) -> (ranks, my samples, 2)
         statistics = collectives.all_to_all(statistics, 1, 0)
     else:
@@ -172,8 +163,7 @@ def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | Non
         boundary: as in `cross_entropy`.
     """
     if has_torch_function((logits,)):
-        made: torch.Tensor = handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
-        return made
+        return handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
     if state.tp_size == 1:
         return logits
     # The last ranks may have fewer classes, but an exchange takes equal pieces.
@@ -191,9 +181,9 @@ def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | Non
 def with_lazy_logits(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a `ModelOutput` like `output`; its `logits` become `gather(logits)` when they are first read."""
     kind: Any = type(output)
-    made = _lazy_class(kind)(**dict(OrderedDict.items(output)))
-    vars(made)["_smp_gather"] = gather
-    return made
+    lazy = _lazy_class(kind)(**dict(OrderedDict.items(output)))
+    vars(lazy)["_smp_gather"] = gather
+    return lazy
 
 
 @functools.cache
@@ -219,8 +209,8 @@ class _LazyLogits(OrderedDict[str, Any]):
     def __getitem__(self, key: Any) -> Any:
         names = list(self.keys())
         if not isinstance(key, str):
-            found = names[key]
-            return self[found] if isinstance(found, str) else tuple(self[name] for name in found)
+            chosen = names[key]
+            return self[chosen] if isinstance(chosen, str) else tuple(self[name] for name in chosen)
         if key == "logits":
             self._smp_gather_now()
         return dict.__getitem__(self, key)  # not Hugging Face's, which looks at every item
@@ -235,6 +225,13 @@ class _LazyLogits(OrderedDict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self.keys() else default
+
+    def __repr__(self) -> str:
+        if "_smp_gather" not in vars(self):
+            return super().__repr__()
+        # One rank may print by itself: it must not wait for the others.
+        shown = [f"{name}={vars(self)[name]!r}" for name in self.keys() if name != "logits"]
+        return f"{type(self).__name__}({', '.join([*shown, 'logits=<not gathered>'])})"
 
     def __reduce__(self) -> Any:
         return self._smp_kind, tuple(getattr(self, name) for name in self._smp_kind.__dataclass_fields__)

@@ -125,8 +125,8 @@ def model_creation(
     Raises:
         UsageError: `dtype` is no floating-point dtype, or the two names of the delay contradict each other.
     """
-    given: object = dtype
-    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+    value: object = dtype
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise UsageError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     with (
         _marked(tensor_parallelism, **tensor_parallel_config),
@@ -137,14 +137,14 @@ def model_creation(
 
 
 def _delay(first: bool | None, second: bool | None) -> bool:
-    given = {each for each in (first, second) if each is not None}
-    if len(given) > 1:
+    answers = {answer for answer in (first, second) if answer is not None}
+    if len(answers) > 1:
         raise UsageError(
             "delayed_parameter_initialization and delay_param_initialization are one argument, and were given as"
             f" {first} and {second}",
             hint="leave one of them out",
         )
-    return given.pop() if given else state.cfg.delayed_parameter_initialization
+    return answers.pop() if answers else state.cfg.delayed_parameter_initialization
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -80,6 +80,8 @@ _EXPERTS: Final = ("moe_tp_experts", "all_reduce")
 """Styles of modules that multiply with bare parameters of theirs, which are divided: results are summed."""
 _ADDS_UP: Final = "replicated_with_grad_allreduce"
 _WHOLE: Final = ("replicate", "local_params", _ADDS_UP)
+_ACTIVATION: Final = "act_fn"
+"""A trained activation (Apertus) sees the features of this rank, and plans do not name it."""
 _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 """`embedding_rowwise` is served for the word embedding only."""
 
@@ -128,7 +130,7 @@ def apply_tp_plan(root: nn.Module) -> None:
 
     Raises:
         UnsupportedError: a style that smpkit does not know; dropout where ranks bring samples of their own; with
-            `optimize: memory`, a stack with something that may need whole sequences.
+            `optimize: memory`, a stack with something that is neither in a block nor a norm.
     """
     if state.tp_size == 1:
         return
@@ -145,10 +147,11 @@ def apply_tp_plan(root: nn.Module) -> None:
         if _divides_between_layers():
             _divide_stack(root, stack, groups)
     for group in groups:
-        for name in sorted(
-            group.styles, key=lambda name: group.styles[name] in _DIVISIONS
-        ):  # whole ones are marked first
-            _divide(root, name, group.styles[name])
+        for name, style in group.styles.items():
+            _divide(root, name, style)
+        for name, module in root.get_submodule(group.name).named_modules():
+            if name.endswith(_ACTIVATION):
+                _mark_whole(module, adds_up=True)
     if state.rank == 0 and undivided:
         listed = "; ".join(f"`{name}`: {why}" for name, why in undivided.items())
         _log.info("%s: not divided over tensor-parallel ranks: %s", type(root).__name__, listed)
@@ -397,11 +400,11 @@ class _SharedInput:
     @staticmethod
     def of(owner: nn.Module) -> _SharedInput:
         """Return that of a module, which forgets it at the end of its forward."""
-        shared = vars(owner).get("_smp_shared_input")
-        if shared is None:
-            shared = vars(owner)["_smp_shared_input"] = _SharedInput()
-            owner.register_forward_hook(_forget_input, always_call=True)
-        return shared
+        known: _SharedInput | None = vars(owner).get("_smp_shared_input")
+        if known is None:
+            known = vars(owner)["_smp_shared_input"] = _SharedInput()
+            owner.register_forward_hook(known.forget, always_call=True)
+        return known
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor that all ranks have, for computations that differ by rank."""
@@ -410,12 +413,9 @@ class _SharedInput:
             self._last = last = (x, collectives.copy_to_tp(x))
         return last[1]
 
-    def forget(self) -> None:
+    def forget(self, *_: object) -> None:
+        """Let go of the last input: a hook after the forward of the owner."""
         self._last = None
-
-
-def _forget_input(owner: nn.Module, _args: Any, _output: Any) -> None:
-    vars(owner)["_smp_shared_input"].forget()
 
 
 def _enter_experts(
@@ -571,12 +571,13 @@ def _divide_stack(root: nn.Module, stack: str, groups: list[_Group]) -> None:
                 hint="set `optimize: speed`",
             )
     _mark_whole(layers, adds_up=True)
-    layers[0].register_forward_pre_hook(_enter_stack, with_kwargs=True)
+    layers[0].register_forward_pre_hook(functools.partial(_on_hidden_states, _enter_stack), with_kwargs=True)
     for layer in layers:
         layer.register_forward_pre_hook(_refuse_more_trained_inputs, with_kwargs=True)
     layers[-1].register_forward_hook(_leave_stack)
+    enter_block = functools.partial(_on_hidden_states, _enter_block)
     for name in blocks:
-        root.get_submodule(name).register_forward_pre_hook(_enter_block, with_kwargs=True)
+        root.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
 
 
 def _is_block(group: _Group) -> bool:
@@ -586,9 +587,9 @@ def _is_block(group: _Group) -> bool:
 
 
 def _on_hidden_states(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+    change: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with other hidden states."""
+    """Change the hidden states among the arguments of a call: a hook before it."""
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     if args and isinstance(args[0], torch.Tensor):
@@ -598,13 +599,13 @@ def _on_hidden_states(
     )
 
 
-def _enter_stack(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _enter_stack(hidden: torch.Tensor) -> torch.Tensor:
     dim = _layout_now().dim
-    if dim is None:
-        return args, kwargs
-    return _on_hidden_states(module, args, kwargs, lambda hidden: collectives.scatter_to_tp(hidden, dim))
+    return hidden if dim is None else collectives.scatter_to_tp(hidden, dim)
+
+
+def _enter_block(hidden: torch.Tensor) -> torch.Tensor:
+    return enter_region(hidden, _layout_now())
 
 
 def _leave_stack(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -614,12 +615,6 @@ def _leave_stack(_module: nn.Module, _args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
         return collectives.gather_from_tp(output[0], dim), *output[1:]
     return collectives.gather_from_tp(output, dim)
-
-
-def _enter_block(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return _on_hidden_states(module, args, kwargs, lambda hidden: enter_region(hidden, _layout_now()))
 
 
 def _refuse_more_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

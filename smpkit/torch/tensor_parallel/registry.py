@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
@@ -167,17 +167,10 @@ def tp_register(
         UsageError: not a class of modules, or a hook that cannot be called.
     """
     _check_class(dist_module, "dist_module")
+    translations: Any = {"to_distributed": to_distributed, "from_distributed": from_distributed}
 
     def decorate(original: _Module) -> _Module:
-        tp_register_with_module(
-            original,
-            dist_module,
-            init_hook,
-            forward_hook,
-            return_hook,
-            to_distributed=to_distributed,
-            from_distributed=from_distributed,
-        )
+        tp_register_with_module(original, dist_module, init_hook, forward_hook, return_hook, **translations)
         return original
 
     return decorate
@@ -195,35 +188,28 @@ def tp_register_with_module(
 ) -> None:
     """Do for an existing class what `smp.tp_register` does for one that is being written.
 
-    Call it before instances are made: the arguments they are made with are recorded from now on.
+    Call it before instances are created: the arguments that they get are recorded from now on.
 
     Raises:
         UsageError: not a class of modules, or a hook that cannot be called.
     """
     _check_class(module_cls, "module_cls")
     _check_class(dist_module, "dist_module")
-    functions = {"init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook}
-    for name, given in {**functions, "to_distributed": to_distributed, "from_distributed": from_distributed}.items():
-        if given is not None:
-            check_callable(name, given)
-    rule = ReplacementRule(
-        module_cls,
-        dist_module,
-        init_hook,
-        forward_hook,
-        return_hook,
-        to_distributed=to_distributed,
-        from_distributed=from_distributed,
-        keeps_weights=to_distributed is not None,
-    )
-    # A class that smpkit knows keeps its way of reading arguments, so instances made before this call can be replaced.
+    hooks: Any = {"init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook}
+    hooks |= {"to_distributed": to_distributed, "from_distributed": from_distributed}
+    for name, hook in hooks.items():
+        if hook is not None:
+            check_callable(name, hook)
+    # A class that smpkit knows keeps its way of reading arguments, so instances of before this call can be replaced.
     known = _rules.get(qualified_name(module_cls))
-    register(rule if known is None else replace(rule, arguments=known.arguments))
+    arguments = None if known is None else known.arguments
+    keeps_weights = to_distributed is not None
+    register(ReplacementRule(module_cls, dist_module, arguments=arguments, keeps_weights=keeps_weights, **hooks))
 
 
-def _check_class(given: object, name: str) -> None:
-    if not (isinstance(given, type) and issubclass(given, nn.Module)):
-        raise UsageError(f"{name} must be a class of torch.nn.Module, got {given!r}")
+def _check_class(value: object, name: str) -> None:
+    if not (isinstance(value, type) and issubclass(value, nn.Module)):
+        raise UsageError(f"{name} must be a class of torch.nn.Module, got {value!r}")
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------
@@ -241,8 +227,8 @@ def rule_for(module: nn.Module) -> ReplacementRule | None:
 
 def _import_class(name: str) -> type[nn.Module]:
     place, _, kind = name.rpartition(".")
-    found: type[nn.Module] = getattr(importlib.import_module(place), kind)
-    return found
+    imported: type[nn.Module] = getattr(importlib.import_module(place), kind)
+    return imported
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
@@ -298,43 +284,31 @@ def argument_names(kind: type[nn.Module]) -> set[str]:
 # --- torch.nn classes ----------------------------------------------------------------------------------------------
 
 
-def _linear_arguments(linear: nn.Module) -> CallArguments:
-    assert isinstance(linear, nn.Linear)
-    bias: nn.Parameter | None = linear.bias  # torch declares it as always there
-    return (linear.in_features, linear.out_features), {} if bias is not None else {"bias": False}
+def _linear_arguments(linear: Any) -> CallArguments:
+    return (linear.in_features, linear.out_features), {} if linear.bias is not None else {"bias": False}
 
 
-def _embedding_arguments(embedding: nn.Module) -> CallArguments:
-    assert isinstance(embedding, nn.Embedding)
-    return (embedding.num_embeddings, embedding.embedding_dim), {
-        "padding_idx": embedding.padding_idx,
-        "max_norm": embedding.max_norm,
-        "norm_type": embedding.norm_type,
-        "scale_grad_by_freq": embedding.scale_grad_by_freq,
-        "sparse": embedding.sparse,
-    }
+def _embedding_arguments(embedding: Any) -> CallArguments:
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    sizes = embedding.num_embeddings, embedding.embedding_dim
+    return sizes, {name: getattr(embedding, name) for name in names}
 
 
 def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, TensorOrFactory]]:
     return ((name, functools.partial(state.__getitem__, name)) for name in state)
 
 
-register(
-    ReplacementRule(
-        nn.Linear,
-        "smpkit.torch.tensor_parallel.layers.linear.DistributedLinear",
-        arguments=_linear_arguments,
-        to_distributed=_same_names,
-        from_distributed=_same_names,
+_LAYERS: Final = "smpkit.torch.tensor_parallel.layers"
+for _original, _distributed, _arguments in (
+    (nn.Linear, f"{_LAYERS}.linear.DistributedLinear", _linear_arguments),
+    (nn.Embedding, f"{_LAYERS}.embedding.DistributedEmbedding", _embedding_arguments),
+):
+    register(
+        ReplacementRule(
+            _original,
+            _distributed,
+            arguments=_arguments,
+            to_distributed=_same_names,
+            from_distributed=_same_names,
+        )
     )
-)
-
-register(
-    ReplacementRule(
-        nn.Embedding,
-        "smpkit.torch.tensor_parallel.layers.embedding.DistributedEmbedding",
-        arguments=_embedding_arguments,
-        to_distributed=_same_names,
-        from_distributed=_same_names,
-    )
-)

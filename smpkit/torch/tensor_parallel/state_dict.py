@@ -44,8 +44,8 @@ def shards_in(root: nn.Module) -> dict[str, TpShard]:
 def _sharded_tensors(root: nn.Module) -> dict[str, tuple[torch.Tensor, TpShard]]:
     """Return the divided parameters and buffers of a model by name, tied ones under all of theirs."""
     named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-    found = ((name, tensor, shard_of(tensor)) for name, tensor in named)
-    return {name: (tensor, shard) for name, tensor, shard in found if shard is not None and shard.is_distributed}
+    marked = ((name, tensor, shard_of(tensor)) for name, tensor in named)
+    return {name: (tensor, shard) for name, tensor, shard in marked if shard is not None and shard.is_distributed}
 
 
 def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacementRule]]:
@@ -136,9 +136,9 @@ def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Col
     shards = shards_in(root)
     result = dict(values)
     for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=False):
-        for name, made in translation(inside, module):
+        for name, value in translation(inside, module):
             full = prefix + name
-            result[full] = _shard_value(_tensor(made), shards.get(full)) if full in held else None
+            result[full] = _shard_value(_tensor(value), shards.get(full)) if full in held else None
     return result
 
 
@@ -146,7 +146,7 @@ def with_original_names(root: nn.Module, values: Mapping[str, Any]) -> dict[str,
     """Return a whole state dict of the distributed model as one of the original model, where a translation is known."""
     result = dict(values)
     for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=True):
-        result.update({prefix + name: _tensor(made) for name, made in translation(inside, module)})
+        result.update({prefix + name: _tensor(value) for name, value in translation(inside, module)})
     return result
 
 
@@ -171,5 +171,5 @@ def _modules_to_translate(
         yield prefix, module, inside, translation
 
 
-def _tensor(made: TensorOrFactory) -> torch.Tensor:
-    return made() if callable(made) else made
+def _tensor(value: TensorOrFactory) -> torch.Tensor:
+    return value() if callable(value) else value

@@ -40,6 +40,7 @@ def lazy_logits() -> None:
     kept = vars(output)["logits"]
     assert kept.shape[-1] == VOCABULARY // 2 + (smp.tp_rank() == 0)
     assert output[0] is output["loss"] is output.loss
+    assert smp.tp_rank() or "logits=<not gathered>" in repr(output)  # of one rank alone
     assert vars(output)["logits"] is kept
     assert output.logits.shape == (*tokens.shape, VOCABULARY)
     assert output["logits"] is output.logits is output[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def made(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_config_and_arguments_make_the_same(name: str) -> None:
     kind = getattr(smp.nn, f"Distributed{name}")
-    taken = {key: SIZES[key] for key in SIZES if key in kind.__init__.__signature__.parameters}
+    taken = {key: SIZES[key] for key in SIZES if key in inspect.signature(kind).parameters}
     config = smp.nn.TransformerConfig(num_layers=12, **SIZES, mlp_bias=False)
     one, other = made(kind, config), made(kind, **taken, mlp_bias=False)
     assert repr(one) == repr(other)
@@ -69,7 +70,9 @@ def test_what_cannot_be_meant(given: dict[str, Any], text: str) -> None:
 
 
 def test_a_call_that_does_not_fit() -> None:
-    with pytest.raises(TypeError, match="DistributedAttentionLayer: too many positional arguments"):
+    with pytest.raises(
+        TypeError, match=r"DistributedAttentionLayer.__init__\(\) takes from 1 to 13 positional arguments"
+    ):
         smp.nn.DistributedAttentionLayer(*range(1, 20))
     layer: Any = smp.nn.DistributedTransformerLayer(**SIZES)
     with pytest.raises(UsageError, match=r"a transformer layer takes one tuple \(hidden_states, attention_mask\)"):

@@ -17,6 +17,7 @@ Shapes, with B samples of the group, L positions of queries and K of keys (the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn import functional
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout, tp_rng
 from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -34,7 +35,7 @@ from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask"]
+__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask", "unpack_tuple"]
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -52,19 +53,26 @@ class DistributedAttentionLayer(DistributedModule):
         ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
     """
 
-    @takes_arguments(
-        "num_attention_heads attention_head_size hidden_size attention_dropout_prob hidden_dropout_prob"
-        " layernorm_epsilon initializer_range use_normal_initialization cross_attention causal_mask_size"
-        " pre_layernorm post_layernorm"
-    )
     def __init__(
         self,
-        config: TransformerConfig,
-        *,
+        num_attention_heads: int | TransformerConfig = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-05,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
         cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
         boundary: Layout | None = None,
         in_stack: bool = False,
+        **options: Any,
     ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         check_divisible("num_attention_heads", config.num_attention_heads)
         self.config = config
@@ -85,19 +93,19 @@ class DistributedAttentionLayer(DistributedModule):
     def _make_linears(self, config: TransformerConfig) -> None:
         hidden, width = config.hidden_size, config.num_attention_heads * config.attention_head_size
         bias = config.query_key_value_bias
-        made: dict[str, Any] = {"initializer_range": config.weight_deviation}
+        options: dict[str, Any] = {"initializer_range": config.weight_deviation}
         if self.cross_attention:
             # Other states are of another length, which need not divide: they stay whole where sequences are divided.
             of_states = Layout.REPLICATE if self.boundary is Layout.SHARD_SEQUENCE else self.boundary
-            self.query = ColumnParallelLinear(hidden, width, bias, boundary=self.boundary, **made)
+            self.query = ColumnParallelLinear(hidden, width, bias, boundary=self.boundary, **options)
             self.key_value = ColumnParallelLinear(
-                hidden, 2 * width, bias, parts=(width,) * 2, boundary=of_states, **made
+                hidden, 2 * width, bias, parts=(width,) * 2, boundary=of_states, **options
             )
         else:
             self.query_key_value = ColumnParallelLinear(
-                hidden, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **made
+                hidden, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **options
             )
-        self.dense = RowParallelLinear(width, hidden, config.attention_dense_bias, boundary=self.boundary, **made)
+        self.dense = RowParallelLinear(width, hidden, config.attention_dense_bias, boundary=self.boundary, **options)
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
         """Return hidden states like those that come in.
@@ -122,19 +130,14 @@ class DistributedAttentionLayer(DistributedModule):
     def _inputs(
         self, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        rotates = bool(self.config.rotary_dim) and not self.cross_attention
+        """Return hidden states, cross states, mask and positions."""
+        name = type(self).__name__
         if self.cross_attention:
-            expected: tuple[int, ...] = (3,)
-        else:
-            expected = (2, 3) if rotates else (2,)
-        if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
-            names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
-            more = ", or with position_ids for a third" if rotates else ""
-            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}{more}")
-        if self.cross_attention:
-            return inputs[0], inputs[1], inputs[2], None
-        positions = inputs[2] if len(inputs) == 3 else None
-        return inputs[0], None, inputs[1], positions
+            hidden, states, mask = unpack_tuple(name, inputs, ("hidden_states", "cross_states", "mask"))
+            return hidden, states, mask, None
+        rotates = bool(self.config.rotary_dim)
+        hidden, mask, positions = unpack_tuple(name, inputs, ("hidden_states", "attention_mask"), positions=rotates)
+        return hidden, None, mask, positions
 
     def partial_output(
         self,
@@ -217,6 +220,25 @@ class DistributedAttentionLayer(DistributedModule):
             own_slopes = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
             bias = bias + own_slopes.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
         return bias if mask is None else mask.to(query.dtype) + bias, False
+
+
+def unpack_tuple(owner: str, inputs: object, names: Sequence[str], *, positions: bool | None = None) -> Sequence[Any]:
+    """Return the parts of the one tuple that a module of v1's takes.
+
+    Args:
+        names: of its parts; the first is needed.
+        positions: whether position ids may come last; None: not even as None.
+
+    Raises:
+        UsageError: it is no such tuple.
+    """
+    lengths = (len(names), len(names) + 1) if positions else (len(names),)
+    if not isinstance(inputs, tuple | list) or len(inputs) not in lengths or inputs[0] is None:
+        more = ", or with position_ids for a third" if positions else ""
+        raise UsageError(
+            f"{owner} takes one tuple ({', '.join(names)}){more}", hint="pass None for a mask that is not needed"
+        )
+    return [*inputs, None][: len(names) + 1] if positions is not None else inputs
 
 
 def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:

@@ -1,14 +1,12 @@
 """`TransformerConfig`: all that a transformer of `smp.nn` is made of, and how its modules take it.
 
-A module takes a config, and hands it to the modules inside. `takes_arguments` lets it be called with SMP v1's arguments
-as well, which become one.
+A module takes SMP v1's arguments, or a config in the place of the first, and hands the config to the modules inside.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ from torch.nn import functional
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.torch.core.arguments import check_probability, check_sizes
 
-__all__ = ["LayerOptions", "TransformerConfig", "activation_of", "takes_arguments", "with_options"]
+__all__ = ["LayerOptions", "TransformerConfig", "activation_of", "config_of", "with_options"]
 
 
 @dataclass(frozen=True)
@@ -179,65 +177,25 @@ _IGNORED: Final = (
 )
 """Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect."""
 
-_Init = Callable[..., None]
 
-
-def takes_arguments(in_order: str, by_name: str = "") -> Callable[[_Init], _Init]:
-    """Let a constructor that takes a TransformerConfig be called with arguments that make one, too.
+def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config that a constructor was called with, or that its arguments make.
 
     Args:
-        in_order: the arguments that SMP v1 documents, fields of the config or the constructor's own.
-        by_name: further fields. The fields of LayerOptions are its `**options`.
+        owner: the class.
+        arguments: of the constructor by name, in their order; a config may stand in the place of the first.
+        options: further fields of the config, those of LayerOptions.
 
-    Raises (the constructor):
-        UsageError: an argument is unknown.
+    Raises:
+        UsageError: an option is unknown.
     """
-
-    def decorate(init: _Init) -> _Init:
-        own = inspect.signature(init).parameters
-        signature = _signature_of(own, in_order.split(), by_name.split())
-
-        @functools.wraps(init)
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            if args and isinstance(args[0], TransformerConfig):
-                init(self, *args, **kwargs)
-                return
-            try:
-                given = signature.bind(self, *args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
-            _check_options(type(self).__name__, options := given.pop("options", {}), signature.parameters)
-            passed = {name: given.pop(name) for name in own.keys() & given.keys()}
-            known = {name: value for name, value in options.items() if name not in _IGNORED}
-            init(**passed, config=TransformerConfig(**given, **known))
-
-        vars(construct)["__signature__"] = signature
-        return construct
-
-    return decorate
-
-
-def _signature_of(
-    own: Mapping[str, inspect.Parameter], in_order: Sequence[str], by_name: Sequence[str]
-) -> inspect.Signature:
-    """Return the signature of a constructor; `own` are the parameters of the one that takes a config."""
-    fields = {each.name: each for each in dataclasses.fields(TransformerConfig)}
-
-    def parameter(name: str, kind: Any) -> inspect.Parameter:
-        if name in own:
-            return own[name].replace(kind=kind)
-        return inspect.Parameter(name, kind, default=fields[name].default, annotation=fields[name].type)
-
-    others = [name for name in own if name not in ("self", "config", *in_order)]
-    return inspect.Signature(
-        [
-            own["self"],
-            *(parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in in_order),
-            *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*by_name, *others)),
-            inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD, annotation="Any"),
-        ],
-        return_annotation="None",
-    )
+    known = {each.name for each in dataclasses.fields(TransformerConfig)}
+    values = {name: value for name, value in arguments.items() if name in known}
+    first = next(iter(values.values()))
+    if isinstance(first, TransformerConfig):
+        return first
+    _check_options(owner.__name__, options, arguments)
+    return TransformerConfig(**values, **{name: value for name, value in options.items() if name not in _IGNORED})
 
 
 def _check_options(owner: str, options: Iterable[str], named: Iterable[str]) -> None:

@@ -67,9 +67,8 @@ class DistributedEmbedding(_Embedding):
     The embedding dimension is divided: the local table is (num_embeddings, embedding_dim / tp_size).
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in torch; the
-            three that change gradients or weights by what other ranks hold (`max_norm`, `scale_grad_by_freq` and
-            `sparse`) are taken at their defaults only.
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in torch. No
+            rank sees whole rows: `max_norm`, `scale_grad_by_freq` and `sparse` are taken at their defaults only.
         _weight: the whole table to begin with.
         initializer_range: the table is drawn from N(0, initializer_range); None for torch's N(0, 1).
         _skip_allgather: the indices are those of all ranks already.

@@ -110,9 +110,9 @@ class ColumnParallelLinear(_Linear):
         if gather_output and len(parts) > 1:
             raise UsageError("gather_output=True with several parts", hint="split the output first, then gather each")
         self.gather_output = gather_output
-        made: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
-        self.weight = new_shard_parameter((out_features, in_features), 0, self.boundary, **made)
-        self.bias = new_shard_parameter((out_features,), 0, self.boundary, **made) if bias else None
+        options: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
+        self.weight = new_shard_parameter((out_features, in_features), 0, self.boundary, **options)
+        self.bias = new_shard_parameter((out_features,), 0, self.boundary, **options) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,9 +165,9 @@ class RowParallelLinear(_Linear):
         if parts and not input_is_split:
             raise UsageError("packed input features must come divided", hint="use `input_is_split=True`")
         self.input_is_split = input_is_split
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, parts=parts, **made)
-        self.bias = new_replicated_parameter((out_features,), self.boundary, **made) if bias else None
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, parts=parts, **options)
+        self.bias = new_replicated_parameter((out_features,), self.boundary, **options) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,8 +234,8 @@ def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    made: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
-    return made
+    output: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _GatheredLinear(torch.autograd.Function):

@@ -11,6 +11,7 @@ Shapes, of this rank's samples outside of the stack of layers and of what its la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,8 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import additive_mask
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
+from smpkit.torch.tensor_parallel.layers.attention import additive_mask, unpack_tuple
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
@@ -59,13 +60,36 @@ class DistributedTransformerLMHead(DistributedModule):
         config: a TransformerConfig, or its fields in SMP v1's order or by name.
     """
 
-    @takes_arguments(
-        "num_layers num_attention_heads attention_head_size hidden_size intermediate_size vocab_size num_positions"
-        " attention_dropout_prob hidden_dropout_prob activation layernorm_epsilon num_token_types causal_mask_size"
-        " add_cross_attention add_lm_head initializer_range use_normal_initialization pre_layernorm post_layernorm",
-        "tie_lm_head lm_head_bias whole_logits embedding_dropout_prob window_sizes",
-    )
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        num_layers: int | TransformerConfig = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        vocab_size: int = 30522,
+        num_positions: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-05,
+        num_token_types: int = 0,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        add_lm_head: bool = True,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        tie_lm_head: bool = True,
+        lm_head_bias: bool = False,
+        whole_logits: bool = True,
+        embedding_dropout_prob: float | None = None,
+        window_sizes: Sequence[int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__()
         self.inner = stack_layout()
         self.vocab_size = config.vocab_size
@@ -149,15 +173,11 @@ class DistributedTransformerLMHead(DistributedModule):
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
-        needed = {"input_ids", *(["cross_states"] if self.needs_cross_states else [])} & set(names)
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(names):  # type: ignore[redundant-expr]
-            raise UsageError(f"DistributedTransformerLMHead takes one tuple ({', '.join(names)})")
-        given = dict(zip(names, inputs, strict=True))
-        for name in needed:
-            if given[name] is None:
-                raise UsageError(f"DistributedTransformerLMHead needs `{name}`")
+        by_name = dict(zip(names, unpack_tuple("DistributedTransformerLMHead", inputs, names), strict=True))
+        if self.add_cross_attention and self.needs_cross_states and by_name["cross_states"] is None:
+            raise UsageError("DistributedTransformerLMHead needs `cross_states`")
         rotates = self.transformer.rotates and not self.add_cross_attention
-        if given["position_ids"] is not None and self.position_embedding is None and not rotates:
+        if by_name["position_ids"] is not None and self.position_embedding is None and not rotates:
             raise UsageError(
                 "`position_ids` are given, but this model has no position embedding, and positions do not rotate"
                 " queries and keys",

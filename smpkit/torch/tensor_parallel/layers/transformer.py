@@ -13,7 +13,8 @@ position ids are those of attention.py. A layer takes and returns one tuple, as 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, additive_mask, gather_mask
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, activation_of, takes_arguments
+from smpkit.torch.tensor_parallel.layers.attention import (
+    DistributedAttentionLayer,
+    additive_mask,
+    gather_mask,
+    unpack_tuple,
+)
+from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, activation_of, config_of
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
@@ -46,13 +52,6 @@ __all__ = [
 
 LayerInputs = tuple[torch.Tensor | None, ...]
 
-_LAYER: Final = (
-    "num_attention_heads attention_head_size hidden_size intermediate_size attention_dropout_prob hidden_dropout_prob"
-    " activation layernorm_epsilon initializer_range use_normal_initialization causal_mask_size add_cross_attention"
-    " pre_layernorm post_layernorm"
-)
-"""SMP v1's arguments of a layer."""
-
 
 class DistributedTransformerOutputLayer(DistributedModule):
     """The two linear layers of a transformer layer, with dropout, residual and layer norm (SMP v1's class).
@@ -67,19 +66,31 @@ class DistributedTransformerOutputLayer(DistributedModule):
         ConfigError: the ranks do not divide intermediate_size, or neither layer norm is asked for.
     """
 
-    @takes_arguments(
-        "hidden_size intermediate_size hidden_dropout_prob activation layernorm_epsilon initializer_range"
-        " use_normal_initialization pre_layernorm post_layernorm fp32_residual_addition"
-    )
-    def __init__(self, config: TransformerConfig, *, boundary: Layout | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int | TransformerConfig = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-05,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        *,
+        boundary: Layout | None = None,
+        **options: Any,
+    ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         check_divisible("intermediate_size", config.intermediate_size)
         self.config = config
         self.activation = activation_of(config.activation)
         hidden, between = config.hidden_size, config.intermediate_size
-        made: dict[str, Any] = {"boundary": self.boundary, "initializer_range": config.weight_deviation}
-        self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **made)
-        self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **made)
+        linear: dict[str, Any] = {"boundary": self.boundary, "initializer_range": config.weight_deviation}
+        self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **linear)
+        self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **linear)
         self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary)
         shares_norm = config.parallel_residual and not config.parallel_layernorm
         self.pre_layernorm = optional_layernorm(config.pre_layernorm and not shares_norm, config, self.boundary)
@@ -105,8 +116,28 @@ class DistributedTransformerLayer(DistributedModule):
         boundary, in_stack: as in DistributedAttentionLayer.
     """
 
-    @takes_arguments(_LAYER)
-    def __init__(self, config: TransformerConfig, *, boundary: Layout | None = None, in_stack: bool = False) -> None:
+    def __init__(
+        self,
+        num_attention_heads: int | TransformerConfig = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-05,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        boundary: Layout | None = None,
+        in_stack: bool = False,
+        **options: Any,
+    ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         self.config = config
         where: dict[str, Any] = {"boundary": self.boundary, "in_stack": in_stack}
@@ -169,10 +200,30 @@ class DistributedTransformer(DistributedModule):
         inner: what the layers take and return; None for what the configuration says.
     """
 
-    @takes_arguments(f"num_layers {_LAYER}", "window_sizes")
     def __init__(
-        self, config: TransformerConfig, *, boundary: Layout | None = None, inner: Layout | None = None
+        self,
+        num_layers: int | TransformerConfig = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-05,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        window_sizes: Sequence[int | None] | None = None,
+        boundary: Layout | None = None,
+        inner: Layout | None = None,
+        **options: Any,
     ) -> None:
+        config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         self.inner = stack_layout() if inner is None else inner
         self.add_cross_attention = config.add_cross_attention
@@ -218,23 +269,13 @@ def unpack_inputs(
         UsageError: it is not such a tuple.
     """
     if cross:
-        expected: tuple[int, ...] = (4,)
-        names = "(hidden_states, cross_states, attention_mask, cross_mask)"
-    elif rotates:
-        expected = (2, 3)
-        names = "(hidden_states, attention_mask), or with position_ids for a third"
-    else:
-        expected = (2,)
-        names = "(hidden_states, attention_mask)"
-    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
-        raise UsageError(
-            f"a transformer layer takes one tuple {names}",
-            hint="pass None for a mask that is not needed",
-        )
-    if cross:
-        return inputs[0], inputs[1], inputs[2], inputs[3], None
-    positions = inputs[2] if len(inputs) == 3 else None
-    return inputs[0], None, inputs[1], None, positions
+        names = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
+        hidden, states, mask, cross_mask = unpack_tuple("a transformer layer", inputs, names)
+        return hidden, states, mask, cross_mask, None
+    hidden, mask, positions = unpack_tuple(
+        "a transformer layer", inputs, ("hidden_states", "attention_mask"), positions=rotates
+    )
+    return hidden, None, mask, None, positions
 
 
 def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
@@ -248,8 +289,7 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
         UsageError: no stack has these two layouts outside and inside.
     """
     if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
-        made: torch.Tensor = handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
-        return made
+        return handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
     if outer is inner or state.tp_size == 1:
         return x
     if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
@@ -260,8 +300,7 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
 def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
     """Change values back to the layout outside of a stack, at its end."""
     if has_torch_function_unary(x):
-        made: torch.Tensor = handle_torch_function(from_stack_layout, (x,), x, outer, inner)
-        return made
+        return handle_torch_function(from_stack_layout, (x,), x, outer, inner)
     if outer is inner or state.tp_size == 1:
         return x
     return collectives.gather_from_tp(x, 1)
