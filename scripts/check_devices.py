@@ -33,7 +33,7 @@ FACTORIES: Final = frozenset(
 
 NAMES: Final = frozenset({"cuda", "hccl", "hpu", "mps", "nccl", "npu", "xccl", "xpu"})
 """Devices, and what connects them."""
-MAY_NAME: Final = ("core/devices", "compat/cuda_on_cpu.py", "compat/devices_in_calls.py", "compat/pretended_cuda.py")
+MAY_NAME: Final = ("core/devices", "compat/cuda_on_cpu.py")
 """The package that knows devices, and what stands for CUDA in old scripts."""
 
 _ESCAPE: Final = "# device:"

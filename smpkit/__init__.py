@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smpkit.torch.memory import fit
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit.torch.offloading import offload_activations
-    from smpkit_estimator.arguments import FileSystemInput, InstanceGroup, TrainingInput
+    from smpkit_estimator.arguments import FileSystemInput, TrainingInput
     from smpkit_estimator.estimator import Estimator
 
 __version__ = "0.1.0"
@@ -25,7 +25,6 @@ __all__ = [
     "Distribution",
     "Estimator",
     "FileSystemInput",
-    "InstanceGroup",
     "JobConfig",
     "ModelParallelConfig",
     "OffloadModel",
@@ -40,7 +39,6 @@ _MODULES = {
     "Distribution": "smpkit.config.distribution",
     "Estimator": "smpkit_estimator.estimator",
     "FileSystemInput": "smpkit_estimator.arguments",
-    "InstanceGroup": "smpkit_estimator.arguments",
     "JobConfig": "smpkit.config.job",
     "ModelParallelConfig": "smpkit.config.modelparallel",
     "OffloadModel": "smpkit.torch.offload_model",

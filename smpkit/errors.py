@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "CheckpointError",
@@ -71,29 +71,51 @@ class SmpkitError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong (or, as a warning, without effect) in a configuration.
+    """One thing that is wrong (or, as a warning, without effect) in a configuration, and where it was written.
 
-    `path` names the place from the root of the document: `("compute", "instance_count")`, list positions as ints.
+    Args:
+        path: the place from the root of the document: `("compute", "instance_count")`, list positions as ints.
+        message: what is wrong, with the value.
+        hint: what to do.
+        source: the file as the user named it, or the option that the value came from: `--set compute.spot`.
+        line: counted from 1; None if the source has no lines.
+        column: counted from 1.
+        excerpt: the line itself, with a mark below if the very character matters.
+        exact: whether it does: then `place` has the column.
     """
 
     path: tuple[str | int, ...]
     message: str
     hint: str | None = None
+    source: str = ""
+    line: int | None = None
+    column: int | None = None
+    excerpt: str = ""
+    exact: bool = False
 
     @property
     def where(self) -> str:
         """The path as a user writes it: `compute.instance_count`, `tags[0].key`; empty for the whole document."""
-        text = ""
-        for part in self.path:
-            if isinstance(part, int):
-                text += f"[{part}]"
-            else:
-                text += f".{part}" if text else part
-        return text
+        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path).removeprefix(".")
+
+    @property
+    def place(self) -> str:
+        """The place as editors and terminals understand it: `job.yaml:4`, `job.yaml:4:17`; empty if not known."""
+        numbers = (self.line, self.column if self.exact else None)
+        return self.source + "".join(f":{number}" for number in numbers if number is not None)
+
+    def below(self, *path: str | int) -> Problem:
+        """Return the same problem with its path as seen from further up."""
+        return replace(self, path=(*path, *self.path))
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.message}" if self.path else self.message
-        return text if self.hint is None else f"{text}\n    hint: {self.hint}"
+        where = escaped(self.where).replace("\n", "\\n")
+        known = self.source in (f"--set {where}", f"--{where}")
+        head = ": ".join(part for part in (self.place, "" if known else where, self.message) if part)
+        lines = [head, self.excerpt] if self.excerpt else [head]
+        if self.hint is not None:
+            lines += ["", f"    hint: {self.hint}"] if self.excerpt else [f"    hint: {self.hint}"]
+        return "\n".join(lines)
 
 
 class ConfigError(SmpkitError, ValueError):

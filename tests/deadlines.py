@@ -38,7 +38,7 @@ def wait_shortly(seconds: float = 1) -> None:
         group.set_timeout(failure_store.timeout)
     state.cfg = state.cfg.model_copy(update={"timeout_seconds": seconds})
     if state.model is not None and state.model.pipeline is not None:
-        state.model.pipeline._transport._timeout = failure_store.timeout
+        state.model.pipeline._transport.hosts._timeout = failure_store.timeout
 
 
 def let_judge(judge: int, heard: Sequence[int]) -> None:

@@ -347,6 +347,8 @@ WITH_PLANS: dict[str, Case] = {
     "Qwen3": divisible("Qwen3", head_dim=8),
     "Phi": divisible("Phi"),
     "Phi3": divisible("Phi3"),
+    "GPTNeoX": divisible("GPTNeoX", rotary_pct=0.5),
+    "sequential GPTNeoX": divisible("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
     "Mixtral": divisible("Mixtral", num_local_experts=4, **EAGER),
     "balanced Mixtral": divisible(
         "Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=3.0, **EAGER
@@ -359,8 +361,6 @@ REPLACED: dict[str, Case] = {
     "untied GPT2": divisible("GPT2", "LMHeadModel", tie_word_embeddings=False),
     "GPTJ": divisible("GPTJ", rotary_dim=2),
     "GPTNeo": divisible("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=3),
-    "GPTNeoX": divisible("GPTNeoX", rotary_pct=0.5),
-    "sequential GPTNeoX": divisible("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
     "Bert": divisible("Bert", "ForMaskedLM"),
     "Roberta": divisible("Roberta", "ForMaskedLM"),
 }

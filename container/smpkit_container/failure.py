@@ -12,7 +12,7 @@ from pathlib import Path
 from smpkit.config.words import duration, plain
 from smpkit.observe.status import RankStatus
 from smpkit.observe.summary import KindBytes
-from smpkit.observe.summary_text import amount
+from smpkit.units import amount
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RootCause, find_root_cause, signal_name
 from smpkit_container.supervise import Outcome, Timeouts

@@ -13,7 +13,7 @@ from typing import Final
 
 from smpkit.config.words import duration
 from smpkit.observe.status import RankStatus, read_status
-from smpkit.observe.summary_text import amount, count
+from smpkit.units import amount, count
 
 __all__ = ["Live", "line_of"]
 

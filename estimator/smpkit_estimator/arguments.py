@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from smpkit.config.explain import validated
+from smpkit.config.distribution import INSTANCE_GROUPS
 from smpkit.config.job import Channel, Experiment, JobConfig
-from smpkit.config.job import InstanceGroup as Group
+from smpkit.config.section import validated
 from smpkit.config.words import suggestion
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.fields import ARGUMENTS, EXPERIMENT, group_as_written, put, read_channel
+from smpkit_estimator.fields import ARGUMENTS, EXPERIMENT, put, read_channel
 
-__all__ = ["FileSystemInput", "InstanceGroup", "TrainingInput", "channels", "experiment_from", "job_from_arguments"]
+__all__ = ["FileSystemInput", "TrainingInput", "channels", "experiment_from", "job_from_arguments"]
 
 _SUBJECT = "arguments of Estimator"
 _DEFAULT_CHANNEL = "training"
@@ -37,6 +37,7 @@ _REFUSED: Mapping[str, str] = {
     "instance_placement_config": "placement is left to SageMaker",
     "enable_sagemaker_metrics": "use `metric_definitions`",
     "enable_session_tag_chaining": "set tags with `tags`",
+    "instance_groups": INSTANCE_GROUPS[1],
     "live_output": "write to `checkpoint_s3_uri`, which SageMaker uploads while the job runs",
 }
 
@@ -70,7 +71,8 @@ def job_from_arguments(
 def _unknown(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name, value in arguments.items():
         if name in _REFUSED:
-            yield Problem((name,), "has no meaning here", _REFUSED[name])
+            reason = INSTANCE_GROUPS[0] if name == "instance_groups" else "has no meaning here"
+            yield Problem((name,), reason, _REFUSED[name])
         elif name in _OFF_ANYWAY:
             if value not in _OFF_ANYWAY[name]:
                 hint = "AWS's debugger and profiler are part of AWS's own images"
@@ -80,19 +82,10 @@ def _unknown(arguments: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _distribution(distribution: Any, mpi_options: Mapping[str, Any] | None) -> Any:
-    """Put `mpi_options` in, and names in place of SDK v2's `InstanceGroup` objects."""
-    if distribution is None:
-        return None if mpi_options is None else {"mpi": mpi_options}
-    if not isinstance(distribution, Mapping):
+    """Put `mpi_options` in."""
+    if mpi_options is None or not (distribution is None or isinstance(distribution, Mapping)):
         return distribution
-    more: dict[str, Any] = {} if mpi_options is None else {"mpi": mpi_options}
-    if isinstance(distribution.get("instance_groups"), (list, tuple)):
-        more["instance_groups"] = [_name_of(group_as_written(group)) for group in distribution["instance_groups"]]
-    return {**distribution, **more}
-
-
-def _name_of(group: Any) -> Any:
-    return group.get("name", group) if isinstance(group, Mapping) else getattr(group, "name", group)
+    return {**(distribution or {}), "mpi": mpi_options}
 
 
 def _as_argument(problem: Problem) -> Problem:
@@ -188,16 +181,6 @@ def FileSystemInput(  # noqa: N802  SDK v2's name
     }
     config = {"DataSource": {"FileSystemDataSource": source}, "ContentType": content_type}
     return _channel("FileSystemInput", config)
-
-
-def InstanceGroup(instance_group_name: str, instance_type: str, instance_count: int) -> Group:  # noqa: N802
-    """Describe hosts of one kind as SDK v2's class of this name does.
-
-    Raises:
-        ConfigError: with all problems.
-    """
-    data = {"name": instance_group_name, "instance_type": instance_type, "instance_count": instance_count}
-    return validated(Group, data, subject="InstanceGroup")
 
 
 def channels(inputs: object) -> dict[str, Channel]:

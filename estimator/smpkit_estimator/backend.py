@@ -16,8 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import yaml
-
+from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted, suggestion
 from smpkit.errors import JobError, SmpkitError, UsageError
@@ -200,8 +199,7 @@ class Plan:
         """What will be sent, for people, with a line end."""
         if self.script is not None:
             return self.script
-        text: str = yaml.safe_dump(dict(self.shown), sort_keys=False, allow_unicode=True, width=120)
-        return text
+        return as_yaml(dict(self.shown))
 
 
 @dataclass(frozen=True, order=True)

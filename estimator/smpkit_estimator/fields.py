@@ -21,7 +21,6 @@ __all__ = [
     "ARGUMENTS",
     "EXPERIMENT",
     "channel_of",
-    "group_as_written",
     "hint_for",
     "place_of",
     "put",
@@ -75,21 +74,6 @@ def _json(value: Any) -> Any:
     return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-_GROUP = {"InstanceGroupName": "name", "InstanceType": "instance_type", "InstanceCount": "instance_count"}
-
-
-def _groups(groups: Any) -> list[dict[str, Any]]:
-    return [{theirs: getattr(group, ours) for theirs, ours in _GROUP.items()} for group in groups]
-
-
-def group_as_written(value: Any) -> Any:
-    """Read one of SDK v2's `InstanceGroup` objects; anything else is left to validation."""
-    if not hasattr(value, "instance_group_name"):
-        return value
-    hosts = {"instance_type": value.instance_type, "instance_count": value.instance_count}
-    return {"name": value.instance_group_name, **hosts}
-
-
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -138,8 +122,6 @@ FIELDS = (
           lambda on: None if on else "NONE", lambda off: not off if isinstance(off, bool) else off),
     Field("compute.instance_type", "instance_type",                  "ResourceConfig.InstanceType"),
     Field("compute.instance_count", "instance_count",                "ResourceConfig.InstanceCount"),
-    Field("compute.instance_groups", "instance_groups",              "ResourceConfig.InstanceGroups",
-          _groups, _each(group_as_written)),
     Field("compute.volume_gb",     "volume_size",                    "ResourceConfig.VolumeSizeInGB"),
     Field("encryption.volume_key", "volume_kms_key",                 "ResourceConfig.VolumeKmsKeyId"),
     Field("compute.keep_alive_seconds", "keep_alive_period_in_seconds", "ResourceConfig.KeepAlivePeriodInSeconds"),
@@ -168,7 +150,6 @@ CHANNEL: Mapping[str, str] = {
     "uri":                "DataSource.S3DataSource.S3Uri",
     "data_type":          "DataSource.S3DataSource.S3DataType",
     "attribute_names":    "DataSource.S3DataSource.AttributeNames",
-    "instance_groups":    "DataSource.S3DataSource.InstanceGroupNames",
     "accept_eula":        "DataSource.S3DataSource.ModelAccessConfig.AcceptEula",
     "hub_content":        "DataSource.S3DataSource.HubAccessConfig.HubContentArn",
     "file_system.id":     "DataSource.FileSystemDataSource.FileSystemId",
@@ -257,8 +238,6 @@ def _value(settings: Any, path: str) -> Any:
     """Return a setting; None where the request is to say nothing of it."""
     if path == "environment":
         return settings.variables
-    if path in ("compute.instance_type", "compute.instance_count") and settings.compute.instance_groups:
-        return None
     for part in path.split("."):
         if settings is None or (part == "local_path" and part not in settings.model_fields_set):
             return None
@@ -308,8 +287,6 @@ def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
 def _below(key: str, path: KeyPath, entries: Any) -> KeyPath:
     """Return the rest of a path, in the job file's words: some lists of the request are mappings there."""
     names = {"inputs": "ChannelName", "metrics": "Name", "tags": "Key"}
-    if key == "compute.instance_groups":
-        return tuple(_GROUP.get(str(part), part) for part in path)
     if key not in names or not path:
         return path
     name, rest = entries[path[0]][names[key]], path[1:]

@@ -64,21 +64,18 @@ def not_for_shell_files(sent: Mapping[str, str]) -> Iterator[Problem]:
 def distribution_hyperparameters(job: JobConfig) -> dict[str, str]:
     """Return what the job's `distribution` becomes, JSON-encoded; for SDK v2, which makes the other ones itself."""
     distribution, per_host = job.distribution, job.distribution.processes_per_host
-    instance_type = None if job.compute.instance_groups else job.compute.instance_type  # as the SDK has it
     values: dict[str, Any] = {}
     if distribution.launcher == "mpirun":
         values[wire.MPI_ENABLED] = True
     elif distribution.torch_distributed is not None and distribution.torch_distributed.enabled:
-        values |= {wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: instance_type}
+        values |= {wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: job.compute.instance_type}
     if per_host:
         values[wire.PROCESSES_PER_HOST[distribution.launcher]] = per_host
     if distribution.launcher == "mpirun":
         values[wire.MPI_OPTIONS] = distribution.custom_mpi_options
-    if distribution.instance_groups:
-        values[wire.INSTANCE_GROUPS] = list(distribution.instance_groups)
     if distribution.model_parallel is not None:
         # With the user's own keys: Hugging Face looks for the very key `partitions`.
         values[wire.MP_PARAMETERS] = distribution.parameters_as_written
     if distribution.smdistributed is not None:
-        values |= {wire.DATA_PARALLEL_ENABLED: False, wire.INSTANCE_TYPE: instance_type}
+        values |= {wire.DATA_PARALLEL_ENABLED: False, wire.INSTANCE_TYPE: job.compute.instance_type}
     return {name: json.dumps(value) for name, value in values.items()}

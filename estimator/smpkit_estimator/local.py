@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.job import HOMOGENEOUS, JobConfig
+from smpkit.config.job import JobConfig
 from smpkit.config.scheduled import STOPPED
-from smpkit.config.words import printable
+from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
 from smpkit_estimator.scheduled import config_files
@@ -105,17 +105,14 @@ def plan_local_run(
     dependencies = tuple(_local_dependencies(job, folder, problems))
     secrets = dict(local_secrets(job, os.environ if environ is None else environ, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
-    problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
+    problems += [problem.below("distribution") for problem in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
         message = f"makes {ranks:,} ranks on one machine, which takes at most {_MAX_LOCAL_RANKS:,}"
         problems.append(Problem(("compute", "instance_count"), message, "`--set compute.instance_count=1`"))
     if problems:
         raise ConfigError(problems, subject="job for a local run")
-    alone = job.compute.num_hosts - job.num_rank_hosts
-    if alone:
-        notes.append(f"only the hosts with ranks run here: those of {_names(job)}; {alone} more run on SageMaker alone")
-    if hosts is None and job.num_rank_hosts > 1:
-        notes.append(f"the job's {job.num_rank_hosts} hosts run as one on this machine, with {ranks} ranks")
+    if hosts is None and job.compute.instance_count > 1:
+        notes.append(f"the job's {job.compute.instance_count} hosts run as one on this machine, with {ranks} ranks")
     return LocalPlan(
         job=job,
         source=source,
@@ -150,10 +147,6 @@ def _ranks_per_host(job: JobConfig, num_gpus: int, hosts: int) -> int:
 def _needed_ranks(job: JobConfig) -> int:
     parameters = job.distribution.model_parallel
     return parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
-
-
-def _names(job: JobConfig) -> str:
-    return ", ".join(printable(group.name) for group in job.rank_groups)
 
 
 def _is_remote(location: str) -> bool:

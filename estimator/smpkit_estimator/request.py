@@ -193,7 +193,6 @@ def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
         hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
         yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
     yield from _folders_here(job)
-    yield from job.input_group_problems()  # inputs may have come after the job was validated
     yield from _out_of_reach(job)
 
 

@@ -112,7 +112,7 @@ class SageMaker:
         code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
         source = job.source_dir if packed is None else f"{code}/{packed.digest}/sourcedir.tar.gz"
         # Beside the sources, which the job's role may read; a new place each time, as names may be used again.
-        token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.num_hosts > 1 else None
+        token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.instance_count > 1 else None
         body = build_request(job, name=name, region=region, role=role, output=output, source=source, token=token)
         problems = over_limits(body)
         if problems:

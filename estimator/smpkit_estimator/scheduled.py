@@ -14,9 +14,8 @@ from typing import Any
 
 from smpkit.config import scheduled as names
 from smpkit.config.confidential import masked
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
-from smpkit.config.section import KeyPath
+from smpkit.config.section import KeyPath, validated
 from smpkit.config.wire import INSTANCE_GROUPS, PROCESSES_PER_HOST
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
@@ -48,15 +47,8 @@ _OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "ke
 # ---- what such a job cannot have -------------------------------------------------------------------------------------
 
 
-def not_for_schedulers(job: JobConfig, where: str) -> Iterator[Problem]:
-    """Yield the settings that only SageMaker can follow.
-
-    Args:
-        where: the scheduler's name.
-    """
-    if job.compute.instance_groups:
-        message = f"are SageMaker's: on {where} all hosts of a job are alike"
-        yield Problem(("compute", "instance_groups"), message, "submit a job for each group")
+def not_for_schedulers(job: JobConfig) -> Iterator[Problem]:
+    """Yield the settings that only SageMaker can follow."""
     for channel, each in job.inputs.items():
         if each.mode == "Pipe" or each.sharded:
             what = "mode" if each.mode == "Pipe" else "sharded"
@@ -90,8 +82,8 @@ def world_problems(job: JobConfig) -> Iterator[Problem]:
     per_host = job.distribution.processes_per_host
     if per_host is None or job.is_shell_script:
         return
-    for problem in job.distribution.world_problems(job.compute.num_hosts * per_host):
-        yield Problem(("distribution", *problem.path), problem.message, problem.hint)
+    for problem in job.distribution.world_problems(job.compute.instance_count * per_host):
+        yield problem.below("distribution")
 
 
 def limit_of(job: JobConfig) -> int | None:

@@ -56,7 +56,7 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
         given = smp_options if smp_options is not None else distribution
         self._job = _checked(arguments, given, mpi_options)
         off = {"debugger_hook_config": False, "disable_profiler": True}
-        super().__init__(entry_point, distribution=_whole(self._job, given), **{**off, **arguments})
+        super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters to send; those about the distribution are smpkit's own."""
@@ -68,7 +68,7 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
     """Check only the arguments that smpkit uses: others may hold objects of the SDK, such as pipeline variables."""
     known = {
         name: arguments[name]
-        for name in ("instance_count", "instance_type", "instance_groups")
+        for name in ("instance_count", "instance_type", "instance_groups")  # the last one is refused by name
         if isinstance(arguments.get(name), (int, str, list))
     }
     job = job_from_arguments({"entry_point": "stand_in.py", **known}, distribution, mpi_options)
@@ -84,8 +84,8 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
     return job
 
 
-def _whole(job: JobConfig, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the dict that the SDK takes, in its full form; it wants the very objects of the groups."""
+def _whole(job: JobConfig) -> dict[str, Any] | None:
+    """Return the dict that the SDK takes, in its full form."""
     distribution = job.distribution
     whole: dict[str, Any] = {}
     if distribution.smdistributed is not None:
@@ -95,6 +95,4 @@ def _whole(job: JobConfig, given: Mapping[str, Any] | None) -> dict[str, Any] | 
         options = getattr(distribution, name)
         if options is not None:
             whole[name] = options.model_dump(exclude_unset=True)
-    if given is not None and given.get("instance_groups"):
-        whole["instance_groups"] = list(given["instance_groups"])
     return whole or None

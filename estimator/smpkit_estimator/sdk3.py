@@ -22,8 +22,8 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
+from smpkit.config.section import validated
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.aws import request_shape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from smpkit.config.job import HOMOGENEOUS
+from smpkit.config.wire import HOMOGENEOUS
 
 __all__ = ["FINAL", "JobFailure", "JobStatus", "Machines", "Phase", "blamed", "machines_of", "read_reason"]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from smpkit_estimator.follow import Notice
     from smpkit_estimator.job import Job
 
-__all__ = ["BackendChoice", "backend_options", "follow_job", "print_lines", "tell_if_interrupted"]
+__all__ = ["BackendChoice", "backend_options", "follow_job", "print_lines", "tell_if_interrupted", "wait_for_job"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -130,18 +130,39 @@ def tell_if_interrupted(job: Job) -> Iterator[None]:
         raise
 
 
-def follow_job(job: Job) -> int:
-    """Show a job's lines until it is over, and its end; return the exit code. Ctrl-C ends the showing, not the job."""
+def follow_job(job: Job, show: Callable[[], None] | None = None) -> int:
+    """Show a job's lines until it is over, and its end; return the exit code. Ctrl-C ends the showing, not the job.
+
+    Args:
+        job: what to follow.
+        show: prints the lines; None prints all of them.
+    """
     from smpkit.cli._show import show_end
 
     try:
-        print_lines(job.logs(follow=True))
+        if show is None:
+            print_lines(job.logs(follow=True))
+        else:
+            show()
     except KeyboardInterrupt:
         console = _console.current()
         console.note(f"\n`{job.name}` goes on; this only stopped following it")
         console.hint(f"`smpkit logs -f {job.name}` follows it again, `smpkit stop {job.name}` stops it")
         return 130
     return show_end(job.status())
+
+
+def wait_for_job(job: Job) -> int:
+    """Wait for a job, saying each phase, and show its end; return the exit code. Ctrl-C ends only the waiting."""
+    from smpkit.cli._show import show_end
+
+    console = _console.current()
+    try:
+        state = job.wait(on_change=lambda each: None if each.over else console.note(f"{each.phase}: {each.message}"))
+    except KeyboardInterrupt:
+        console.note(f"\n`{job.name}` goes on; `smpkit stop {job.name}` stops it")
+        return 130
+    return show_end(state)
 
 
 def print_lines(lines: Iterator[LogLine | Notice]) -> None:

@@ -4,7 +4,7 @@
 0    done
 1    the job or the operation failed (and most other errors of smpkit)
 2    wrong usage or configuration
-3    a bug in smpkit; a report file is written
+3    a bug in smpkit: the only case with a traceback
 4    the cloud refused or could not be reached
 130  interrupted
 ==== ==========================================================================
@@ -12,29 +12,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from smpkit.cli._console import UnknownCommand, print_error, print_failure
-from smpkit.config.words import printable
+from smpkit.cli._console import print_error, print_failure
+from smpkit.config.words import closest, printable
 from smpkit.errors import SmpkitError
 
 __all__ = ["exit_code_of"]
-
-_OF_THE_MACHINE = frozenset(
-    {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
-        *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ETXTBSY),
-        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
-    }
-)
-"""Errors of a full disk, missing permissions or an exhausted machine, which are not bugs in smpkit."""
 
 
 def exit_code_of(action: Callable[[], Any]) -> int:
@@ -51,34 +42,32 @@ def exit_code_of(action: Callable[[], Any]) -> int:
         print_error(error)
         return error.exit_code
     except BrokenPipeError:
-        return _reader_gone()
+        _drop_output()
+        return 1
     except OSError as error:
-        return _machine(error) if error.errno in _OF_THE_MACHINE else _bug(error)
+        return _machine(error)
     except Exception as error:
-        return _bug(error)
+        traceback.print_exc()
+        print_failure(
+            f"a bug in smpkit: {type(error).__name__}", "send these lines with what `smpkit doctor --report` says"
+        )
+        return 3
     return result if isinstance(result, int) else 0
 
 
 def _usage(error: click.ClickException) -> int:
-    """Print wrong usage like other errors: lower case, literals in backticks, and a hint."""
-    message = error.message if isinstance(error, UnknownCommand) else error.format_message()
-    candidate = getattr(error, "candidate", None)
-    if isinstance(error, click.NoSuchOption):
-        message, candidate = (
-            f"no such option: `{printable(error.option_name)}`",
-            next(iter(error.possibilities or ()), ""),
-        )
-    message = re.sub(r"'([^' ]+)'", r"`\1`", message.rstrip("."))
+    """Print wrong usage like other errors: one sentence in lower case, literals in backticks, and a hint."""
     ctx = getattr(error, "ctx", None)
-    usage = f"`{ctx.command_path} --help` shows the usage" if ctx is not None else None
-    print_failure(message[:1].lower() + message[1:], f"did you mean `{candidate}`?" if candidate else usage)
+    message = error.format_message()
+    hint = f"`{ctx.command_path} --help` shows the usage" if ctx is not None else None
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option: `{printable(error.option_name)}`"
+        names = [name for param in ctx.command.get_params(ctx) for name in param.opts] if ctx is not None else []
+        if (meant := closest(error.option_name, names)) is not None:
+            hint = f"did you mean `{meant}`?"
+    message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
+    print_failure(message[:1].lower() + message[1:], hint)
     return error.exit_code
-
-
-def _reader_gone() -> int:
-    """End without a message if the reader of our output has closed the pipe."""
-    _drop_output()
-    return 1
 
 
 def _machine(error: OSError) -> int:
@@ -93,19 +82,9 @@ def _machine(error: OSError) -> int:
 
 
 def _drop_output() -> None:
-    """Keep Python from failing once more when it flushes the rest at exit."""
+    """Send the rest of the output nowhere: Python flushes it at exit, and would fail there again."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):  # a stream of a test, which has no file
         return
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-def _bug(error: Exception) -> int:
-    from smpkit.cli._report import write_report
-
-    report = write_report(error, sys.argv)
-    hint = "send the report with what you did" if report is not None else None
-    where = f"; report: {report}" if report is not None else ""
-    print_failure(f"a bug in smpkit: {type(error).__name__}{where}", hint)
-    return 3

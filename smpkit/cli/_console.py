@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import click
 
-from smpkit.config.words import closest, printable
 from smpkit.errors import ConfigError, Problem, SmpkitError
 
-__all__ = ["Console", "UnknownCommand", "current", "print_error", "print_problems", "set_up", "style"]
+__all__ = ["Console", "current", "print_error", "print_problems", "set_up", "style"]
 
-_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|wait|stop|resume|cost)\b[^`]*)`")
+_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|stop|resume)\b[^`]*)`")
 
 
 @dataclass(frozen=True)
 class Console:
-    """How much to say: -1 errors only, 0 calm, 1 and 2 more."""
+    """How much to say: -1 errors only, 0 calm, 1 more."""
 
     verbosity: int = 0
     options: str = ""
@@ -60,14 +59,6 @@ class Console:
         """Say the one thing to do next."""
         if self.verbosity >= 0:
             click.echo(f"{style('hint:', 'cyan')} {self.complete(text)}", err=True, color=_color())
-
-
-class UnknownCommand(click.UsageError):
-    """The given name is not a command."""
-
-    def __init__(self, name: str, names: Sequence[str], ctx: click.Context) -> None:
-        super().__init__(f"no such command: `{printable(name)}`", ctx)
-        self.candidate = closest(name, names)
 
 
 def set_up(ctx: click.Context, verbosity: int) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._run_completion import complete_hyperparameter, complete_parameter
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
@@ -51,7 +50,6 @@ def override_options(function: _Function) -> _Function:
             "hyperparameters",
             multiple=True,
             metavar="KEY=VALUE",
-            shell_complete=complete_hyperparameter,
             help="Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`.",
         ),
         click.option(
@@ -59,7 +57,6 @@ def override_options(function: _Function) -> _Function:
             "parameters",
             multiple=True,
             metavar="KEY=VALUE",
-            shell_complete=complete_parameter,
             help="Change a modelparallel parameter for this call, such as `microbatches=8`.",
         ),
         click.option(

@@ -78,7 +78,7 @@ def swept(file: Path, sweeps: Sequence[str], overrides: Sequence[str], options: 
 
 def _axis(file: Path, sweep: str) -> tuple[str, str, list[str]]:
     """Read `KEY=V1,V2`: the key as given, the setting that it means, and the values."""
-    from smpkit.config.edit import file_of_parameters
+    from smpkit.config.load import file_of_parameters
     from smpkit.config.modelparallel import ModelParallelConfig
 
     key, separator, text = sweep.partition("=")

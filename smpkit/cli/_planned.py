@@ -98,7 +98,7 @@ def _world_of_file(file: Path, overrides: Sequence[str], options: dict[str, Any]
         source = place if isinstance(place, Path) else file.parent
         parameters = job.distribution.model_parallel or ModelParallelConfig()
         per_host = job.distribution.processes_per_host
-        return _sized(job.name, parameters, options, job.num_rank_hosts, per_host, source)
+        return _sized(job.name, parameters, options, job.compute.instance_count, per_host, source)
     config = loaded.config
     if isinstance(config, Distribution):
         parameters = config.model_parallel or ModelParallelConfig()

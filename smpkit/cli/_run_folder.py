@@ -8,7 +8,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -38,7 +38,7 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) 
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
     write_file(run.path / JOB, _job_text(job, run.path, overrides), "job of the run")
-    environment = _environment(now, ranks, hosts)
+    environment = {**_environment(now, ranks, hosts), "settings": list(_settings(job))}
     write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
     plan = _plan(job, ranks, hosts)
     if plan is not None:
@@ -86,10 +86,9 @@ def _content(job: LoadedJob) -> dict[str, Any]:
 
 
 def _as_yaml(head: Sequence[str], content: Mapping[str, Any]) -> str:
-    import yaml
+    from smpkit.config.documents import as_yaml
 
-    comment = "".join(f"# {line}\n" for line in head)
-    return comment + yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in head) + as_yaml(dict(content))
 
 
 def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
@@ -140,6 +139,19 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _settings(job: LoadedJob) -> Iterator[tuple[str, Any, str]]:
+    """Yield every setting, with its value and where that came from."""
+    from smpkit.config.confidential import masked
+
+    values = job.config.model_dump(mode="json")
+    for path, origin in job.origins.items():
+        value: Any = values
+        for part in path:
+            value = value[part]
+        # Of the file its name only: who gets a report of this need not know the folders here.
+        yield ".".join(map(str, path)), masked(str(path[-1]), value), origin.replace(str(job.path), job.path.name)
 
 
 def _memory_bytes() -> int | None:

@@ -81,10 +81,10 @@ def _read(file: Path, overrides: Sequence[str]) -> _Source:
         place = loaded.locate(job.source_dir)
         folder = place if isinstance(place, Path) else file.parent
         parameters = job.distribution.model_parallel or ModelParallelConfig()
-        kinds = {group.instance_type for group in job.rank_groups}
+        kinds = {job.compute.instance_type}
         kind = kinds.pop() if len(kinds) == 1 else "local"
         per_host = job.distribution.processes_per_host
-        return _Source(job.name, parameters, job.num_rank_hosts, per_host, kind, folder)
+        return _Source(job.name, parameters, job.compute.instance_count, per_host, kind, folder)
     if isinstance(config, Distribution):
         parameters = config.model_parallel or ModelParallelConfig()
         return _Source("", parameters, 1, config.processes_per_host, "local", file.parent)

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from smpkit.cli import _console
+from smpkit.config.words import printable
 from smpkit.errors import LaunchError, UsageError
 
 __all__ = ["compat"]
@@ -31,7 +33,7 @@ __all__ = ["compat"]
     "--check",
     "only_check",
     is_flag=True,
-    help="Run nothing: read the given scripts and folders, and list what they use and what cannot work.",
+    help="Do not run the given scripts and folders: list imports that fail, and unknown names of SMP v1.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With `--check`: print the findings as JSON.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -44,8 +46,8 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     `smpkit compat --check train.py`
 
     Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
-    Packages that are gone, such as Apex, are replaced by stand-ins on torch where they are not installed. `--check`
-    ends with 1 if something cannot work.
+    Packages that are gone, such as Apex, have stand-ins with the names that public scripts import. `--check` ends with
+    1 if a script cannot run.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
     if only_check:
         return _check(command, as_json=as_json)
@@ -64,8 +66,8 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     else:
         environ = with_drop_in(environ)
         console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
-    if installed is None or cuda_on_cpu:
-        environ = with_startup(environ, cuda_on_cpu=cuda_on_cpu)
+    if cuda_on_cpu:
+        environ = with_startup({**environ, "SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
     try:
         os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:
@@ -73,13 +75,19 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
 
 
 def _check(paths: Sequence[str], *, as_json: bool) -> int:
-    """Print what the scripts use; 1 if something cannot work."""
-    from smpkit.cli import _compat_check, _layout
+    """Print what fails; 1 if the scripts cannot run because of it."""
     from smpkit.drop_in.check import check
 
-    found = check([Path(path) for path in paths])
-    click.echo(_compat_check.as_json(found) if as_json else "\n".join(_compat_check.as_text(found, _layout.width())))
-    return 1 if found.problems else 0
+    findings = check([Path(path) for path in paths])
+    problems = sum(not finding.optional for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"can_run": not problems, "findings": [*map(asdict, findings)]}, indent=2))
+        return min(problems, 1)
+    for finding in findings:
+        optional = " (where the script gets there)" if finding.optional else ""
+        click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
+    click.echo({0: "can run", 1: "cannot run: 1 problem"}.get(problems, f"cannot run: {problems} problems"))
+    return min(problems, 1)
 
 
 def _parameters(given: str) -> dict[str, str]:
@@ -93,7 +101,14 @@ def _parameters(given: str) -> dict[str, str]:
         except OSError as error:
             hint = "give a JSON object, or the path of a file that holds one"
             raise UsageError(f"`--parameters {given}` cannot be read: {error.strerror}", hint=hint) from None
-    ModelParallelConfig.from_sources(None, text)
+
+    class Part(ModelParallelConfig):
+        """The job's parameters, without rules between them: `smp.init` in the script may give others."""
+
+        def cross_problems(self, *_: object) -> tuple[()]:
+            return ()
+
+    Part.from_sources(None, text)
     return {ENVIRONMENT_VARIABLE: text}
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+import smpkit
 from smpkit.cli import _console
 from smpkit.cli._backend import BackendChoice, backend_options
+from smpkit.cli._commit import commit
 from smpkit.cli._job import read_job
 
 __all__ = ["doctor"]
 
+_PACKAGES = ("click", "pydantic", "ruamel.yaml", "torch", "boto3")
 _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "yellow")}
 
 
@@ -33,11 +38,11 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     `--write` is given.
     """
     from smpkit.cli._machine import check_machine, runs_here
-    from smpkit.cli._report import versions
 
     if report:
-        lines = [f"{name} {version}" for name, version in versions().items()]
-        click.echo(json.dumps(versions(), indent=2) if as_json else "\n".join(lines))
+        versions = _versions()
+        lines = [f"{name} {version}" for name, version in versions.items()]
+        click.echo(json.dumps(versions, indent=2) if as_json else "\n".join(lines))
         return 0
     job = read_job(file, ()).config if file is not None else None
     findings = check_machine(job)
@@ -54,3 +59,13 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
             click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
     _console.current().note("no problems" if not problems else f"{problems} problem{'s' * (problems != 1)}")
     return int(problems > 0)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that a report of a bug needs, by name."""
+    from smpkit.cli._run_folder import version_of
+
+    source = commit()
+    known = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
+    known["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
+    return known | {package: version_of(package) or "not installed" for package in _PACKAGES}

@@ -1,4 +1,4 @@
-"""`smpkit export`: write a checkpoint for the merge scripts of other libraries."""
+"""`smpkit export`: write the weights of a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["export"]
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
     "--layout",
-    type=click.Choice(["deepspeed", "smp-v1"]),
-    required=True,
-    help="deepspeed: ZeRO stage 3, for `zero_to_fp32.py`; smp-v1: sharded data parallelism, for AWS's merge script.",
+    type=click.Choice(["smp-v1", "hub"]),
+    default="smp-v1",
+    show_default=True,
+    help="smp-v1: sharded data parallelism, for AWS's merge script; hub: one safetensors file.",
 )
-@click.option("--ranks", "num_ranks", type=int, default=1, show_default=True, help="How many parts to divide it into.")
-def export(checkpoint: Path, target: Path, layout: str, num_ranks: int) -> None:
-    """Write a checkpoint in the sharded layout of another library.
+def export(checkpoint: Path, target: Path, layout: str) -> None:
+    """Write the weights of a checkpoint for other programs.
 
     CHECKPOINT is a folder that `smp.save_checkpoint` wrote, such as `checkpoints/step_100_partial`, or the folder it is
-    in: then the newest. TARGET is a new folder. It gets the weights in float32 (master weights where there are some)
-    and the buffers, under the names that the model has in the job. States of the optimizer are left out. The
-    checkpoint's checksums are compared before anything is written.
+    in: then the newest. TARGET is a new folder. It gets the weights (master weights where there are some) and the
+    buffers, under the names that the model has in the job. States of the optimizer are left out. The checkpoint's
+    checksums are compared.
     """
     from smpkit.cli._with_torch import ask
 
-    arguments = [str(checkpoint.absolute()), str(target.absolute()), layout, str(num_ranks)]
+    arguments = [str(checkpoint.absolute()), str(target.absolute()), layout]
     what = f"`{checkpoint}` could not be exported"
     # A large checkpoint takes its time: whoever waits sees the folder grow, and can interrupt.
     said = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))

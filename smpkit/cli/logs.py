@@ -70,14 +70,11 @@ def logs(
     from smpkit_estimator.job import Job
 
     handle = Job(job, chosen.open())
-    plain = follow and not as_json and tail is None and since is None and not (ranks or hosts or grep)
-    if plain:
-        return follow_job(handle)
     lines = handle.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
-    if as_json:
-        _print_json(lines)
-    else:
-        print_lines(lines)
+    show = _print_json if as_json else print_lines
+    if follow:
+        return follow_job(handle, lambda: show(lines))
+    show(lines)
     return 0
 
 

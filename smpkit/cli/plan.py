@@ -54,8 +54,7 @@ def plan(
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options. Nothing is started
-    and no GPU is needed. The schedule is the one that training begins with; after two steps it may become a deeper one,
-    from measured times.
+    and no GPU is needed. The schedule is the one that training follows.
 
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
     pair of it and the arguments for one microbatch; then compute, activations and the values that travel between stages

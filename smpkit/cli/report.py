@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from smpkit.cli import _console
 from smpkit.cli._backend import BackendChoice, backend_options
 from smpkit.cli._files import write_file
 from smpkit.cli._run_completion import complete_run
+from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from smpkit.observe.report.content import Content
     from smpkit.observe.runs import Run
 
 __all__ = ["report"]
@@ -46,42 +47,41 @@ def report(
     name, its folder, a job's name for the last one of it, or any folder with events; without it, it is the last run
     below this folder. With RUN2 the differences come first.
 
-    With `--backend`, RUN is the name of a job there, and the report is written to the current folder.
+    With `--backend`, RUN is the name of a job there, and the report is written to the current folder. Where
+    SMPKIT_BACKEND is set, so is a name of which there is no run here.
     """
-    from smpkit.observe.report.content import content_of, plain
-    from smpkit.observe.report.folder import read_material
-    from smpkit.observe.report.page import page
+    from smpkit.observe.report.data import content_of
+    from smpkit.observe.report.view import page
 
-    wanted = (name, other) if other is not None else (name,)
     with contextlib.ExitStack() as stack:
-        runs = [_run(each, chosen, stack) for each in wanted]
-        contents = [content_of(read_material(run)) for run in runs]
+        opened = [_open(each, chosen, stack) for each in ((name,) if other is None else (name, other))]
+        contents = [content_of(run) for run, _ in opened]
     if as_json:
-        shown = [plain(each) for each in contents]
-        click.echo(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+        shown = [asdict(content) for content in contents]
+        click.echo(json.dumps(shown[0] if other is None else shown, indent=2))
         return
-    _warn(contents)
-    elsewhere = chosen.name is not None and name is not None
-    path = output or (Path(f"report-{runs[-1].name}.html") if elsewhere else runs[-1].path / "report.html")
+    for content in contents:
+        if "events" in content.missing:  # who sends a report should know before
+            _console.current().warn(f"{content.folder}: {content.missing['events']}")
+    path = output or opened[-1][1]
     write_file(path, page(contents), "report")
     click.echo(str(path))
     if opens:
         click.launch(path.absolute().as_uri())
 
 
-def _run(name: str | None, chosen: BackendChoice, stack: contextlib.ExitStack) -> Run:
-    """Open a run of this machine, or the folder that a job of a back end has left, of which a copy may be made."""
-    from smpkit.observe.runs import open_run
+def _open(name: str | None, chosen: BackendChoice, stack: contextlib.ExitStack) -> tuple[Run, Path]:
+    """Return a run of this machine, or what a job of a back end has left; and where its report goes."""
+    from smpkit.observe.runs import find_runs, open_run
 
-    if chosen.name is None or name is None:
-        return open_run(name)
+    source = click.get_current_context().get_parameter_source
+    is_elsewhere = any(source(option) is ParameterSource.COMMANDLINE for option in ("backend", "profile", "region"))
+    if name is None and is_elsewhere:
+        raise UsageError("a job of a back end is found by its name alone", hint="`smpkit jobs` lists them")
+    if not is_elsewhere and chosen.name is not None and name is not None:
+        is_elsewhere = "/" not in name and all(run.label != name for run in find_runs(Path.cwd()))
+    if name is None or not is_elsewhere:
+        run = open_run(name)
+        return run, run.path / "report.html"
     copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smpkit-run-")))
-    return replace(open_run(str(chosen.open().results(name, copy))), name=name)
-
-
-def _warn(contents: list[Content]) -> None:
-    """Say what was not recorded: who sends a report should know before."""
-    console = _console.current()
-    for content in contents:
-        if "events" in content.missing:
-            console.warn(f"{content.folder}: {content.missing['events']}")
+    return replace(open_run(str(chosen.open().results(name, copy))), name=name), Path(f"report-{name}.html")

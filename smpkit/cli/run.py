@@ -287,7 +287,7 @@ def _run_in_docker(
     from smpkit_estimator.image import build_image
     from smpkit_estimator.local import plan_local_run
 
-    hosts = options.hosts or job.config.num_rank_hosts
+    hosts = options.hosts or job.config.compute.instance_count
     # Containers get none of this shell's variables.
     num_gpus = count_gpus(job.config.environment) if options.gpus else 0
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
@@ -367,10 +367,9 @@ def _show_places(
 
 def _leave_trace(console: _console.Console, run: Run) -> None:
     """Put what was profiled and the events into one trace."""
-    from smpkit.observe.chrome_trace import chrome_trace
     from smpkit.observe.merge import read_run
-    from smpkit.observe.profiles import profiles_of
     from smpkit.observe.runs import EVENTS, TRACE
+    from smpkit.observe.trace import chrome_trace, profiles_of
 
     try:
         profiles = profiles_of(run.path / EVENTS)

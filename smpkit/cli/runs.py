@@ -1,18 +1,20 @@
-"""`smpkit runs`: what ran here, how it ended, and how fast; two or more side by side."""
+"""`smpkit runs`: what ran here, how it ended, and how fast."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from smpkit.cli import _console
 from smpkit.cli._layout import table, width
 from smpkit.cli._run_completion import complete_run
+from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
     from smpkit.observe.runs import Run
@@ -20,33 +22,36 @@ if TYPE_CHECKING:
 
 __all__ = ["runs"]
 
-_END_WIDTH: Final = 24
 _NOTHING: Final = "–"
+_OTHER_COLUMNS: Final = 56
+"""About how wide a row is without how the run ended."""
 
 
 @click.command()
-@click.argument("names", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
-@click.option("-n", "--last", type=click.IntRange(1), default=20, help="At most so many, the newest (20).")
+@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.argument("others", metavar="", nargs=-1)
+@click.option("-n", "--last", type=click.IntRange(1), default=20, help="Show at most N, the newest (20).")
 @click.option("--json", "as_json", is_flag=True, help="Print the summaries as JSON.")
-def runs(names: tuple[str, ...], last: int, as_json: bool) -> None:
-    """List the runs below this folder, or show one, or compare several.
+def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) -> None:
+    """List the runs below this folder, or show how one ended.
 
     Without RUN it lists what is in `runs` here and up to two folders below, the newest last. RUN is a run's name, its
-    folder, or a job's name for the last one of it. With one RUN it prints the block that the run ended with; with more
-    it compares them, and the settings in which they differ.
+    folder, or a job's name for the last one of it: of that it prints the block that the run ended with. `smpkit report`
+    compares two.
     """
     from smpkit.observe.runs import find_runs, open_run
 
-    chosen = [open_run(name) for name in names] if names else list(find_runs(Path.cwd())[-last:])
-    summaries = [_summary(run) for run in chosen]
+    if others:
+        raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
+    chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
+    found = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:
-        click.echo(json.dumps([_plain(*pair) for pair in zip(chosen, summaries, strict=True)], indent=2))
-    elif len(names) == 1:
-        click.echo("\n".join(_one(chosen[0], summaries[0])))
-    elif names:
-        click.echo("\n".join(_compared(chosen, summaries)))
-    elif chosen:
-        click.echo("\n".join(_listed(chosen, summaries)))
+        click.echo(json.dumps([_plain(*each) for each in found], indent=2))
+    elif name is not None:
+        click.echo("\n".join(_one(*found[0])))
+    elif found:
+        rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*each) for each in found)]
+        click.echo("\n".join(table(rows, width())))
     else:
         _console.current().note("no runs here; `smpkit run JOB_FILE` makes one, in `runs` beside the job file")
 
@@ -64,104 +69,38 @@ def _summary(run: Run) -> RunSummary | None:
         return None
 
 
-def _plain(run: Run, summary: RunSummary | None) -> dict[str, Any]:
-    found = {"run": run.label, "folder": str(run.path), "name": run.name, "started": run.started.isoformat()}
-    return {**found, "values": _last_values(run), "summary": None if summary is None else asdict(summary)}
-
-
-def _listed(chosen: Sequence[Run], summaries: Sequence[RunSummary | None]) -> Iterator[str]:
-    rows = [["run", "ended", "steps", "loss", "steps/s", "memory"]]
-    for run, summary in zip(chosen, summaries, strict=True):
-        figures = _figures(run, summary)
-        rows.append([run.label, *(figures[name] for name in ("ended", "steps", "loss", "steps/s", "memory"))])
-    yield from table(rows, width())
-
-
-def _figures(run: Run, summary: RunSummary | None) -> dict[str, str]:
-    from smpkit.observe.summary_text import amount, count
-
-    loss = _last_values(run).get("loss")
-    found = {"loss": _NOTHING if loss is None else f"{loss:.4g}"}
-    if summary is None:
-        return {"ended": "running or lost", "steps": _NOTHING, **found, "steps/s": _NOTHING, "memory": _NOTHING}
-    held = max((rank.device_peak or rank.peak.on_device for rank in summary.ranks), default=0)
-    end = summary.exit_reason
-    return {
-        "ended": end if len(end) <= _END_WIDTH else end[: _END_WIDTH - 1] + "…",
-        "steps": f"{summary.steps:,}",
-        **found,
-        "steps/s": _NOTHING if summary.steps_per_s is None else count(summary.steps_per_s),
-        "memory": amount(held) if held else _NOTHING,
-    }
-
-
-def _one(run: Run, summary: RunSummary | None) -> Iterator[str]:
-    from smpkit.observe.summary_text import block
-
-    yield f"{run.label}: {'running, or lost' if summary is None else summary.exit_reason}"
-    if summary is not None:
-        yield from block(summary)
-    values = _last_values(run)
-    if values and (summary is None or not summary.values):
-        yield f"values  {', '.join(f'{name} {value:.4g}' for name, value in values.items())}"
-
-
-def _compared(chosen: Sequence[Run], summaries: Sequence[RunSummary | None]) -> Iterator[str]:
-    """Yield a table with a column for each run: figures, then the settings that differ."""
-    rows = [["", *(run.label for run in chosen)]]
-    figures = [{**_figures(run, summary), **_more(summary)} for run, summary in zip(chosen, summaries, strict=True)]
-    names = dict.fromkeys(name for each in figures for name in each)
-    rows += [[name, *(each.get(name, _NOTHING) for each in figures)] for name in names]
-    settings = [_settings(run) for run in chosen]
-    for name in sorted({name for each in settings for name in each}):
-        values = [each.get(name, _NOTHING) for each in settings]
-        if len(set(values)) > 1:
-            rows.append([name, *values])
-    yield from table(rows, width())
-
-
-def _more(summary: RunSummary | None) -> dict[str, str]:
-    from smpkit.observe.summary_text import count, seconds
-
-    if summary is None or not summary.ranks:
-        return {}
-    found = {}
-    if summary.samples_per_s is not None:
-        found["samples/s"] = count(summary.samples_per_s)
-    if summary.tokens_per_s is not None:
-        found["tokens/s"] = count(summary.tokens_per_s)
-    slowest = max(summary.ranks, key=lambda rank: rank.split.compute).split
-    found["step"] = seconds(slowest.total)
-    for part in ("compute", "bubble", "communication", "stall", "optimizer"):
-        share = getattr(slowest, part)
-        if share:
-            found[part] = seconds(share)
-    return found
-
-
-def _settings(run: Run) -> dict[str, str]:
-    """Return the settings of a run's job by their paths."""
-    import yaml
-
-    path = run.path / "job.yaml"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return dict(_flat(content, ""))
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        # The last keys: the first ones are the same in all, and long.
-        yield ".".join(path.split(".")[-2:]), str(value)
-
-
 def _last_values(run: Run) -> dict[str, float]:
     """Return the last value of each name that the run logged."""
     from smpkit.observe.values import read_values
 
     return {name: value for logged in read_values(run.path) for name, value in logged.values.items()}
+
+
+def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> dict[str, object]:
+    found = {"run": run.label, "folder": str(run.path), "name": run.name, "started": run.started.isoformat()}
+    return {**found, "values": values, "summary": None if summary is None else asdict(summary)}
+
+
+def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list[str]:
+    from smpkit.units import amount, count
+
+    loss = f"{values['loss']:.4g}" if "loss" in values else _NOTHING
+    if summary is None:
+        return [run.label, "running or lost", _NOTHING, loss, _NOTHING, _NOTHING]
+    # The class of an error tells more than the packages that it is in.
+    end = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", summary.exit_reason)
+    room = max(24, width() - _OTHER_COLUMNS)
+    rate = _NOTHING if summary.steps_per_s is None else count(summary.steps_per_s)
+    held = max((rank.device_peak or rank.peak.on_device for rank in summary.ranks), default=0)
+    shown = end if len(end) <= room else end[: room - 1] + "…"
+    return [run.label, shown, f"{summary.steps:,}", loss, rate, amount(held) if held else _NOTHING]
+
+
+def _one(run: Run, summary: RunSummary | None, values: dict[str, float]) -> Iterator[str]:
+    from smpkit.observe.summary_text import block
+
+    yield f"{run.label}: {'running, or lost' if summary is None else summary.exit_reason}"
+    if summary is not None:
+        yield from block(summary)
+    if values and (summary is None or not summary.values):
+        yield f"values  {', '.join(f'{name} {value:.4g}' for name, value in values.items())}"

@@ -36,7 +36,8 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
 
     Phase, time and billable time so far; after a failure the first failing rank's exception.
 
-    --watch repaints it in place on a terminal; elsewhere each phase is a line.
+    --watch repaints it in place on a terminal; elsewhere each phase is a line. Then the exit code is 0 if the job
+    completed, and 1 if it failed or was stopped.
     """
     from smpkit.cli._show import echo_all, hint_of, status_json, status_lines
     from smpkit_estimator.job import Job
@@ -48,13 +49,12 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
     except KeyboardInterrupt:
         _console.current().note(f"\n`{job}` goes on; `smpkit stop {job}` stops it")
         return 130
-    if as_json:
-        if not watch:
-            click.echo(json.dumps(status_json(state), indent=2))
-        return 0
-    echo_all(status_lines(state))
-    hint_of(state)
-    return 0
+    if not as_json:
+        echo_all(status_lines(state))
+        hint_of(state)
+    elif not watch:
+        click.echo(json.dumps(status_json(state), indent=2))
+    return 1 if watch and not state.succeeded else 0
 
 
 def _watched(job: Job, clock: Clock, as_json: bool) -> JobStatus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
+from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted, wait_for_job
 from smpkit.cli._job import job_arguments, read_job
-from smpkit.errors import ConfigError, Problem
+from smpkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
-    from smpkit.config.section import KeyPath
     from smpkit_estimator.backend import Backend, Plan
 
 __all__ = ["submit"]
@@ -65,9 +63,7 @@ def submit(
     if follow:
         return follow_job(job)
     if wait:
-        from smpkit.cli.wait import wait_for
-
-        return wait_for(job)
+        return wait_for_job(job)
     console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
     return 0
 
@@ -77,18 +73,11 @@ def _planned(loaded: LoadedJob, backend: Backend, name: str | None, *, dry: bool
     try:
         return backend.plan(loaded.config, loaded.folder, name=name, dry=dry)
     except ConfigError as error:
-        origins = {**loaded.origins, ("name",): "--name"} if name is not None else loaded.origins
-        raise ConfigError([_located(problem, origins) for problem in error.problems], subject=error.subject) from None
-
-
-def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
-    for length in range(len(problem.path), 0, -1):
-        origin = origins.get(problem.path[:length])
-        if origin not in (None, "default"):
-            from smpkit.config.explain import LocatedProblem
-
-            return LocatedProblem(problem.path, problem.message, problem.hint, source=str(origin))
-    return replace(problem)
+        problems = [
+            replace(problem, source="--name") if name and problem.path[:1] == ("name",) else loaded.located(problem)
+            for problem in error.problems
+        ]
+        raise ConfigError(problems, subject=error.subject) from None
 
 
 def _announce(loaded: LoadedJob, backend: Backend, plan: Plan) -> None:

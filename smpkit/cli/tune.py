@@ -78,8 +78,7 @@ def _remedy(lacks_memory: bool) -> str:
 
 def _write(file: Path, best: Prediction, given: dict[str, Any]) -> None:
     """Change the file in place, at once or not at all."""
-    from smpkit.config.edit import edited, file_of_parameters
-    from smpkit.config.load import load
+    from smpkit.config.load import edited, file_of_parameters, load
 
     place, path = file_of_parameters(file)
     values = best.config.given()

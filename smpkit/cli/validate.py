@@ -28,8 +28,8 @@ __all__ = ["validate"]
 def validate(file: Path, overrides: tuple[str, ...], as_json: bool, show_origin: bool) -> int:
     """Check a job file and report every problem, with its line.
 
-    FILE may also hold a distribution, or modelparallel parameters, alone. Settings come from the defaults, FILE,
-    environment variables such as SMPKIT_JOB__COMPUTE__INSTANCE_COUNT, and `--set`; later ones win.
+    FILE may also hold a distribution, or modelparallel parameters, alone. Settings come from the defaults, FILE, and
+    `--set`; later ones win.
     """
     from smpkit.config.load import load
 
@@ -71,17 +71,11 @@ def _summary(loaded: Loaded) -> str:
 
 
 def _processes(config: JobConfig) -> str:
-    from smpkit.config.words import printable
-
-    hosts, per_host = config.num_rank_hosts, config.distribution.processes_per_host
+    hosts, per_host = config.compute.instance_count, config.distribution.processes_per_host
     if per_host:
         size = f"{hosts} × {per_host} processes"
     else:
         size = "1 host" if hosts == 1 else f"{hosts} hosts"
-    alone = config.compute.num_hosts - hosts
-    if alone:
-        size += f" on {', '.join(printable(group.name) for group in config.rank_groups)}"
-        size += f", {alone} host{'s' * (alone > 1)} without ranks"
     parameters = config.distribution.model_parallel
     if parameters is None:
         return f"{size}, no model parallelism"
@@ -131,9 +125,9 @@ def _json(
 
 def _plain(problem: Problem) -> dict[str, Any]:
     return {
-        "file": getattr(problem, "source", None),
-        "line": getattr(problem, "line", None),
-        "column": getattr(problem, "column", None),
+        "file": problem.source or None,
+        "line": problem.line,
+        "column": problem.column,
         "path": problem.where,
         "message": problem.message,
         "hint": problem.hint,

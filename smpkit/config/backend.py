@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from smpkit.config.batch import Batch
-from smpkit.config.explain import validation_error
 from smpkit.config.fields import Location, Word
 from smpkit.config.kubernetes import Kubernetes
-from smpkit.config.section import KeyPath, Section
-from smpkit.config.words import quoted
+from smpkit.config.section import Section, instead, matching
 from smpkit.errors import Problem
 
 __all__ = ["BackendChoice", "Slurm"]
 
-_TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED")
-
-
-def _refuse(message: str, hint: str | None = None) -> Exception:
-    return validation_error("value", [Problem((), message, hint)])
-
-
-def _time(value: str) -> str:
-    if _TIME.fullmatch(value) is None:
-        raise _refuse(f"must be a time as Slurm writes it, got {quoted(value)}", "`90` minutes, `2:00:00`, `3-12:00`")
-    return value
-
-
-def _line(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise _refuse(f"must be one printable line, got {quoted(value)}")
-    return value
-
-
-def _option(value: str) -> str:
-    if re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?|-[A-Za-z]\S*", _line(value)) is None:
-        raise _refuse(f"must be an option of `sbatch`, got {quoted(value)}", "for example `--mail-type=END`")
-    return value
-
-
-Time = Annotated[str, AfterValidator(_time)]
-Line = Annotated[str, AfterValidator(_line)]
-SbatchOption = Annotated[str, AfterValidator(_option)]
+_TIME = r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED"
+Time = Annotated[str, matching(_TIME, "must be a time as Slurm writes it", "`90` minutes, `2:00:00`, `3-12:00`")]
+Line = Annotated[str, matching(r".*\S.*", "must be one printable line")]
+_OPTION = r"--[a-z][a-z-]*(=\S.*)?|-[A-Za-z]\S*"
+SbatchOption = Annotated[str, matching(_OPTION, "must be an option of `sbatch`", "for example `--mail-type=END`")]
 
 
 class Slurm(Section):
@@ -63,7 +37,7 @@ class Slurm(Section):
     time: Time | None = None
     """The time limit, as Slurm writes it. Default: `compute.max_run_seconds` if that is given."""
 
-    gpus_per_node: Word | int | None = None
+    gpus_per_node: Annotated[Word | int, instead("must be a number, or a kind with a number")] | None = None
     """GPUs of each node: a number, or with the type, `a100:8`. The launcher gives each rank one."""
 
     gres: Word | None = None
@@ -137,9 +111,9 @@ class Slurm(Section):
             hours, (minutes, seconds) = 0, [*parts, 0][:2]
         return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Refuse options that contradict each other."""
-        if self.gres is not None and self.gpus_per_node is not None and not broken & {("gres",), ("gpus_per_node",)}:
+        if self.gres is not None and self.gpus_per_node is not None:
             yield Problem(("gres",), "is given together with gpus_per_node", "keep one of them")
 
 
@@ -164,12 +138,12 @@ class BackendChoice(Section):
 
     short_form = "name"
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Ask which one is meant where the options of several are given."""
-        given = [name for name in _WITH_OPTIONS if name in written]
-        if len(given) > 1 and self.name is None and ("name",) not in broken:
-            hint = f"write `backend: {{name: {given[0]}, ...}}`, or use `--backend`"
-            yield Problem(("name",), f"is required with the options of {' and '.join(given)}", hint)
+        described = [name for name in _WITH_OPTIONS if name in self.model_fields_set]
+        if len(described) > 1 and self.name is None:
+            hint = f"write `backend: {{name: {described[0]}, ...}}`, or use `--backend`"
+            yield Problem(("name",), f"is required with the options of {' and '.join(described)}", hint)
 
     @property
     def chosen(self) -> str | None:

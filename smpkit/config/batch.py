@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from smpkit.config.fields import BucketUri, ContainerPath, Word
-from smpkit.config.section import KeyPath, Section
-from smpkit.config.words import quoted
+from smpkit.config.section import Section, matching
 from smpkit.errors import Problem
 
 __all__ = ["Batch", "BatchVolume"]
@@ -22,7 +20,9 @@ class BatchVolume(Section):
     mount: ContainerPath
     """Where the container sees it. Folders that the job file names (`output`, `checkpoints`, `inputs`) lie in one."""
 
-    efs: Word | None = None
+    efs: Annotated[str, matching("fs-[0-9a-f]+", "must be the id of a file system", "such as `fs-0123abcd`")] | None = (
+        None
+    )
     """The id of an EFS file system, such as `fs-0123456789abcdef0`."""
 
     host_path: ContainerPath | None = None
@@ -31,14 +31,10 @@ class BatchVolume(Section):
     read_only: bool = False
     """Mount it without the right to write."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Require one kind of volume."""
-        if broken & {("efs",), ("host_path",)}:
-            return
         if (self.efs is None) == (self.host_path is None):
             yield Problem((), "must have one of efs and host_path", "give one of them")
-        if self.efs is not None and re.fullmatch(r"fs-[0-9a-f]+", self.efs) is None:
-            yield Problem(("efs",), f"must be the id of a file system, got {quoted(self.efs)}", "such as `fs-0123abcd`")
 
 
 class Batch(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -47,12 +48,8 @@ _SECTIONS = frozenset({"env", "environment", "secrets"})
 
 _GOT = re.compile(r"\bgot (?!(?:a list|a mapping|a tuple|null|an object of type \w+)$).*", re.DOTALL)
 _NAME = re.compile(r"""(?<!\w)(?P<name>[A-Za-z_][\w.-]{0,255})["']?\s*:(?:\s+|(?=["'\[{])|$)""")
-_FIRST_NAME = re.compile(r"""^\s*(?:-\s+)*(?:(?:"[^"]*"|'[^']*'|[\w.-]+)\s*:(?:\s+|(?=["'\[{])|$))?""")
-_BRACKET = re.compile(r"[\[{]")
-_QUOTED = r""""(?:[^"\\]|\\.)*"|'[^']*'"""
-_MAYBE_OPEN = re.compile(r""""(?:[^"\\]|\\.)*"?|'[^']*'?""")
-_VALUE = re.compile(rf"""{_QUOTED}|\{{(?:{_QUOTED}|[^{{}}"'])*\}}|\[(?:{_QUOTED}|[^\[\]"'])*\]|[^\s"'\[{{][^,\]}}]*""")
-"""A whole value inside braces or brackets, and on one line."""
+_FIRST_NAME = re.compile(r"""\s*(?:-\s+)*(?:(?:"[^"]*"|'[^']*'|[\w.-]+)\s*:(?:\s+|(?=["'\[{])|$))?""")
+_QUOTED = re.compile(r""""(?:[^"\\]|\\.)*"?|'[^']*'?""")
 
 
 def looks_secret(name: str, value: object) -> bool:
@@ -98,58 +95,35 @@ def hide_in_message(path: Iterable[str | int], message: str) -> str:
     return _GOT.sub(f"got {HIDDEN}", message) if is_confidential(path) else message
 
 
+@functools.lru_cache(maxsize=8)
 def hide_in_text(text: str) -> list[str]:
-    """Return the lines of a configuration file, with stars for what has a confidential name, whatever kind it is of.
+    """Return the lines of a configuration file without secrets: behind a confidential name there are stars.
 
-    An excerpt is most often shown of a text that is broken, so this reads lines and does not parse. What belongs to a
-    confidential name is what is indented further, or what its brackets enclose; where that is not sure, it is hidden.
+    An excerpt is most often shown of a text that is broken, so this reads lines and does not parse. To a confidential
+    name belongs the rest of its line, and what is indented further or enclosed by its brackets.
     """
     lines: list[str] = []
     inside: int | None = None  # how far the confidential name is indented
     depth = 0  # of its brackets
-    is_json = text.lstrip()[:1] in ("{", "[")
     for line in text.splitlines():
         content = line.lstrip()
         indent = len(line) - len(content)
-        is_in_list = indent == inside and content.startswith("-")
-        if inside is not None and depth <= 0 and indent <= inside and not is_in_list and content[:1] not in ("", "#"):
+        goes_on = content[:1] in ("", "#") or (indent == inside and content[:1] == "-")
+        if inside is not None and depth <= 0 and indent <= inside and not goes_on:
             inside = None
-        was_open = inside is not None and depth > 0
-        if inside is None:
-            shown, goes_on = _hide_inside(line, is_json)
-            inside, depth = indent if goes_on else None, 0
+        shown = line
+        if inside is not None:
+            first = _FIRST_NAME.match(line)
+            shown = first.group() if first else ""
         else:
-            shown = "".join(_FIRST_NAME.findall(line)[:1])
+            name = next((name for name in _NAME.finditer(line) if is_confidential([name["name"]])), None)
+            if name is not None:
+                shown, inside, depth = line[: name.end()], indent, 0
         hidden = line[len(shown) :].rstrip()
-        lines.append(shown + "*" * len(hidden))
-        if not hidden:
-            continue
-        brackets = _MAYBE_OPEN.sub("", hidden)
+        brackets = _QUOTED.sub("", hidden)
         depth += sum(map(brackets.count, "[{")) - sum(map(brackets.count, "]}"))
-        if was_open and depth <= 0:
-            inside = None
+        lines.append(hide_in_line(shown) + "*" * len(hidden))
     return lines
-
-
-def _hide_inside(line: str, is_json: bool) -> tuple[str, bool]:
-    """Hide the confidential values that end on this line; of another one, end the line behind its name.
-
-    Returns:
-        The line, and whether there is such another one.
-    """
-    bracket = _BRACKET.search(line)
-    parts: list[str] = []
-    done = position = 0
-    while (name := _NAME.search(line, position)) is not None:
-        position = name.end()
-        if is_confidential([name["name"]]):
-            parts.append(line[done:position])
-            value = _VALUE.match(line, position) if is_json or (bracket and bracket.start() < name.start()) else None
-            if value is None:
-                return "".join(parts), True
-            parts.append("*" * len(value.group().rstrip()))
-            done = position = position + len(parts[-1])
-    return "".join([*parts, line[done:]]), False
 
 
 def _names_a_secret(name: str) -> bool:

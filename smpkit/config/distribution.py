@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
-from smpkit.config.explain import validation_error
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.mpi_options import parse_custom_options
-from smpkit.config.section import KeyPath, Section
+from smpkit.config.section import KeyPath, Section, refusal
 from smpkit.config.words import quoted, typed
 from smpkit.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = [
-    "MAX_INSTANCE_GROUPS",
     "Distribution",
     "ModelParallelBlock",
     "MpiOptions",
@@ -27,8 +23,11 @@ __all__ = [
     "belongs_below",
 ]
 
-MAX_INSTANCE_GROUPS = 5
-"""Of a job, as many as SageMaker takes."""
+INSTANCE_GROUPS = (
+    "would mix machines of several kinds: smpkit's ranks run on hosts of one kind",
+    "submit a job for each kind",
+)
+"""Why instance groups (a heterogeneous cluster) are refused, and what to do."""
 
 _BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
 
@@ -47,7 +46,7 @@ class Switched(Section):
         if isinstance(value, bool):
             return value
         message = f"must be the literal true or false, got {typed(value)}, which SageMaker takes as false"
-        raise validation_error(cls.__name__, [Problem((), message, "write `enabled: true`")])
+        raise refusal([Problem((), message, "write `enabled: true`")])
 
 
 def belongs_below(name: str, where: str) -> Problem | None:
@@ -67,7 +66,7 @@ class ModelParallelBlock(Switched):
     """
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
         """Send a parameter that stands beside `parameters` there."""
         return belongs_below(name, "`parameters`") or super().unknown(name, data)
 
@@ -77,7 +76,7 @@ class ModelParallelBlock(Switched):
         if not isinstance(value, str):
             return value
         message = f"is the path of a file ({quoted(value)}), which only a file may name"
-        raise validation_error(cls.__name__, [Problem((), message, "give the parameters themselves")])
+        raise refusal([Problem((), message, "give the parameters themselves")])
 
 
 class SmDistributed(Section):
@@ -87,7 +86,7 @@ class SmDistributed(Section):
     """The model-parallel library."""
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
         """Send a parameter that stands beside `modelparallel` where it belongs."""
         return belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
 
@@ -115,8 +114,7 @@ class MpiOptions(Switched):
         try:
             parse_custom_options(value)
         except ConfigError as error:
-            found = [Problem((), problem.message, problem.hint) for problem in error.problems]
-            raise validation_error(cls.__name__, found) from None
+            raise refusal(replace(problem, path=()) for problem in error.problems) from None
         return value
 
 
@@ -146,11 +144,8 @@ class Distribution(Section):
     torch_distributed: TorchDistributedOptions | None = None
     """Launch with torchrun, which is also what happens if neither launcher is enabled."""
 
-    instance_groups: list[str] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
-    """Names of the groups in `compute.instance_groups` whose hosts run ranks; each other host runs the script once,
-    alone. Required where a job has several groups."""
-
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "instance_groups": INSTANCE_GROUPS,
         "pytorchddp": (
             "is SageMaker's name for plain data parallelism",
             "use `torch_distributed`, and set `ddp: true` in the parameters of `modelparallel`",
@@ -159,31 +154,34 @@ class Distribution(Section):
         "parameter_server": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
     }
 
-    _bare: bool = PrivateAttr(default=False)
     _parameters: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _parameters_path: KeyPath = PrivateAttr(default=(*_BLOCK_PATH, "parameters"))
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_what_was_written(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        made = handler(data)
+        distribution = handler(data)
         if isinstance(data, Mapping):
-            made._bare = _is_bare(data)
-            made._parameters = _parameters_of(data, made.parameters_path)
-        return made
+            path: KeyPath = ("parameters",) if _is_bare(data) else (*_BLOCK_PATH, "parameters")
+            value: Any = data
+            for key in path:  # anywhere on the way a model may stand in place of a mapping
+                value = value.get(key) if isinstance(value, Mapping) else getattr(value, str(key), None)
+            distribution._parameters_path = path
+            distribution._parameters = value.given() if isinstance(value, ModelParallelConfig) else dict(value or {})
+        return distribution
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
         """Send a parameter, or the block itself, that stands too high where it belongs."""
         if name in ("modelparallel", "model_parallel"):
             return Problem((name,), "belongs to `smdistributed`", "write `smdistributed: {modelparallel: ...}`")
         return belongs_below(name, "`parameters` of `smdistributed.modelparallel`") or super().unknown(name, data)
 
     @classmethod
-    def prepare(cls, data: object) -> object:
+    def spelled_out(cls, data: Any) -> Any:
         """Put the bare block where it belongs."""
         if not _is_bare(data):
             return data
-        assert isinstance(data, Mapping)
         outside = {key for key in data if key in cls.model_fields or key in cls.refused}
         block = {key: value for key, value in data.items() if key not in outside}
         return {"smdistributed": {"modelparallel": block}} | {key: data[key] for key in data if key in outside}
@@ -195,7 +193,7 @@ class Distribution(Section):
             return Problem(problem.path[2:], problem.message, problem.hint)
         return problem
 
-    def cross_problems(self, _written: Mapping[str, Any], _broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Refuse two launchers."""
         if self._mpi is not None and self._torch is not None:
             message = "cannot be enabled together with mpi: a job has one launcher"
@@ -239,13 +237,13 @@ class Distribution(Section):
     @property
     def parameters_path(self) -> KeyPath:
         """Where the parameters stand in what was written."""
-        return ("parameters",) if self._bare else (*_BLOCK_PATH, "parameters")
+        return self._parameters_path
 
     def notices(self) -> list[Problem]:
         """Say which settings have no effect; the paths start at the distribution."""
         raw, path = self.parameters_as_written, self.parameters_path
         if self.model_parallel is not None:
-            found = [_below(path, problem) for problem in self.model_parallel.notices(raw)]
+            found = [problem.below(*path) for problem in self.model_parallel.notices(raw)]
         else:
             found = [Problem(path, "has no effect: `enabled` is not true")] if raw else []
         for name, launcher in (("mpi", self.mpi), ("torch_distributed", self.torch_distributed)):
@@ -258,7 +256,7 @@ class Distribution(Section):
         """Say which degrees do not fit into `world_size` ranks; the paths start at the distribution."""
         parameters, raw = self.model_parallel, self.parameters_as_written
         found = [] if parameters is None else parameters.world_problems(world_size)
-        return [_below(self.parameters_path, ModelParallelConfig.as_written(problem, raw)) for problem in found]
+        return [ModelParallelConfig.as_written(problem, raw).below(*self.parameters_path) for problem in found]
 
     @property
     def _mpi(self) -> MpiOptions | None:
@@ -271,15 +269,3 @@ class Distribution(Section):
 
 def _is_bare(data: object) -> bool:
     return isinstance(data, Mapping) and "smdistributed" not in data and ("enabled" in data or "parameters" in data)
-
-
-def _parameters_of(data: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    """Take the parameters out of a valid distribution, wherever on the way a model stands in place of a mapping."""
-    value: Any = data
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else getattr(value, str(key), None)
-    return value.given() if isinstance(value, ModelParallelConfig) else dict(value or {})
-
-
-def _below(path: KeyPath, problem: Problem) -> Problem:
-    return Problem((*path, *problem.path), problem.message, problem.hint)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, ValidationError
 
 from smpkit.config.backend import BackendChoice
 from smpkit.config.confidential import masked
-from smpkit.config.distribution import MAX_INSTANCE_GROUPS, Distribution, belongs_below
-from smpkit.config.explain import validation_error
+from smpkit.config.distribution import INSTANCE_GROUPS, Distribution, belongs_below
 from smpkit.config.fields import (
     BucketUri,
     ContainerPath,
@@ -20,19 +19,16 @@ from smpkit.config.fields import (
     Location,
     Pattern,
     Script,
+    VariableName,
     Variables,
     Word,
-    channel_problems,
     name_from,
-    tag_problems,
-    variable_problems,
 )
-from smpkit.config.section import KeyPath, Section, free_form
-from smpkit.config.words import printable, suggestion
+from smpkit.config.section import Section, checked, matching
+from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
 __all__ = [
-    "HOMOGENEOUS",
     "Channel",
     "Checkpoints",
     "Compute",
@@ -41,7 +37,6 @@ __all__ = [
     "Experiment",
     "FileSystem",
     "InputMode",
-    "InstanceGroup",
     "JobConfig",
     "Network",
     "Secret",
@@ -52,25 +47,19 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml"
 """Those of accelerate."""
 
 
-HOMOGENEOUS = "homogeneousCluster"
-"""What SageMaker calls the one group of a job whose hosts are all of one kind."""
+_CHANNEL = "a channel's name must have 1 to 64 letters, digits, `.`, `-` and `_`"
+ChannelName = Annotated[str, matching(r"[A-Za-z0-9.\-_]{1,64}", _CHANNEL)]
 
 
-class InstanceGroup(Section):
-    """Some of a job's hosts, all of one kind."""
+def _tag_key(value: str) -> str | tuple[str, str] | None:
+    if not 1 <= len(value) <= 128:
+        return f"the key of a tag must have 1 to 128 characters, got {quoted(value)}"
+    if value.lower().startswith("aws:"):
+        return "is a key that AWS keeps for itself", "choose one that does not begin with `aws:`"
+    return None
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    """The name by which `distribution` and `inputs` mean it, and which scripts find in `SM_CURRENT_INSTANCE_GROUP`."""
 
-    instance_type: Word
-    """A SageMaker instance type such as `ml.p4d.24xlarge`."""
-
-    instance_count: int = Field(default=1, ge=1, le=100_000)
-    """Number of hosts."""
-
-    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "instance_group_name": ("is called `name` here", "rename it"),
-    }
+TagKey = Annotated[str, checked(_tag_key)]
 
 
 class Compute(Section):
@@ -81,10 +70,6 @@ class Compute(Section):
 
     instance_count: int = Field(default=1, ge=1, le=100_000)
     """Number of hosts."""
-
-    instance_groups: list[InstanceGroup] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
-    """Groups of different machines (a heterogeneous cluster), in place of `instance_type` and `instance_count`.
-    `distribution.instance_groups` names those whose hosts run ranks."""
 
     volume_gb: int = Field(default=30, ge=1)
     """Disk space of each host, in GB."""
@@ -110,59 +95,23 @@ class Compute(Section):
     infra_check: bool | None = None
     """Let SageMaker check the machines before the job starts."""
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Check `max_wait_seconds` against `spot` and `max_run_seconds`, and the groups."""
-        yield from self._group_problems(written, broken)
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {"instance_groups": INSTANCE_GROUPS}
+
+    def broken_rules(self) -> Iterable[Problem]:
+        """Check `max_wait_seconds` against `spot` and `max_run_seconds`."""
         if self.max_wait_seconds is None:
             return
         path = ("max_wait_seconds",)
-        if not self.spot and ("spot",) not in broken:
+        if not self.spot:
             yield Problem(path, "requires spot", "set `spot: true`, or remove it")
-        if self.max_wait_seconds < self.max_run_seconds and ("max_run_seconds",) not in broken:
+        if self.max_wait_seconds < self.max_run_seconds:
             message = f"must be at least max_run_seconds ({self.max_run_seconds}), got {self.max_wait_seconds}"
             yield Problem(path, message, "waiting includes running")
-
-    def _group_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
-        if not self.instance_groups:
-            return
-        for name in ("instance_type", "instance_count"):
-            if name in written and (name,) not in broken:
-                hint = "keep one of them: each group has its own"
-                yield Problem((name,), "is given together with instance_groups", hint)
-        if self.keep_alive_seconds:
-            message = "is for hosts of one kind: SageMaker keeps no warm pool of instance groups"
-            yield Problem(("keep_alive_seconds",), message, "remove it")
-        for index, group in enumerate(self.instance_groups):
-            if group.instance_type == "local":
-                hint = "name a SageMaker instance type such as `ml.p4d.24xlarge`"
-                message = "is `local`, which is this machine, and groups are SageMaker's"
-                yield Problem(("instance_groups", index, "instance_type"), message, hint)
-        names = [group.name for group in self.instance_groups]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                message = f"`{printable(name)}` is the name of another group too"
-                yield Problem(("instance_groups", index, "name"), message, "give each group its own name")
-
-    @property
-    def machines(self) -> tuple[InstanceGroup, ...]:
-        """The hosts by kind: the groups, or the one that all hosts make."""
-        if self.instance_groups:
-            return tuple(self.instance_groups)
-        return (
-            InstanceGroup.model_construct(
-                name=HOMOGENEOUS, instance_type=self.instance_type, instance_count=self.instance_count
-            ),
-        )
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts, of all groups together."""
-        return sum(group.instance_count for group in self.machines)
 
     @property
     def is_local(self) -> bool:
         """Whether the job is for this machine."""
-        return not self.instance_groups and self.instance_type == "local"
+        return self.instance_type == "local"
 
 
 InputMode = Literal["File", "FastFile", "Pipe"]
@@ -208,9 +157,6 @@ class Channel(UriSection):
     sharded: bool = False
     """Give each host its share of the objects instead of all of them."""
 
-    instance_groups: list[str] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
-    """Names of the groups in `compute.instance_groups` whose hosts get the data. Default: all hosts."""
-
     data_type: Literal["S3Prefix", "ManifestFile", "AugmentedManifestFile"] = "S3Prefix"
     """What `uri` names: the beginning of objects' names, or a file that lists them."""
 
@@ -232,22 +178,20 @@ class Channel(UriSection):
     hub_content: str | None = None
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
 
-    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "instance_group_names": ("is called `instance_groups` here", "rename it"),
-    }
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
+        ("instance_groups", "instance_group_names"), INSTANCE_GROUPS
+    )
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Require either `uri` or `file_system`, and refuse options that only objects in S3 have."""
-        if any(path[:1] in (("uri",), ("file_system",)) for path in broken):
-            return
         if self.file_system is None:
             if self.uri is None:
                 yield Problem(("uri",), "is required", "a folder or an S3 URI; or set `file_system`")
             return
         if self.uri is not None:
             yield Problem(("uri",), "is given together with file_system", "keep one of them")
-        for name in written:
-            if name in _ONLY_IN_S3 and not (name == "mode" and self.mode == "File"):
+        for name in _ONLY_IN_S3:
+            if name in self.model_fields_set and not (name == "mode" and self.mode == "File"):
                 yield Problem((name,), "is for objects in S3, and file_system has none", "remove it")
 
 
@@ -255,7 +199,6 @@ _ONLY_IN_S3 = (
     *(
         "mode",
         "sharded",
-        "instance_groups",
         "data_type",
         "compression",
         "record_wrapping",
@@ -276,13 +219,6 @@ class Checkpoints(UriSection):
     """The folder inside the container that is kept in step with `uri`."""
 
 
-def _variable(value: str) -> str:
-    problems = [Problem((), problem.message, problem.hint) for problem in variable_problems(value, None)]
-    if problems:
-        raise validation_error("variable", problems)
-    return value
-
-
 class Network(Section):
     """The network of the machines. `subnets` and `security_groups` belong together."""
 
@@ -298,9 +234,9 @@ class Network(Section):
     encrypt_traffic: bool = False
     """Encrypt what the hosts send each other; slower."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Require subnets and security groups together."""
-        if broken & {("subnets",), ("security_groups",)} or bool(self.subnets) == bool(self.security_groups):
+        if bool(self.subnets) == bool(self.security_groups):
             return
         missing, there = ("security_groups", "subnets") if self.subnets else ("subnets", "security_groups")
         yield Problem((missing,), f"is required with {there}", "a VPC needs both")
@@ -337,11 +273,9 @@ class Container(Section):
     registry_credentials: str | None = Field(default=None, min_length=1, max_length=2048)
     """ARN of the Lambda function that gives SageMaker the credentials of a private registry."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Refuse credentials for a registry that needs none."""
-        if self.registry_credentials is None or broken & {("registry_access",), ("registry_credentials",)}:
-            return
-        if self.registry_access != "Vpc":
+        if self.registry_credentials is not None and self.registry_access != "Vpc":
             yield Problem(("registry_credentials",), "requires registry_access", "set `registry_access: Vpc`")
 
 
@@ -374,10 +308,13 @@ class Secret(Section):
     key: str | None = Field(default=None, min_length=1, max_length=256)
     """The key to take if the entry holds a JSON object, as those made in the console do. Default: the whole text."""
 
-    variable: Annotated[str, AfterValidator(_variable)] | None = None
+    variable: VariableName | None = None
     """On this machine and in Docker: the variable of your environment to take. Default: the one of the same name."""
 
     short_form = "entry"
+
+
+_IN_THE_IMAGE = "is decided by the image"
 
 
 class JobConfig(Section):
@@ -405,7 +342,7 @@ class JobConfig(Section):
     environment: Variables = Field(default_factory=dict)
     """Variables for the script. All values are text: put numbers in quotes. Whoever may describe the job reads them."""
 
-    secrets: Annotated[dict[str, Secret], free_form(variable_problems)] = Field(default_factory=dict, max_length=50)
+    secrets: dict[VariableName, Secret] = Field(default_factory=dict, max_length=50)
     """Variables for the script whose values stay out of job files, requests and logs: name -> where the value is."""
 
     track: list[Tracker] = Field(default_factory=list, max_length=9)
@@ -426,7 +363,7 @@ class JobConfig(Section):
     role: Word | None = None
     """The IAM role (name or ARN) that SageMaker takes; not used on this machine."""
 
-    inputs: Annotated[dict[str, Channel], free_form(channel_problems)] = Field(default_factory=dict)
+    inputs: dict[ChannelName, Channel] = Field(default_factory=dict)
     """Input channels: name -> folder or S3 URI, which the script finds in `SM_CHANNEL_<NAME>`."""
 
     input_mode: InputMode = "File"
@@ -444,7 +381,7 @@ class JobConfig(Section):
     checkpoints: Checkpoints | None = None
     """Where checkpoints are kept."""
 
-    tags: Annotated[dict[str, str], free_form(tag_problems)] = Field(default_factory=dict, max_length=50)
+    tags: dict[TagKey, str] = Field(default_factory=dict, max_length=50)
     """Tags of the job, for finding it and for the bill."""
 
     metrics: dict[str, Pattern] = Field(default_factory=dict, max_length=40)
@@ -462,12 +399,10 @@ class JobConfig(Section):
     experiment: Experiment = Field(default_factory=Experiment)
     """The place of the job in SageMaker Experiments."""
 
-    stand_ins: ClassVar[Mapping[str, Any]] = {"entry_point": "stand_in.py"}
-
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_type": ("belongs to `compute`", "write `compute: {instance_type: ...}`"),
         "instance_count": ("belongs to `compute`", "write `compute: {instance_count: ...}`"),
-        "instance_groups": ("belongs to `compute`", "write `compute: {instance_groups: [...]}`"),
+        "instance_groups": INSTANCE_GROUPS,
         "image_uri": ("is called `image` here", "rename it"),
         "output_path": ("is called `output` here", "rename it"),
         "checkpoint_s3_uri": ("is called `checkpoints` here", "rename it"),
@@ -475,6 +410,11 @@ class JobConfig(Section):
         "max_run": ("belongs to `compute`", "write `compute: {max_run_seconds: ...}`"),
         "use_spot_instances": ("belongs to `compute`", "write `compute: {spot: true}`"),
         "env": ("is called `environment` here", "rename it"),
+        "metric_definitions": ("is called `metrics` here", "write `metrics: {name: regular expression}`"),
+        "framework_version": (_IN_THE_IMAGE, "name an image in `image`"),
+        "py_version": (_IN_THE_IMAGE, "name an image in `image`"),
+        "subnets": ("belongs to `network`", "write `network: {subnets: [...]}`"),
+        "security_group_ids": ("belongs to `network`", "write `network: {security_groups: [...]}`"),
         "live_output": (
             "has no meaning: results are uploaded when the job is over",
             "write to `checkpoints`, which SageMaker uploads while the job runs",
@@ -482,68 +422,33 @@ class JobConfig(Section):
     }
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
         """Send a parameter of SMP v1 that stands at the top where it belongs."""
         where = "`distribution.smdistributed.modelparallel.parameters`"
         return belongs_below(name, where) or super().unknown(name, data)
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Check variables that are given twice, names of groups, and the degrees against a known number of ranks."""
-        twice = [name for name in self.secrets if name in self.environment]
-        hint = "keep one of them"
-        return [Problem(("secrets", name), "is in `environment` too", hint) for name in twice] + [
-            *self._shell_problems(),
-            *self._group_problems(broken),
-            *self._world_problems(broken),
-        ]
+    @classmethod
+    def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:  # noqa: ARG003
+        """Check the degrees against the number of ranks although something else in the file is wrong."""
+        compute = data.get("compute")
+        count = compute.get("instance_count", 1) if isinstance(compute, Mapping) else 1
+        try:
+            distribution = Distribution.model_validate(data.get("distribution", {}))
+            hosts = Compute(instance_count=count).instance_count
+        except ValidationError:
+            return ()  # their own problems have been reported
+        return _world_problems(distribution, hosts)
 
-    def _shell_problems(self) -> Iterable[Problem]:
-        """Refuse a shell script beside a launcher, which starts Python."""
+    def broken_rules(self) -> Iterable[Problem]:
+        """Check variables that are given twice, shell scripts, and the degrees against a known number of ranks."""
+        for name in self.secrets:
+            if name in self.environment:
+                yield Problem(("secrets", name), "is in `environment` too", "keep one of them")
         asked = self.distribution.launcher_asked_for
         if self.is_shell_script and asked is not None:
             message = f"is a shell script, which runs once on each host, without the launcher that `{asked}` asks for"
             yield Problem(("entry_point",), message, "name a Python script, or remove `distribution`")
-
-    def _group_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
-        """Refuse groups that do not exist, and hosts of which nobody knows how many ranks they run."""
-        if _is_broken(broken, ("compute", "instance_groups")):
-            return
-        yield from self.input_group_problems()
-        known = [group.name for group in self.compute.instance_groups]
-        yield from _unknown_groups(("distribution", "instance_groups"), self.distribution.instance_groups, known)
-        if _is_broken(broken, ("distribution",)) or not set(self.distribution.instance_groups) <= set(known):
-            return
-        yield from self._rank_group_problems(known)
-
-    def input_group_problems(self) -> Iterable[Problem]:
-        """Yield the groups that inputs name and that the job does not have."""
-        known = [group.name for group in self.compute.instance_groups]
-        for name, channel in self.inputs.items():
-            yield from _unknown_groups(("inputs", name, "instance_groups"), channel.instance_groups, known)
-
-    def _rank_group_problems(self, known: list[str]) -> Iterable[Problem]:
-        path, named = ("distribution", "instance_groups"), self.distribution.instance_groups
-        if self.is_shell_script:
-            if named:
-                yield Problem(path, "names hosts for ranks, and a shell script runs without any", "remove it")
-            return
-        if len(known) > 1 and not named:
-            message = f"is required where a job has several instance groups ({', '.join(known)})"
-            yield Problem(path, message, "name those whose hosts train; each other host runs the script once, alone")
-            return
-        kinds = sorted({group.instance_type for group in self.rank_groups})
-        if len(kinds) > 1 and self.distribution.processes_per_host is None:
-            message = f"names machines of different kinds ({', '.join(kinds)}), whose numbers of GPUs may differ"
-            hint = "set `processes_per_host` in `mpi` or `torch_distributed`, the same for all of them"
-            yield Problem(path, message, hint)
-
-    def _world_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
-        if self.distribution.processes_per_host is None or any(
-            path[-1:] in _SIZES or "instance_groups" in path for path in broken
-        ):
-            return ()
-        problems = self.distribution.world_problems(self.num_processes(1))
-        return [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in problems]
+        yield from _world_problems(self.distribution, self.compute.instance_count)
 
     @property
     def is_shell_script(self) -> bool:
@@ -558,23 +463,11 @@ class JobConfig(Section):
 
     def num_processes(self, default_per_host: int) -> int:
         """Number of ranks, with `default_per_host` of them on a host if the job does not say."""
-        return self.num_rank_hosts * (self.distribution.processes_per_host or default_per_host)
-
-    @property
-    def rank_groups(self) -> tuple[InstanceGroup, ...]:
-        """The groups whose hosts run ranks: those that the distribution names, or all."""
-        named = self.distribution.instance_groups
-        return tuple(group for group in self.compute.machines if not named or group.name in named)
-
-    @property
-    def num_rank_hosts(self) -> int:
-        """Number of hosts that run ranks; each other host runs the script once, alone."""
-        return sum(group.instance_count for group in self.rank_groups)
+        return self.compute.instance_count * (self.distribution.processes_per_host or default_per_host)
 
     def notices(self) -> list[Problem]:
         """Say which settings have no effect, and which show a secret to others."""
-        found = self.distribution.notices()
-        below = [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in found]
+        below = [problem.below("distribution") for problem in self.distribution.notices()]
         return [*self.secret_notices(), *self._overwritten(), *below]
 
     def secret_notices(self) -> list[Problem]:
@@ -600,28 +493,11 @@ class JobConfig(Section):
         return found
 
 
-def _is_broken(broken: frozenset[KeyPath], path: KeyPath) -> bool:
-    """Tell whether something at `path`, below it or above it is wrong."""
-    return any(each[: len(path)] == path[: len(each)] for each in broken)
-
-
-def _unknown_groups(path: KeyPath, named: list[str], known: list[str]) -> Iterable[Problem]:
-    for index, name in enumerate(named):
-        if name in known:
-            continue
-        listed = f"those are {', '.join(map(printable, known))}" if known else "it has none"
-        message = f"`{printable(name)}` is no instance group of the job: {listed}"
-        yield Problem((*path, index), message, suggestion(name, known) or "define it in `compute.instance_groups`")
+def _world_problems(distribution: Distribution, hosts: int) -> Iterable[Problem]:
+    """Check the degrees against the number of ranks, if the job says how many a host has."""
+    if distribution.processes_per_host is not None:
+        for problem in distribution.world_problems(hosts * distribution.processes_per_host):
+            yield problem.below("distribution")
 
 
 _OF_THE_LAUNCHER = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
-
-_SIZES = frozenset(
-    (name,)
-    for name in (
-        *("compute", "distribution", "smdistributed", "modelparallel", "parameters", "mpi", "torch_distributed"),
-        *("enabled", "instance_count", "processes_per_host", "partitions"),
-        *("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree"),
-    )
-)
-"""Ends of the paths that the number of ranks depends on: if one of them is wrong, that is enough to tell."""

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import Field, JsonValue
 
-from smpkit.config.explain import validation_error
 from smpkit.config.fields import ContainerPath, Word
-from smpkit.config.section import KeyPath, Section
-from smpkit.config.words import quoted
+from smpkit.config.section import Section, matching
 from smpkit.errors import Problem
 
 __all__ = ["Kubernetes", "Toleration", "Volume"]
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_QUANTITY = re.compile(r"\d+(\.\d+)?([EPTGMk]i?|m)?")
-
-
-def _refuse(message: str, hint: str | None = None) -> Exception:
-    return validation_error("value", [Problem((), message, hint)])
-
-
-def _name(value: str) -> str:
-    if re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", value) is None:
-        raise _refuse(f"must have lower-case letters, digits, `-` and `.`, as names of Kubernetes, got {quoted(value)}")
-    return value
-
-
-def _quantity(value: str) -> str:
-    if _QUANTITY.fullmatch(value) is None:
-        raise _refuse(f"must be an amount as Kubernetes writes it, got {quoted(value)}", "`16`, `500m`, `64Gi`")
-    return value
-
-
-Name = Annotated[str, AfterValidator(_name)]
-Quantity = Annotated[str, AfterValidator(_quantity)]
+_LETTERS = "must have lower-case letters, digits, `-` and `.`, as names of Kubernetes"
+Name = Annotated[str, matching(rf"{_LABEL}(\.{_LABEL})*", _LETTERS)]
+_AMOUNT = "must be an amount as Kubernetes writes it"
+Quantity = Annotated[str, matching(r"\d+(\.\d+)?([EPTGMk]i?|m)?", _AMOUNT, "`16`, `500m`, `64Gi`")]
 
 
 class Volume(Section):
@@ -52,7 +32,7 @@ class Volume(Section):
     host_path: ContainerPath | None = None
     """A folder of the nodes, such as a parallel file system that all of them mount."""
 
-    nfs: Word | None = None
+    nfs: Annotated[str, matching(r"[^:/\s]+:/\S*", "must be `server:/path`")] | None = None
     """An NFS export, `server:/path`."""
 
     source: dict[str, JsonValue] | None = None
@@ -61,17 +41,13 @@ class Volume(Section):
     read_only: bool = False
     """Mount it without the right to write."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Require one kind of volume."""
         kinds = ("claim", "host_path", "nfs", "source")
-        if any(path[:1] in {(kind,) for kind in kinds} for path in broken):
-            return
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            what = f"has {' and '.join(given)}" if given else "says nothing of what it is"
+        chosen = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(chosen) != 1:
+            what = f"has {' and '.join(chosen)}" if chosen else "says nothing of what it is"
             yield Problem((), what, f"give one of {', '.join(kinds)}")
-        if self.nfs is not None and re.fullmatch(r"[^:/]+:/.*", self.nfs) is None:
-            yield Problem(("nfs",), f"must be `server:/path`, got {quoted(self.nfs)}")
 
 
 class Toleration(Section):
@@ -89,10 +65,8 @@ class Toleration(Section):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """The effect; all of them without it."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Require key and value with `Equal`, and no value without it."""
-        if broken:
-            return
         if self.operator == "Equal" and self.key is None:
             yield Problem(("key",), "is required with `operator: Equal`")
         if (self.value is not None) != (self.operator == "Equal"):
@@ -185,10 +159,8 @@ class Kubernetes(Section):
         "kind": ("is the name of the section itself", "write `backend: {kubernetes: {...}}`"),
     }
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+    def broken_rules(self) -> Iterable[Problem]:
         """Refuse two volumes at one place, and places that smpkit itself needs."""
-        if any(path[:1] == ("volumes",) for path in broken):
-            return
         mounts = [volume.mount.rstrip("/") for volume in self.volumes]
         for index, mount in enumerate(mounts):
             path = ("volumes", index, "mount")

@@ -1,34 +1,32 @@
-"""From a file to a checked configuration: defaults < file < environment variables < `--set`, `-p`, `-H`."""
+"""From a file to a checked configuration: defaults < file < `--set`, `-p`, `-H`."""
 
 from __future__ import annotations
 
-import os
+import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from smpkit.config.confidential import HIDDEN, is_confidential
 from smpkit.config.distribution import Distribution
-from smpkit.config.documents import Document, literal, parse_value, read_document, refuse, similar
-from smpkit.config.explain import LocatedProblem, explain
+from smpkit.config.documents import Document, literal, parse, read_document, refuse, similar
 from smpkit.config.job import JobConfig
-from smpkit.config.migrate import HISTORIC, V2_KEYS
-from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.config.section import KeyPath, Section
+from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig
+from smpkit.config.schema import MODELS
+from smpkit.config.section import KeyPath, Section, explain
 from smpkit.config.words import printable, quoted
-from smpkit.errors import ConfigError, Problem
+from smpkit.errors import ConfigError, Problem, UsageError
 
 __all__ = [
-    "ENVIRONMENT_PREFIX",
-    "Kind",
     "Loaded",
     "LoadedJob",
-    "Sources",
+    "edited",
+    "file_of_parameters",
     "is_script",
     "load",
     "load_job",
@@ -36,18 +34,15 @@ __all__ = [
     "option",
 ]
 
-Kind = Literal["job", "distribution", "modelparallel"]
-
-_MODELS: Mapping[Kind, type[Section]] = {
-    "job": JobConfig,
-    "distribution": Distribution,
-    "modelparallel": ModelParallelConfig,
-}
-_DISTRIBUTIONS: Mapping[Kind, KeyPath | None] = {"job": ("distribution",), "distribution": (), "modelparallel": None}
-_KIND_NAMES: Mapping[Kind, str] = {
+_KIND_NAMES: Mapping[str, str] = {
     "job": "job file",
     "distribution": "distribution",
     "modelparallel": "modelparallel configuration",
+}
+_DISTRIBUTIONS: Mapping[str, KeyPath | None] = {"job": ("distribution",), "distribution": (), "modelparallel": None}
+_HOMES: Mapping[str, str] = {
+    "distribution": "distribution",
+    "modelparallel": "distribution.smdistributed.modelparallel.parameters",
 }
 
 
@@ -55,13 +50,15 @@ _KIND_NAMES: Mapping[Kind, str] = {
 class Loaded:
     """A checked configuration and where it came from."""
 
-    kind: Kind
+    kind: str
+    """`job`, `distribution` or `modelparallel`."""
+
     config: Section
-    notices: tuple[LocatedProblem, ...]
+    notices: tuple[Problem, ...]
     """Settings without effect."""
 
     origins: Mapping[KeyPath, str]
-    """Path of each value -> `default`, `job.yaml:4`, a variable's name, or `--set compute.spot`."""
+    """Path of each value -> `default`, `job.yaml:4` or `--set compute.spot`."""
 
     path: Path
     """The file, as the user named it."""
@@ -70,6 +67,14 @@ class Loaded:
     def kind_name(self) -> str:
         """The kind in words."""
         return _KIND_NAMES[self.kind]
+
+    def located(self, problem: Problem) -> Problem:
+        """Add where the value of a problem, or one around or inside it, was written."""
+        path = problem.path
+        origins = (
+            self.origins[leaf] for leaf in self.origins if leaf[: len(path)] == path or path[: len(leaf)] == leaf
+        )
+        return replace(problem, source=next((origin for origin in origins if origin != "default"), ""))
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,10 @@ class LoadedJob(Loaded):
 
     def locate(self, location: str) -> Path | str:
         """Resolve a folder or S3 URI of the job file: a path, or the URI as it is."""
-        return location if _is_uri(location) else self.folder / location
+        return location if "://" in location else self.folder / location
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedJob:
+def load_job(path: Path | str, overrides: Sequence[str] = ()) -> LoadedJob:
     """Read and check a job file.
 
     Args:
@@ -96,22 +101,20 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[s
         overrides: `key=value` each, as of `--set`; values are read as YAML. One that begins with `-p ` is below the
             modelparallel parameters, one with `-H ` below the hyperparameters; `--ranks 2` is the number of ranks on a
             host.
-        environ: variables to look for `SMPKIT_JOB__...` in; the process's if None.
 
     Raises:
-        ConfigError: with all problems, each a `LocatedProblem`.
+        ConfigError: with all problems, each with its place.
     """
-    loaded = load(path, overrides, environ)
-    if isinstance(loaded, LoadedJob):
-        return loaded
-    message = f"is a {loaded.kind_name}, not a job file"
-    hint = f"make a job file with an `entry_point` and put it under `{_HOMES[loaded.kind]}`"
-    raise ConfigError([LocatedProblem((), message, hint, printable(str(path)))])
+    loaded = load(path, overrides)
+    if not isinstance(loaded, LoadedJob):
+        hint = f"make a job file with an `entry_point` and put it under `{_HOMES[loaded.kind]}`"
+        refuse(printable(str(path)), f"is a {loaded.kind_name}, not a job file", hint)
+    return loaded
 
 
 def load_script(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     """Return the job that trains with a script and has no job file; arguments and errors as of `load_job`."""
-    loaded = _load("job", path, Document(printable(str(path)), "", {"entry_point": path.name}, {}), overrides)
+    loaded = _load("job", path, Document(printable(str(path)), {"entry_point": path.name}), overrides)
     assert isinstance(loaded, LoadedJob)
     return loaded
 
@@ -121,107 +124,78 @@ def is_script(path: Path | str) -> bool:
     return PurePath(path).suffix in (".py", ".sh")
 
 
-_HOMES: Mapping[Kind, str] = {
-    "job": "",
-    "distribution": "distribution",
-    "modelparallel": "distribution.smdistributed.modelparallel.parameters",
-}
-
-
-def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     """Read and check a file of any kind: a job, a distribution, or modelparallel parameters alone.
 
-    Variables of the environment are for jobs only. Arguments and errors as of `load_job`.
+    Arguments and errors as of `load_job`.
     """
     path = Path(path)
     if is_script(path):
         shown = printable(str(path))
-        refuse(shown, "is a script", hint=f"`smpkit run {shown}` runs it; `smpkit init` writes its job file")
+        refuse(shown, "is a script", f"`smpkit run {shown}` runs it; `smpkit init` writes its job file")
     document = read_document(path)
-    return _load(_kind(document), path, document, overrides, environ)
+    return _load(_kind(document), path, document, overrides)
 
 
-def _load(
-    kind: Kind, path: Path, document: Document, overrides: Sequence[str], environ: Mapping[str, str] | None = None
-) -> Loaded:
-    sources = Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
-    sources.resolve_parameters()
-    if kind == "job":
-        for name, text in sorted((os.environ if environ is None else environ).items()):
-            if name.startswith(ENVIRONMENT_PREFIX):
-                sources.set_variable(name, text)
-    for override in overrides:
-        sources.set_override(override)
-    return _checked(kind, path, sources)
-
-
-def _kind(document: Document) -> Kind:
+def _kind(document: Document) -> str:
     """Recognise what a document is by its names; a job file unless it must be something else."""
     value = document.value
     if not isinstance(value, dict):
         message = "is empty" if value is None else f"must be a mapping of settings, got {quoted(value)}"
-        hint = "`smpkit schema` shows what can be set"
-        raise ConfigError([LocatedProblem((), message, hint, document.name)])
+        refuse(document.name, message, "`smpkit schema` shows what can be set")
     names = set(value)
     if names & set(JobConfig.keys()):
         return "job"
     if names & {*Distribution.keys(), *Distribution.refused} or names >= {"enabled", "parameters"}:
         return "distribution"
-    return "modelparallel" if names & _parameter_names() else "job"
+    return "modelparallel" if names & {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS} else "job"
 
 
-def _parameter_names() -> set[str]:
-    """The names of parameters, today's and those of other versions."""
-    return {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS}
-
-
-def _checked(kind: Kind, path: Path, sources: Sources) -> Loaded:
+def _load(kind: str, path: Path, document: Document, overrides: Sequence[str]) -> Loaded:
+    sources = _Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind])
+    sources.resolve_parameters()
+    for override in overrides:
+        sources.set_override(override)
     config: Section | None = None
-    problems = list(sources.problems)
+    problems: list[Problem] = []
     try:
-        config = _MODELS[kind].model_validate(sources.value)
+        config = MODELS[kind].model_validate(sources.value)
     except ValidationError as error:
-        problems += map(sources.locate, explain(error))
+        problems += explain(error)
     if kind == "job":
-        problems += map(sources.locate, _file_problems(sources.value, path.parent))
-    if problems or config is None:
+        problems += _file_problems(sources.value, path.parent)
+    if problems or sources.problems or config is None:
         what = "job of" if is_script(path) else _KIND_NAMES[kind]
-        raise ConfigError(sources.in_order(problems), subject=f"{what} {printable(str(path))}")
-    notices = sources.in_order(map(sources.locate, _notices(config, sources.value)))
+        raise ConfigError(sources.located(problems), subject=f"{what} {printable(str(path))}")
+    assert isinstance(config, (JobConfig, Distribution, ModelParallelConfig))
+    notices = config.notices(sources.value) if isinstance(config, ModelParallelConfig) else config.notices()
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
     if isinstance(config, JobConfig):
-        return LoadedJob(kind, config, notices, origins, path)
-    return Loaded(kind, config, notices, origins, path)
-
-
-def _notices(config: Section, raw: Mapping[str, Any]) -> list[Problem]:
-    if isinstance(config, ModelParallelConfig):
-        return config.notices(raw)
-    assert isinstance(config, (JobConfig, Distribution))
-    return config.notices()
-
-
-def _is_uri(location: str) -> bool:
-    return "://" in location
+        return LoadedJob(kind, config, sources.located(notices), origins, path)
+    return Loaded(kind, config, sources.located(notices), origins, path)
 
 
 def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
     """Report missing sources beside all other problems; what is in a bucket is not known here."""
+    if not isinstance(value, Mapping):
+        return
     try:
-        named = {
-            key: value[key] for key in ("entry_point", "source_dir") if isinstance(value, Mapping) and key in value
-        }
-        config = JobConfig.model_validate(named)
+        names = ("entry_point", "source_dir", "dependencies")
+        config = JobConfig.model_validate({name: value[name] for name in names if name in value})
     except ValidationError:
         return  # their own problems have been reported
-    if _is_uri(config.source_dir):
+    for index, name in enumerate(config.dependencies):
+        if "://" not in name and not _is_there((folder / name).exists):
+            message = f"no such file or folder: {quoted(str(folder / name))}"
+            yield Problem(("dependencies", index), message, similar(folder / name) or _RELATIVE)
+    if "://" in config.source_dir:
         return
     source_dir = folder / config.source_dir
+    script = source_dir / config.entry_point
     if not _is_there(source_dir.is_dir):
         yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", similar(source_dir) or _RELATIVE)
-    elif not _is_there((source_dir / config.entry_point).is_file):
-        script = source_dir / config.entry_point
-        where = "`source_dir`" if "source_dir" in named else "the folder of the job file, or to `source_dir`"
+    elif not _is_there(script.is_file):
+        where = "`source_dir`" if "source_dir" in value else "the folder of the job file, or to `source_dir`"
         hint = similar(script) or f"it is relative to {where}"
         yield Problem(("entry_point",), f"no such file: {quoted(str(script))}", hint)
 
@@ -244,10 +218,9 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterable[KeyPath]:
         yield path
 
 
-ENVIRONMENT_PREFIX = "SMPKIT_JOB__"
-"""`SMPKIT_JOB__COMPUTE__INSTANCE_COUNT=2` sets `compute.instance_count`: a double underscore is a dot."""
+# ---- sources of values -----------------------------------------------------------------------------------------------
 
-# Names below these belong to the user: they keep their spelling, and dots in them are part of the name.
+# Names below these belong to the user: dots in them are part of the name.
 _FREE_FORM = frozenset({"hyperparameters", "environment"})
 
 _EXAMPLES: Mapping[str, str] = {
@@ -263,12 +236,8 @@ def option(override: str) -> tuple[str, str]:
     return (flag, value) if flag in (*_EXAMPLES, "--ranks") else ("--set", override)
 
 
-# Where a distribution holds the library's block, in its full and in its short form.
-_BLOCKS: tuple[KeyPath, ...] = (("smdistributed", "modelparallel"), ())
-
-
 @dataclass
-class Sources:
+class _Sources:
     """The values so far, and which document each part of them came from; later documents lie over earlier ones."""
 
     folder: Path
@@ -282,50 +251,35 @@ class Sources:
     distribution: KeyPath | None
     """Where the distribution is in this kind of file; None if there is none."""
 
-    problems: list[LocatedProblem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with a source itself, with its place."""
 
     def resolve_parameters(self) -> None:
         """Replace a path given as `parameters` by what the file says."""
-        for block in _BLOCKS if self.distribution is not None else ():
-            path = (*(self.distribution or ()), *block, "parameters")
-            name = _get(self.value, path)
-            if isinstance(name, str):
-                self._attempt(partial(self._read_parameters, path, name))
-
-    def _read_parameters(self, path: KeyPath, name: str) -> None:
-        named_at = self.locate(Problem(path, ""))
+        path = _parameters_path(self.value, self.distribution)
+        name = _get(self.value, path)
+        if self.distribution is None or not isinstance(name, str):
+            return
+        named_at = self.layer(path)[1].located(Problem(path, ""), below=self.layer(path)[0])
         # Whatever the file turns out to be, the path itself is not to be judged as parameters.
-        self._put(path, Document(named_at.source, "", {}, {}))
-        elsewhere = not _is_inside(self.folder / name, self.folder)
-        try:
-            document = read_document(self.folder / name)
-        except ConfigError as error:
-            if elsewhere and any(isinstance(each, LocatedProblem) and each.line is not None for each in error.problems):
-                raise _withheld(named_at) from None
-            # Say where the file is named if it cannot even be opened, and its own line if it can.
-            raise ConfigError([_at(named_at, problem) for problem in error.problems]) from None
-        if elsewhere and (not isinstance(document.value, dict) or not document.value.keys() <= _parameter_names()):
-            raise _withheld(named_at)
-        if not isinstance(document.value, dict):
-            message = f"{quoted(name)} must hold a mapping of parameters, got {quoted(document.value)}"
-            raise ConfigError([replace(named_at, message=message)])
-        if elsewhere:
-            shown = tuple(replace(each, text="") for each in document.problems)
-            document = replace(document, text="", problems=shown)
-        self.problems += document.problems
-        self._put(path, document)
-
-    def set_variable(self, name: str, text: str) -> None:
-        """Apply one variable of the environment."""
-        parts = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
-        head, rest = parts[0].lower(), parts[1:]
-        if head in _FREE_FORM and rest:
-            path: KeyPath = (head, "__".join(rest))
-        elif head == "inputs" and rest:
-            path = (head, rest[0], *(part.lower() for part in rest[1:]))
-        else:
-            path = (head, *(part.lower() for part in rest))
-        self._set(path, text, printable(name))
+        self._put(path, Document(named_at.source, {}))
+        message, hint = f"names a file outside the job's folder: {quoted(name)}", "put it beside the job file"
+        if _is_inside(self.folder / name, self.folder):
+            try:
+                document = read_document(self.folder / name)
+            except ConfigError as error:
+                (problem,) = error.problems
+                if problem.line is not None:
+                    self.problems.append(problem)
+                    return
+                message, hint = f"names a file that {problem.message}", problem.hint or ""
+            else:
+                if isinstance(document.value, dict):
+                    self._put(path, document)
+                    return
+                message = f"{quoted(name)} must hold a mapping of parameters, got {quoted(document.value)}"
+                hint = ""
+        self.problems.append(replace(named_at, message=message, hint=hint or None))
 
     def set_override(self, override: str) -> None:
         """Apply one `key=value`, `-p key=value`, `-H key=value` or `--ranks 2`."""
@@ -336,18 +290,17 @@ class Sources:
         key, separator, text = given.partition("=")
         source = f"{flag} {printable(key)}"
         # Hyperparameters have any names, also with dots.
-        parts = (key.strip(),) if flag == "-H" else tuple(key.strip().split("."))
-        if not separator or not all(parts):
-            problem = LocatedProblem((), "must have the form `key=value`", _EXAMPLES[flag], source)
-            self.problems.append(problem)
+        path: KeyPath = (key.strip(),) if flag == "-H" else tuple(key.strip().split("."))
+        if not separator or not all(path):
+            self.problems.append(Problem((), "must have the form `key=value`", _EXAMPLES[flag], source))
             return
         if flag == "-H":
-            parts = ("hyperparameters", *parts)
+            path = ("hyperparameters", *path)
         elif flag == "-p":
-            parts = (*map(str, self._parameters_path()), *parts)
-        elif parts[0] in _FREE_FORM and len(parts) > 1:
-            parts = (parts[0], ".".join(parts[1:]))
-        self._set(parts, text, source)
+            path = (*self._switched_on(), *path)
+        elif path[0] in _FREE_FORM and len(path) > 1:
+            path = (path[0], ".".join(map(str, path[1:])))
+        self._set(path, text, source)
 
     def _launcher_path(self) -> KeyPath:
         """Return where this file has its launcher: mpirun's where that is enabled, or torchrun's, switched on."""
@@ -358,36 +311,25 @@ class Sources:
             self._set((*torchrun, "enabled"), "true", "--ranks")
         return torchrun
 
-    def _parameters_path(self) -> KeyPath:
-        """Return where this file has its modelparallel parameters, or where they belong; then it is switched on."""
-        if self.distribution is None:
-            return ()
-        full, short = ((*self.distribution, *block) for block in _BLOCKS)
-        for block in (full, short):
-            if isinstance(_get(self.value, (*block, "parameters")), dict):
-                return (*block, "parameters")
-        if _get(self.value, full) is None and _get(self.value, (*short, "enabled")) is not None:
-            return (*short, "parameters")
-        if _get(self.value, (*full, "enabled")) is None:
-            self._set((*full, "enabled"), "true", "-p")
-        return (*full, "parameters")
+    def _switched_on(self) -> KeyPath:
+        """Return where the modelparallel parameters are, in a block that is enabled if it does not say."""
+        path = _parameters_path(self.value, self.distribution)
+        if path and _get(self.value, (*path[:-1], "enabled")) is None:
+            self._set((*path[:-1], "enabled"), "true", "-p")
+        return path
 
     def _set(self, path: KeyPath, text: str, source: str) -> None:
-        # Environment variables are always text, so `1` needs no quotes inside quotes here.
-        read = literal if path[:1] == ("environment",) and len(path) == 2 else parse_value
-
-        def put() -> None:
-            self._put(path, read(text, source))
-            self.resolve_parameters()
-
-        self._attempt(put, path)
-
-    def _attempt(self, action: Callable[[], None], path: KeyPath = ()) -> None:
+        # Variables are always text, so `1` needs no quotes inside quotes here.
+        read = literal if path[:1] == ("environment",) and len(path) == 2 else parse
         try:
-            action()
+            document = read(text, source)
+            self._put(path, Document(source, document.value))
         except ConfigError as error:
-            found = [problem for problem in error.problems if isinstance(problem, LocatedProblem)]
-            self.problems += [replace(problem, text="") for problem in found] if is_confidential(path) else found
+            hide = is_confidential(path)
+            self.problems += [replace(each, excerpt="") if hide else each for each in error.problems]
+        else:
+            self.problems += document.problems
+            self.resolve_parameters()
 
     def _put(self, path: KeyPath, document: Document) -> None:
         target = self.value
@@ -398,41 +340,42 @@ class Sources:
             if not isinstance(below, dict):
                 shown = HIDDEN if is_confidential(path) else quoted(below)
                 message = f"cannot be set inside {shown}, which is no mapping"
-                raise ConfigError([LocatedProblem(path[: depth + 2], message, None, document.name)])
+                raise ConfigError([Problem(path[: depth + 2], message, None, document.name)])
             target = below
         target[str(path[-1])] = document.value
         self.layers.append((path, document))
+        self.problems += document.problems
 
-    def locate(self, problem: Problem) -> LocatedProblem:
-        """Find the place of a problem: the uppermost document that covers its path."""
-        root, document = self._layer(problem.path)
-        inner = problem.path[len(root) :]
-        position = document.position(inner)
-        # Something missing at the top has no line worth showing.
-        text = document.text if inner in document.positions or position != document.position(()) else ""
-        line, column = position or (None, None)
-        return LocatedProblem(problem.path, problem.message, problem.hint, document.name, line, column, text)
-
-    def _layer(self, path: KeyPath) -> tuple[KeyPath, Document]:
+    def layer(self, path: KeyPath) -> tuple[KeyPath, Document]:
+        """Find the uppermost document that covers a path, and where it was put."""
         return next(layer for layer in reversed(self.layers) if path[: len(layer[0])] == layer[0])
 
     def origin(self, leaf: KeyPath) -> str:
         """Say where an effective value came from."""
-        written = _written(self.value, leaf, self.distribution)
-        if written is None:
+        path = _written(self.value, leaf, self.distribution)
+        if path is None:
             return "default"
-        root, document = self._layer(written)
-        position = document.position(written[len(root) :])
-        return document.name if position is None else f"{document.name}:{position.line}"
+        below, document = self.layer(path)
+        return replace(document.located(Problem(path, ""), below=below), exact=False).place
 
-    def in_order(self, problems: Iterable[LocatedProblem]) -> tuple[LocatedProblem, ...]:
-        """Sort problems by document and line, the job file first."""
+    def located(self, problems: Iterable[Problem]) -> tuple[Problem, ...]:
+        """Add places to problems, and sort them, with those of the sources, by document and line."""
         names = {document.name: position for position, (_, document) in reversed(list(enumerate(self.layers)))}
-        found = sorted(problems, key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0))
+        documents = {document.name: document for _, document in self.layers}
+        located = [
+            document.located(each, below=below) for each in problems for below, document in [self.layer(each.path)]
+        ]
+        located = sorted(
+            [*self.layers[0][1].problems, *self.problems, *located],
+            key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0, not problem.excerpt),
+        )
         # Several on one line are told apart by a mark below it.
-        shown = Counter((problem.source, problem.line) for problem in found if problem.text)
+        shown = Counter((problem.source, problem.line) for problem in located if problem.excerpt)
         return tuple(
-            replace(each, exact=each.exact or bool(each.text and shown[each.source, each.line] > 1)) for each in found
+            documents[problem.source].marked(problem)
+            if problem.source in documents and not problem.exact and shown[problem.source, problem.line] > 1
+            else problem
+            for problem in located
         )
 
 
@@ -443,22 +386,6 @@ def _is_inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _withheld(place: LocatedProblem) -> ConfigError:
-    """Refuse a file outside the job's folder, such as /etc/shadow, without a word of what it says.
-
-    Who wrote the job file may be allowed to read less than who checks it.
-    """
-    message = "names a file that does not hold parameters alone"
-    hint = "what is wrong in it is shown only if it is below the folder of this file"
-    return ConfigError([replace(place, message=message, hint=hint)])
-
-
-def _at(place: LocatedProblem, problem: Problem) -> Problem:
-    if isinstance(problem, LocatedProblem) and problem.line is not None:
-        return problem
-    return replace(place, message=f"names a file that {problem.message}", hint=problem.hint)
-
-
 def _get(value: Any, path: KeyPath) -> Any:
     for part in path:
         if not isinstance(value, dict) or part not in value:
@@ -467,18 +394,125 @@ def _get(value: Any, path: KeyPath) -> Any:
     return value
 
 
+_BLOCK: KeyPath = ("smdistributed", "modelparallel")
+"""Where a distribution holds the library's block; in its short form the block is the distribution."""
+
+
+def _parameters_path(value: Mapping[str, Any], distribution: KeyPath | None) -> KeyPath:
+    """Return where a file has its modelparallel parameters, or where they belong.
+
+    Args:
+        value: what the file says.
+        distribution: where it has its distribution; None if it holds parameters alone.
+    """
+    if distribution is None:
+        return ()
+    full, short = (*distribution, *_BLOCK), distribution
+    for block in (full, short):
+        if _get(value, (*block, "parameters")) is not None:
+            return (*block, "parameters")
+    is_short = _get(value, full) is None and _get(value, (*short, "enabled")) is not None
+    return (*(short if is_short else full), "parameters")
+
+
 def _written(raw: Mapping[str, Any], leaf: KeyPath, distribution: KeyPath | None) -> KeyPath | None:
     """Find where the user wrote an effective value; None if nowhere. Short forms and aliases have other paths."""
     candidates = [leaf]
     if distribution is not None:
-        full, short = ((*distribution, *block) for block in _BLOCKS)
-        candidates += [(*short, *leaf[len(full) :])] if leaf[: len(full)] == full else []
+        full = (*distribution, *_BLOCK)
+        candidates += [(*distribution, *leaf[len(full) :])] if leaf[: len(full)] == full else []
     if leaf[-1] == "pipeline_parallel_degree":
         candidates += [(*path[:-1], "partitions") for path in candidates]
     if leaf[-1] == "uri":
         candidates.append(leaf[:-1])
     for path in candidates:
-        parent = _get(raw, path[:-1]) if len(path) > 1 else raw
+        parent = _get(raw, path[:-1])
         if isinstance(parent, dict) and path[-1] in parent:
             return path
     return None
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def file_of_parameters(file: Path) -> tuple[Path, KeyPath]:
+    """Return the file that holds the modelparallel parameters of a job, a distribution or parameters, and where."""
+    document = read_document(file)
+    path = _parameters_path(document.value, _DISTRIBUTIONS[_kind(document)])
+    name = _get(document.value, path)
+    return (file.parent / name, ()) if isinstance(name, str) else (file, path)
+
+
+def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remove: frozenset[str] = frozenset()) -> str:
+    """Return the text in which the mapping at `path` has `values`, and none of the keys in `remove`.
+
+    Everything else, comments too, stays as it is.
+
+    Args:
+        name: what messages call the text; it is JSON if this ends with `.json`.
+
+    Raises:
+        ConfigError: the text cannot be read.
+        UsageError: it has something else than a mapping there.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.util import load_yaml_guess_indent
+
+    is_json = name.lower().endswith(".json")
+    document = parse(text, name, is_json=is_json)
+    lines = text.splitlines(keepends=True)
+    if is_json:
+        mapping = _mapping_at(document.value, path, name)
+        for key in remove:
+            mapping.pop(key, None)
+        mapping.update(values)
+        indent = len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
+        return json.dumps(document.value, indent=indent, ensure_ascii=False) + "\n" * text.endswith("\n")
+    for key in remove:
+        line, _ = document.positions.get((*path, key), (0, 0))
+        if line and lines[line - 1].partition(":")[0].strip() == key:  # with its own comment, but not those around it
+            lines[line - 1] = ""
+    if document.value is None:  # nothing but comments
+        lines.append(f"{[*path, *values][0]}:\n")
+    text = "".join(lines)
+    _, indent, offset = load_yaml_guess_indent(text)
+    editor = YAML()
+    editor.preserve_quotes, editor.width = True, 4096
+    editor.indent(mapping=(indent or 2) - (offset or 0), sequence=indent or 2, offset=offset or 0)
+    whole = editor.load(text)
+    mapping = _mapping_at(whole, path, name)
+    for key in remove:
+        mapping.pop(key, None)
+    for key, value in values.items():
+        if key in mapping:
+            mapping[key] = value
+        else:
+            mapping.insert(_end_of(mapping), key, value)
+    stream = io.StringIO()
+    editor.dump(whole, stream)
+    return stream.getvalue()
+
+
+def _mapping_at(whole: Any, path: KeyPath, name: str) -> Any:
+    """Return the mapping at a path, where there is none a new one."""
+    mapping = whole
+    for depth, part in enumerate(path):
+        if mapping.get(part) is None:
+            mapping[part] = type(whole)()
+        mapping = mapping[part]
+        where = ".".join(map(str, path[: depth + 1]))
+        if not isinstance(mapping, dict):
+            raise UsageError(f"`{name}` has no mapping at `{where}`")
+        if hasattr(mapping, "anchor") and mapping.anchor.value is not None:
+            raise UsageError(f"`{name}` repeats another value at `{where}`", hint="write it out, then try again")
+    return mapping
+
+
+def _end_of(mapping: Any) -> int:
+    """Return the last position in one of ruamel's mappings before which no lines of comments stand."""
+    keys: list[str] = list(mapping)
+    for position in range(len(keys), 0, -1):
+        comment = (mapping.ca.items.get(keys[position - 1]) or [None] * 3)[2]
+        if comment is None or not comment.value.partition("\n")[2]:
+            return position
+    return 0

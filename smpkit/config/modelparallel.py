@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from smpkit.config import rules
-from smpkit.config.documents import parse_json
-from smpkit.config.explain import validated, validation_error
-from smpkit.config.migrate import HISTORIC, V2_KEYS
-from smpkit.config.section import KeyPath, Section, in_order
+from smpkit.config.documents import strict_json
+from smpkit.config.section import Section, explain, instead, validated
 from smpkit.config.words import quoted, typed
 from smpkit.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["ENVIRONMENT_VARIABLE", "TENSORFLOW_DEFAULTS", "ModelParallelConfig"]
+__all__ = ["ENVIRONMENT_VARIABLE", "HISTORIC", "TENSORFLOW_DEFAULTS", "V2_KEYS", "ModelParallelConfig"]
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 """Where SageMaker's containers hand the parameters to the script, as JSON."""
@@ -28,6 +24,26 @@ ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 _DEGREE = "pipeline_parallel_degree"
 _ALIAS = "partitions"
 _VIRTUAL = "virtual_pipeline_degree"
+
+HISTORIC: Mapping[str, str] = {
+    "deterministic_server": "smpkit has no server: every rank follows the same static schedule",
+    "overlapping_allreduce": "it is an argument of `smp.DistributedModel` now",
+    "trace_device": "it is an argument of `smp.DistributedModel` now",
+    "use_times": "partitions are decided by estimated costs, which do not change between runs",
+}
+"""Keys of early releases that mean nothing as parameters any more: key -> where the meaning went."""
+
+
+V2_KEYS: Mapping[str, str] = {
+    "hybrid_shard_degree": "use `sharded_data_parallel_degree`, where 1 means no sharding",
+    "sm_activation_offloading": "use `offload_activations`, which is off by default",
+    "fsdp_cache_flush_warnings": "there is no FSDP allocator to warn about; remove it",
+    "allow_empty_shards": "empty shards are always allowed; remove it",
+    "context_parallel_degree": "v1 has no context parallelism; remove it",
+    "expert_parallel_degree": "v1 has no expert parallelism; remove it",
+    "random_seed": "use `tensor_parallel_seed`",
+}
+"""Keys that only SMP v2 has, and what to do; `tensor_parallel_degree` and `activation_loading_horizon` are in both."""
 
 TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
 """Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass."""
@@ -136,7 +152,7 @@ class ModelParallelConfig(Section):
     the letters, the library never did.)
     """
 
-    offload_activations: bool | Literal["auto"] = False
+    offload_activations: Annotated[bool | Literal["auto"], instead("must be `true`, `false` or `auto`")] = False
     """Move the activations of checkpointed layers to host memory until backward needs them.
 
     `auto` is an extension of smpkit: only of those layers where that is faster than what else fits, by times and bytes
@@ -150,7 +166,9 @@ class ModelParallelConfig(Section):
     of the device; ranks on CPUs share the memory of their host.
     """
 
-    activation_loading_horizon: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    activation_loading_horizon: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"], instead("must be an integer of at least 1, or `auto`")
+    ] = 4
     """How many pipeline tasks ahead of its backward an offloaded activation is brought back; at least 1.
 
     `auto` is an extension of smpkit: as far ahead as the measured speeds ask for.
@@ -233,17 +251,6 @@ class ModelParallelConfig(Section):
         key: ("is unknown to v1", f"a key of SMP v2: {what_to_do}") for key, what_to_do in V2_KEYS.items()
     }
 
-    @field_validator("activation_loading_horizon", "offload_activations", mode="wrap")
-    @classmethod
-    def _or_auto(cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        """Tell what is wrong in one sentence instead of one per member of the union."""
-        try:
-            return handler(value)
-        except ValidationError:
-            valid = "`true`, `false`" if info.field_name == "offload_activations" else "an integer of at least 1,"
-            message = f"must be {valid} or `auto`, got {typed(value)}"
-            raise validation_error(cls.__name__, [Problem((), message)]) from None
-
     @field_validator("pipeline", mode="after")
     @classmethod
     def _interleave_if_not_all_are_active(cls, value: str, info: ValidationInfo) -> str:
@@ -256,15 +263,14 @@ class ModelParallelConfig(Section):
         return value and info.data.get(_DEGREE) == 1
 
     @classmethod
-    def prepare(cls, data: object) -> object:
-        """Fold the alias `partitions` into `pipeline_parallel_degree`, unless both are given and differ."""
-        if not isinstance(data, Mapping) or _ALIAS not in data:
+    def spelled_out(cls, data: Any) -> Any:
+        """Fold the alias `partitions` into `pipeline_parallel_degree`, and leave out what v1 had dropped."""
+        if not isinstance(data, Mapping):
             return data
-        if _DEGREE not in data:
-            return {_DEGREE if key == _ALIAS else key: value for key, value in data.items()}
-        if _same(data[_DEGREE], data[_ALIAS]):
-            return {key: value for key, value in data.items() if key != _ALIAS}
-        return data
+        folded = {key: value for key, value in data.items() if key not in HISTORIC and not _is_tensorflow(key, value)}
+        if _ALIAS in folded and (_DEGREE not in folded or _same(folded[_DEGREE], folded[_ALIAS])):
+            folded[_DEGREE] = folded.pop(_ALIAS)
+        return folded
 
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
@@ -274,23 +280,33 @@ class ModelParallelConfig(Section):
         return problem
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
-        """Ignore keys that v1 had dropped; refuse TensorFlow's by name, and an alias that contradicts."""
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
+        """Refuse TensorFlow's parameters by name, and an alias that contradicts."""
         if name == _ALIAS:
-            message = (
-                f"is {quoted(data[_ALIAS])}, but {_DEGREE}, which it is the older name of, is {quoted(data[_DEGREE])}"
-            )
+            degree = quoted(data[_DEGREE])
+            message = f"is {quoted(data[_ALIAS])}, but {_DEGREE}, which it is the older name of, is {degree}"
             return Problem((name,), message, "remove one of them")
-        if name in HISTORIC or (name in TENSORFLOW_DEFAULTS and data[name] is TENSORFLOW_DEFAULTS[name]):
-            return None
         if name in TENSORFLOW_DEFAULTS:
             return Problem((name,), "belongs to the TensorFlow library; smpkit is for PyTorch", "remove it")
         return super().unknown(name, data)
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Apply v1's rules between parameters; skip those that read a wrong value."""
-        values = {key: value for key, value in self.values().items() if (key,) not in broken}
-        return rules.broken_rules(values, written)
+    @classmethod
+    def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:
+        """Judge the rules between the other parameters, so that a user sees all problems at once."""
+        wrong = {str(problem.path[0]) for problem in problems if problem.path}
+        if not wrong & data.keys():
+            return
+        try:
+            cls.model_validate({key: value for key, value in data.items() if key not in wrong})
+        except ValidationError as error:
+            for problem in explain(error):
+                names = set(re.findall(r"\w+", f"{problem.message} {problem.hint}"))
+                if problem not in problems and not wrong & names:
+                    yield problem
+
+    def broken_rules(self) -> Iterable[Problem]:
+        """Apply v1's rules between parameters."""
+        return rules.broken_rules(self)
 
     def values(self) -> dict[str, Any]:
         """Every v1 key with its effective value, internal keys included."""
@@ -306,19 +322,14 @@ class ModelParallelConfig(Section):
 
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
-        return rules.world_problems(self.values(), world_size)
+        return rules.world_problems(self, world_size)
 
     def notices(self, raw: Mapping[str, Any]) -> list[Problem]:
         """Say which settings in `raw`, what the user wrote, have no effect or another one than they say."""
-        folded = self.prepare(raw)
-        assert isinstance(folded, Mapping)
-        changed = {key: folded[key] for key in ("pipeline", "checkpoint_attentions") if key in folded}
-        found = rules.unused_settings(self.values() | changed, folded)
-        notices = [self.as_written(problem, raw) for problem in found]
+        notices = [self.as_written(problem, raw) for problem in rules.unused_settings(self, self.spelled_out(raw))]
         notices += [Problem((key,), f"means nothing: {HISTORIC[key]}", "remove it") for key in raw if key in HISTORIC]
         message = "means nothing to PyTorch: it belongs to the TensorFlow library"
-        notices += [Problem((key,), message, "remove it") for key in raw if key in TENSORFLOW_DEFAULTS]
-        return in_order(notices, raw)
+        return notices + [Problem((key,), message, "remove it") for key in raw if key in TENSORFLOW_DEFAULTS]
 
     @classmethod
     def from_sources(
@@ -343,6 +354,10 @@ def _same(one: object, other: object) -> bool:
     return type(one) is type(other) is int and one == other
 
 
+def _is_tensorflow(key: object, value: object) -> bool:
+    return isinstance(key, str) and key in TENSORFLOW_DEFAULTS and value is TENSORFLOW_DEFAULTS[key]
+
+
 def _from_script(config: object) -> dict[str, Any]:
     if config is None:
         return {}
@@ -357,10 +372,8 @@ def _from_script(config: object) -> dict[str, Any]:
 def _from_environment(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    document = parse_json(text, ENVIRONMENT_VARIABLE)
-    if document.problems:
-        raise ConfigError(document.problems, subject=ENVIRONMENT_VARIABLE)
-    if not isinstance(document.value, dict):
-        problem = Problem((), f"must be a JSON object, got {quoted(document.value)}")
+    value = strict_json(text, ENVIRONMENT_VARIABLE)
+    if not isinstance(value, dict):
+        problem = Problem((), f"must be a JSON object, got {quoted(value)}")
         raise ConfigError([problem], subject=ENVIRONMENT_VARIABLE)
-    return document.value
+    return value

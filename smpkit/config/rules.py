@@ -1,294 +1,166 @@
-"""What must hold between SMP v1's parameters, and which settings have no effect: two tables over plain values."""
+"""What must hold between SMP v1's parameters, and which settings have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from smpkit.errors import Problem
 
+if TYPE_CHECKING:
+    from smpkit.config.modelparallel import ModelParallelConfig
+
 __all__ = ["broken_rules", "microbatches_of_virtual_stages", "unused_settings", "world_problems"]
 
-Values = Mapping[str, Any]
-Test = Callable[[Values, Collection[str]], bool]
 
-
-@dataclass(frozen=True)
-class Rule:
-    """Something to say about `key` when `applies`; the texts may name values as `{microbatches}`."""
-
-    key: str
-    applies: Test
-    message: str
-    hint: str
-
-    def judge(self, values: Values, given: Collection[str]) -> Problem | None:
-        """Say the rule's sentence if it applies."""
-        try:
-            if self.applies(values, given):
-                return Problem((self.key,), self.message.format_map(values), self.hint.format_map(values))
-        except KeyError:  # a value that this rule reads is wrong by itself and left out: nothing to judge
-            pass
-        return None
-
-
-def broken_rules(values: Values, given: Collection[str]) -> Iterator[Problem]:
+def broken_rules(config: ModelParallelConfig) -> Iterator[Problem]:
     """Yield every rule between parameters that does not hold.
 
-    Args:
-        values: effective values by v1 key, without those that are wrong by themselves.
-        given: the keys that the user wrote.
+    "Requires" and "conflicts" speak only of values that differ from the default, so spelling out a default is always
+    legal. A problem names each parameter without which it would not be one: if such a parameter is wrong by itself, the
+    problem is left out.
     """
-    yield from _judge(_RULES, values, given)
+    yield from _needs_ddp(config)
+    yield from _of_the_pipeline(config)
+    yield from _of_sharding(config)
+    if not config.shard_offloaded_activations and not config.offload_activations:
+        message, hint = "false requires offload_activations", "set `offload_activations: true`, or remove this key"
+        yield Problem(("_shard_offloaded_activations",), message, hint)
+    if config.bf16 and config.fp16:
+        yield Problem(("bf16",), "cannot be combined with fp16", "choose one of them")
+    if config.fp32_grad_accumulation and not (config.fp16_params or config.fp16):
+        hint = "set `fp16: true` (or `fp16_params: true`, its older form)"
+        yield Problem(("_fp32_grad_accumulation",), "requires fp16", hint)
 
 
-def unused_settings(values: Values, given: Collection[str]) -> Iterator[Problem]:
-    """Yield a notice for every setting the user wrote that does nothing, or not what it says."""
-    yield from _judge([notice for notice in _NOTICES if notice.key in given], values, given)
+def _needs_ddp(config: ModelParallelConfig) -> Iterator[Problem]:
+    if config.ddp:
+        if config.herring:
+            yield Problem(("herring",), "cannot be combined with ddp", "remove it")
+        return
+    hint = "set `ddp: true`"
+    for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
+        if getattr(config, key) > 1:
+            yield Problem((key,), f"a degree of {getattr(config, key)} requires ddp", hint)
+    if config.ddp_port is not None:
+        yield Problem(("ddp_port",), "requires ddp", hint)
+    # `nccl` and `auto` were both the default, each in its time.
+    if config.ddp_dist_backend not in ("auto", "nccl"):
+        yield Problem(("ddp_dist_backend",), f"`{config.ddp_dist_backend}` requires ddp", hint)
 
 
-def _judge(rules: Collection[Rule], values: Values, given: Collection[str]) -> Iterator[Problem]:
-    for rule in rules:
-        problem = rule.judge(values, given)
-        if problem is not None:
-            yield problem
+def _of_the_pipeline(config: ModelParallelConfig) -> Iterator[Problem]:
+    pipeline, virtual = config.pipeline_parallel_degree, config.virtual_pipeline_degree
+    if config.active_microbatches > config.microbatches:
+        message = f"must be at most microbatches ({config.microbatches}), got {config.active_microbatches}"
+        yield Problem(("active_microbatches",), message, "leave it out: the default fits")
+    if config.default_partition >= pipeline * virtual:
+        limit = f"pipeline_parallel_degree ({pipeline})"
+        hint = "partitions are counted from 0; `virtual_pipeline_degree` makes more of them"
+        if virtual > 1:
+            limit = f"virtual_pipeline_degree × pipeline_parallel_degree ({virtual} × {pipeline})"
+            hint = "virtual stages are counted from 0"
+        message = f"must be less than {limit}, got {config.default_partition}"
+        yield Problem(("default_partition",), message, hint)
+    if not config.auto_partition and "default_partition" not in config.model_fields_set:
+        message = "false requires default_partition, for the modules in no `smp.partition` context"
+        yield Problem(("auto_partition",), message, "add `default_partition: 0`")
 
 
-# "Requires" and "conflicts" speak only of values that differ from the default, so spelling out a default is always
-# legal; `nccl` and `auto` were both the default of ddp_dist_backend, each in its time.
-_RULES = (
-    Rule(
-        "tensor_parallel_degree",
-        lambda v, _: v["tensor_parallel_degree"] > 1 and not v["ddp"],
-        "a degree of {tensor_parallel_degree} requires ddp",
-        "set `ddp: true`",
-    ),
-    Rule("ddp_port", lambda v, _: v["ddp_port"] is not None and not v["ddp"], "requires ddp", "set `ddp: true`"),
-    Rule(
-        "ddp_dist_backend",
-        lambda v, _: v["ddp_dist_backend"] not in ("auto", "nccl") and not v["ddp"],
-        "`{ddp_dist_backend}` requires ddp",
-        "set `ddp: true`",
-    ),
-    Rule(
-        "active_microbatches",
-        lambda v, _: v["active_microbatches"] > v["microbatches"],
-        "must be at most microbatches ({microbatches}), got {active_microbatches}",
-        "leave it out: the default fits",
-    ),
-    Rule(
-        "default_partition",
-        lambda v, _: v["virtual_pipeline_degree"] == 1 and v["default_partition"] >= v["pipeline_parallel_degree"],
-        "must be less than pipeline_parallel_degree ({pipeline_parallel_degree}), got {default_partition}",
-        "partitions are counted from 0",
-    ),
-    Rule(
-        "default_partition",
-        lambda v, _: (
-            v["virtual_pipeline_degree"] > 1
-            and v["default_partition"] >= v["pipeline_parallel_degree"] * v["virtual_pipeline_degree"]
-        ),
-        "must be less than virtual_pipeline_degree × pipeline_parallel_degree "
-        "({virtual_pipeline_degree} × {pipeline_parallel_degree}), got {default_partition}",
-        "virtual stages are counted from 0",
-    ),
-    Rule(
-        "auto_partition",
-        lambda v, given: not v["auto_partition"] and "default_partition" not in given,
-        "false requires default_partition, for the modules in no `smp.partition` context",
-        "add `default_partition: 0`",
-    ),
-    Rule(
-        "_shard_offloaded_activations",
-        lambda v, _: not v["_shard_offloaded_activations"] and not v["offload_activations"],
-        "false requires offload_activations",
-        "set `offload_activations: true`, or remove this key",
-    ),
-    Rule(
-        "bf16",
-        lambda v, _: v["bf16"] and v["fp16"],
-        "cannot be combined with fp16",
-        "choose one of them",
-    ),
-    Rule(
-        "_fp32_grad_accumulation",
-        lambda v, _: v["_fp32_grad_accumulation"] and not (v["fp16_params"] or v["fp16"]),
-        "requires fp16",
-        "set `fp16: true` (or `fp16_params: true`, its older form)",
-    ),
-    Rule(
-        "shard_optimizer_state",
-        lambda v, _: v["shard_optimizer_state"] and v["sharded_data_parallel_degree"] > 1,
-        "cannot be combined with sharded data parallelism, which shards the optimizer state itself",
-        "remove it",
-    ),
-    Rule(
-        "sharded_data_parallel_degree",
-        lambda v, _: v["sharded_data_parallel_degree"] > 1 and not v["ddp"],
-        "a degree of {sharded_data_parallel_degree} requires ddp",
-        "set `ddp: true`",
-    ),
-    Rule(
-        "sharded_data_parallel_degree",
-        lambda v, _: v["sharded_data_parallel_degree"] > 1 and v["pipeline_parallel_degree"] > 1,
-        "cannot be combined with a pipeline (pipeline_parallel_degree is {pipeline_parallel_degree})",
-        "use sharded data parallelism or a pipeline, not both",
-    ),
-    Rule(
-        "sharded_data_parallel_degree",
-        lambda v, _: (
-            v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1 and not v["prescaled_batch"]
-        ),
-        "together with tensor parallelism requires prescaled_batch",
-        "set `prescaled_batch: true`",
-    ),
-    Rule("herring", lambda v, _: v["herring"] and v["ddp"], "cannot be combined with ddp", "remove it"),
+def _of_sharding(config: ModelParallelConfig) -> Iterator[Problem]:
+    if config.sharded_data_parallel_degree == 1:
+        return
+    key = "sharded_data_parallel_degree"
+    if config.shard_optimizer_state:
+        message = "cannot be combined with sharded data parallelism, which shards the optimizer state itself"
+        yield Problem(("shard_optimizer_state",), message, "remove it")
+    if config.pipeline_parallel_degree > 1:
+        degree = f"pipeline_parallel_degree is {config.pipeline_parallel_degree}"
+        hint = "use sharded data parallelism or a pipeline, not both"
+        yield Problem((key,), f"cannot be combined with a pipeline ({degree})", hint)
+    if config.tensor_parallel_degree > 1 and not config.prescaled_batch:
+        message = "together with tensor parallelism requires prescaled_batch"
+        yield Problem((key,), message, "set `prescaled_batch: true`")
+
+
+_PIPELINE = (
+    *("pipeline", "virtual_pipeline_degree", "active_microbatches"),
+    *("auto_partition", "memory_weight", "default_partition"),
 )
-
-
-def _one_pipeline_rank(key: str) -> Rule:
-    return Rule(
-        key,
-        lambda v, _: v["pipeline_parallel_degree"] == 1,
-        "has no effect: pipeline_parallel_degree is 1",
-        "set `pipeline_parallel_degree`, or remove this key",
-    )
-
-
-def _no_sharding(key: str) -> Rule:
-    return Rule(
-        key,
-        lambda v, _: v["sharded_data_parallel_degree"] == 1,
-        "has no effect without sharded data parallelism",
-        "set `sharded_data_parallel_degree` above 1, or remove this key",
-    )
-
-
-def _gathers_blocks(key: str, default: object, reason: str) -> Rule:
-    return Rule(
-        key,
-        lambda v, _: v["sharded_data_parallel_degree"] > 1 and v[key] != default,
-        f"has no effect: {reason}",
-        "remove it",
-    )
-
-
-def _no_tensor_parallelism(key: str, default: object) -> Rule:
-    return Rule(
-        key,
-        lambda v, _: v["tensor_parallel_degree"] == 1 and v[key] != default,
-        "has no effect: tensor_parallel_degree is 1",
-        "set `tensor_parallel_degree`, or remove this key",
-    )
-
-
-def _internal(key: str, default: object) -> Rule:
-    return Rule(
-        key,
-        lambda v, _: v[key] != default,
-        "has no effect: it belongs to the inside of the old library",
-        "remove it",
-    )
-
-
-_ONE_MICROBATCH = "with one microbatch the {pipeline_parallel_degree} pipeline ranks work one after the other"
-_MORE_MICROBATCHES = "set `microbatches` to {pipeline_parallel_degree} or more"
-
-_NOTICES = (
-    Rule(
-        "microbatches",
-        lambda v, _: v["pipeline_parallel_degree"] > 1 and v["microbatches"] == 1,
-        _ONE_MICROBATCH,
-        _MORE_MICROBATCHES,
-    ),
-    Rule(
-        "pipeline_parallel_degree",
-        lambda v, given: v["pipeline_parallel_degree"] > 1 and v["microbatches"] == 1 and "microbatches" not in given,
-        _ONE_MICROBATCH,
-        _MORE_MICROBATCHES,
-    ),
-    Rule(
-        "activation_loading_horizon",
-        lambda v, _: not v["offload_activations"],
-        "has no effect without offload_activations",
-        "set `offload_activations: true`, or remove this key",
-    ),
-    Rule(
-        "default_partition",
-        lambda v, _: v["auto_partition"] and v["pipeline_parallel_degree"] > 1,
-        "has no effect: auto_partition is on",
-        "set `auto_partition: false`, or remove this key",
-    ),
-    Rule(
-        "memory_weight",
-        lambda v, _: not v["auto_partition"] and v["pipeline_parallel_degree"] > 1,
-        "has no effect: auto_partition is off",
-        "remove it",
-    ),
-    *map(
-        _one_pipeline_rank,
-        (
-            "pipeline",
-            "virtual_pipeline_degree",
-            "active_microbatches",
-            "auto_partition",
-            "memory_weight",
-            "default_partition",
-        ),
-    ),
-    Rule(
-        "active_microbatches",
-        lambda v, _: (
-            v["virtual_pipeline_degree"] > 1
-            and v["pipeline_parallel_degree"] > 1
-            and v["active_microbatches"] < min(v["microbatches"], 2 * v["pipeline_parallel_degree"])
-        ),
-        "{active_microbatches} in flight are too few for virtual stages to win much: two per pipeline rank are needed",
-        "remove it, or set `virtual_pipeline_degree: 1`",
-    ),
-    Rule(
-        "pipeline",
-        lambda v, _: v["pipeline"] == "simple" and v["active_microbatches"] != v["microbatches"],
-        "`simple` becomes `interleaved`, as active_microbatches ({active_microbatches}) differs from microbatches "
-        "({microbatches})",
-        "set `active_microbatches: {microbatches}` to keep `simple`",
-    ),
-    Rule(
-        "checkpoint_attentions",
-        lambda v, _: v["checkpoint_attentions"] and v["pipeline_parallel_degree"] > 1,
-        "is switched off: pipeline_parallel_degree is {pipeline_parallel_degree}",
-        "use `smp.set_activation_checkpointing` instead",
-    ),
-    Rule("ddp_dist_backend", lambda v, _: not v["ddp"], "has no effect without ddp", "set `ddp: true`"),
-    Rule(
-        "shard_optimizer_state",
-        lambda v, _: v["shard_optimizer_state"] and not v["ddp"],
-        "has no effect without ddp",
-        "set `ddp: true`",
-    ),
-    *map(
-        _no_sharding,
-        (
-            "sdp_reduce_bucket_size",
-            "sdp_param_persistence_threshold",
-            "sdp_max_live_parameters",
-            "sdp_hierarchical_allgather",
-            "sdp_gradient_clipping",
-        ),
-    ),
-    _gathers_blocks("sdp_reduce_bucket_size", 500_000_000, "gradients are reduced block by block"),
-    _gathers_blocks("sdp_hierarchical_allgather", True, "the communication library chooses how a block is gathered"),
-    _no_tensor_parallelism("prescaled_batch", False),
-    _no_tensor_parallelism("tensor_parallel_seed", 0),
-    Rule("fp16_params", lambda v, _: v["fp16_params"], "was replaced by fp16 in release 1.10", "use `fp16: true`"),
-    _internal("_fp32_grad_accumulation", False),
-    _internal("load_partition", False),
-    _internal("partition_file", None),
-    _internal("static_mode", False),
-    _internal("fast_mode", False),
-    _internal("herring", False),
+_SHARDING = (
+    *("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters"),
+    *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
 )
+_INTERNAL = ("_fp32_grad_accumulation", "load_partition", "partition_file", "static_mode", "fast_mode", "herring")
+_Notice = tuple[str, str, str]
+"""A key, what is said of it, and the hint."""
+
+
+def unused_settings(config: ModelParallelConfig, written: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a notice for every setting the user wrote that does nothing, or not what it says.
+
+    Args:
+        config: the configuration.
+        written: what the user wrote, by today's names.
+    """
+    defaults = type(config)().values()
+    changed = frozenset(key for key, value in written.items() if key in defaults and value != defaults[key])
+    notices = [*_pipeline_notices(config, written), *_other_notices(config, changed)]
+    for key, message, hint in notices:
+        if key in written:
+            yield Problem((key,), message, hint)
+
+
+def _pipeline_notices(config: ModelParallelConfig, written: Mapping[str, Any]) -> Iterator[_Notice]:
+    pipeline, active, microbatches = config.pipeline_parallel_degree, config.active_microbatches, config.microbatches
+    if written.get("pipeline") == "simple" and active != microbatches:
+        message = f"`simple` becomes `interleaved`, as active_microbatches ({active}) differs from microbatches "
+        yield "pipeline", f"{message}({microbatches})", f"set `active_microbatches: {microbatches}` to keep `simple`"
+    if pipeline == 1:
+        hint = "set `pipeline_parallel_degree`, or remove this key"
+        yield from ((key, "has no effect: pipeline_parallel_degree is 1", hint) for key in _PIPELINE)
+        return
+    if microbatches == 1:
+        key = "microbatches" if "microbatches" in written else "pipeline_parallel_degree"
+        message = f"with one microbatch the {pipeline} pipeline ranks work one after the other"
+        yield key, message, f"set `microbatches` to {pipeline} or more"
+    if config.auto_partition:
+        hint = "set `auto_partition: false`, or remove this key"
+        yield "default_partition", "has no effect: auto_partition is on", hint
+    else:
+        yield "memory_weight", "has no effect: auto_partition is off", "remove it"
+    if config.virtual_pipeline_degree > 1 and active < min(microbatches, 2 * pipeline):
+        message = f"{active} in flight are too few for virtual stages to win much: two per pipeline rank are needed"
+        yield "active_microbatches", message, "remove it, or set `virtual_pipeline_degree: 1`"
+    if written.get("checkpoint_attentions"):
+        message = f"is switched off: pipeline_parallel_degree is {pipeline}"
+        yield "checkpoint_attentions", message, "use `smp.set_activation_checkpointing` instead"
+
+
+def _other_notices(config: ModelParallelConfig, changed: frozenset[str]) -> Iterator[_Notice]:
+    if not config.offload_activations:
+        hint = "set `offload_activations: true`, or remove this key"
+        yield "activation_loading_horizon", "has no effect without offload_activations", hint
+    if not config.ddp:
+        keys = ("ddp_dist_backend", *(changed & {"shard_optimizer_state"}))
+        yield from ((key, "has no effect without ddp", "set `ddp: true`") for key in keys)
+    if config.sharded_data_parallel_degree == 1:
+        hint = "set `sharded_data_parallel_degree` above 1, or remove this key"
+        yield from ((key, "has no effect without sharded data parallelism", hint) for key in _SHARDING)
+    else:
+        gathered = "the communication library chooses how a block is gathered"
+        for key in changed & {"sdp_reduce_bucket_size"}:
+            yield key, "has no effect: gradients are reduced block by block", "remove it"
+        for key in changed & {"sdp_hierarchical_allgather"}:
+            yield key, f"has no effect: {gathered}", "remove it"
+    if config.tensor_parallel_degree == 1:
+        hint = "set `tensor_parallel_degree`, or remove this key"
+        for key in changed & {"prescaled_batch", "tensor_parallel_seed"}:
+            yield key, "has no effect: tensor_parallel_degree is 1", hint
+    for key in changed & {"fp16_params"}:
+        yield key, "was replaced by fp16 in release 1.10", "use `fp16: true`"
+    for key in changed & {*_INTERNAL}:
+        yield key, "has no effect: it belongs to the inside of the old library", "remove it"
 
 
 def microbatches_of_virtual_stages(degree: int, microbatches: int) -> int:
@@ -296,18 +168,19 @@ def microbatches_of_virtual_stages(degree: int, microbatches: int) -> int:
     return 2 * -(-microbatches // max(1, microbatches // degree))
 
 
-def world_problems(values: Values, world_size: int) -> list[Problem]:
+def world_problems(config: ModelParallelConfig, world_size: int) -> list[Problem]:
     """Say which degrees do not fit into `world_size` ranks."""
-    pp, tp = values["pipeline_parallel_degree"], values["tensor_parallel_degree"]
-    if world_size % (pp * tp):
-        degrees = f"pipeline_parallel_degree × tensor_parallel_degree = {pp} × {tp} = {pp * tp}"
-        key = "pipeline_parallel_degree" if pp > 1 else "tensor_parallel_degree"
-        return [Problem((key,), f"{degrees} must divide the number of ranks ({world_size})", _ranks_hint(pp * tp))]
-    sharding, replicas = values["sharded_data_parallel_degree"], world_size // (pp * tp)
+    pipeline, tensor = config.pipeline_parallel_degree, config.tensor_parallel_degree
+    if world_size % (pipeline * tensor):
+        degrees = f"pipeline_parallel_degree × tensor_parallel_degree = {pipeline} × {tensor} = {pipeline * tensor}"
+        key = "pipeline_parallel_degree" if pipeline > 1 else "tensor_parallel_degree"
+        message = f"{degrees} must divide the number of ranks ({world_size})"
+        return [Problem((key,), message, _ranks_hint(pipeline * tensor))]
+    sharding, replicas = config.sharded_data_parallel_degree, world_size // (pipeline * tensor)
     if replicas % sharding:
-        size = "data-parallel size" if tp == 1 else f"number of replicas of {tp} tensor-parallel ranks"
+        size = "data-parallel size" if tensor == 1 else f"number of replicas of {tensor} tensor-parallel ranks"
         message = f"must divide the {size} ({replicas}), got {sharding}"
-        return [Problem(("sharded_data_parallel_degree",), message, _ranks_hint(sharding * tp))]
+        return [Problem(("sharded_data_parallel_degree",), message, _ranks_hint(sharding * tensor))]
     return []
 
 

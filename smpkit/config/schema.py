@@ -8,8 +8,7 @@ from typing import Any
 
 from smpkit.config.distribution import Distribution
 from smpkit.config.job import JobConfig
-from smpkit.config.migrate import HISTORIC
-from smpkit.config.modelparallel import TENSORFLOW_DEFAULTS, ModelParallelConfig
+from smpkit.config.modelparallel import HISTORIC, TENSORFLOW_DEFAULTS, ModelParallelConfig
 from smpkit.config.section import Section
 
 __all__ = ["MODELS", "json_schema"]

@@ -1,13 +1,13 @@
-"""The base of every part of the configuration: closed, frozen, strict, and telling all problems at once."""
+"""The base of every part of the configuration: closed, frozen, strict, and telling its problems in plain sentences."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
@@ -16,22 +16,20 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from smpkit.config.explain import MISSING, explain, validation_error
+from smpkit.config.confidential import hide_in_message
 from smpkit.config.words import closest, quoted, suggestion, typed
-from smpkit.errors import Problem
+from smpkit.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["KeyPath", "Section", "free_form", "in_order"]
+__all__ = ["KeyPath", "Section", "checked", "explain", "instead", "matching", "refusal", "validated"]
 
 KeyPath = tuple[str | int, ...]
 """The place of a value, from the root of what is validated."""
 
+_Model = TypeVar("_Model", bound=BaseModel)
+_Value = TypeVar("_Value")
 
-# As deep as required fields are nested in sections.
-_TRIES = 5
 _MAX_UNKNOWN = 100
 """Unknown fields of a section that are reported each, with a guess what was meant."""
 
@@ -39,9 +37,8 @@ _MAX_UNKNOWN = 100
 class Section(BaseModel):
     """A closed part of the configuration.
 
-    pydantic does not check rules between fields while any field is wrong. Here a section with wrong fields is validated
-    a second time without them, so that rules between the other fields are checked too, and the user sees all problems
-    at once.
+    pydantic finds all wrong fields of all sections in one go. Each section puts its own into words, and rules between
+    fields speak in those sections whose fields are right.
     """
 
     model_config = ConfigDict(
@@ -57,9 +54,6 @@ class Section(BaseModel):
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Names that people are known to write and that are not fields: name -> (reason, hint)."""
 
-    stand_ins: ClassVar[Mapping[str, Any]] = {}
-    """Legal values of required fields, taken in place of wrong or missing ones to find further problems."""
-
     hints: ClassVar[Mapping[str, str]] = {}
     """What to do about a required field that is missing: name -> hint."""
 
@@ -72,152 +66,217 @@ class Section(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     @classmethod
-    def prepare(cls, data: object) -> object:
+    def spelled_out(cls, data: Any) -> Any:
         """Rewrite a short form, such as text instead of a mapping, into the full one."""
         return {cls.short_form: data} if cls.short_form and isinstance(data, str) else data
 
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Name the key that the user wrote, where `prepare` changed it; there is none in a text."""
+        """Name the key that the user wrote, where `spelled_out` changed it; there is none in a text."""
         return Problem((), problem.message, problem.hint) if cls.short_form and isinstance(data, str) else problem
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:  # noqa: ARG003
-        """Return what is wrong with a name that is not a field; None to ignore it."""
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:  # noqa: ARG003
+        """Return what is wrong with a name that is not a field."""
         if name in cls.refused:
             return Problem((name,), *cls.refused[name])
         return Problem((name,), "unknown field", suggestion(name, cls.keys()))
 
-    def cross_problems(
-        self,
-        written: Mapping[str, Any],  # noqa: ARG002
-        broken: frozenset[KeyPath],  # noqa: ARG002
-        /,
-    ) -> Iterable[Problem]:
-        """Yield what is wrong between fields.
+    @classmethod
+    def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:  # noqa: ARG003
+        """Return what else is known to be wrong in `data` although its fields have `problems`."""
+        return ()
 
-        Args:
-            written: what the user wrote, before aliases and defaults.
-            broken: paths that are wrong by themselves; here they have their defaults, so no rule should judge them.
-        """
+    def broken_rules(self) -> Iterable[Problem]:
+        """Yield what is wrong between fields that are right by themselves."""
         return ()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _report_all_problems(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _tell_in_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(data, cls):
             return handler(data)
-        prepared = cls.prepare(data)
-        if not isinstance(prepared, Mapping):
-            raise validation_error(cls.__name__, [Problem((), f"must be a mapping, got {typed(prepared)}")])
-        known, problems = cls._split(prepared)
-        section: Self | None
+        full = cls.spelled_out(data)
+        if not isinstance(full, Mapping):
+            raise refusal([Problem((), f"must be a mapping, got {typed(full)}")])
+        problems: list[Problem] = []
         try:
-            section = handler(known)
+            section = handler(full)
         except ValidationError as error:
-            unknown = itertools.islice((name for name in prepared if name not in known), _MAX_UNKNOWN)
-            meant = {(closest(str(name), cls.keys()),) for name in unknown}
-            found = [cls._with_hint(problem) for problem in explain(error)]
-            # A required field whose name is misspelt is reported once, at the name that was written.
-            found = [problem for problem in found if problem.message != MISSING or problem.path not in meant]
-            problems += found
-            section = cls._second_try(handler, known, [problem.path for problem in found])
-        if section is not None:
-            broken = frozenset(problem.path for problem in problems)
-            problems += section.cross_problems(prepared, broken)
-        if problems or section is None:
-            ordered = in_order(problems, prepared)
-            raise validation_error(cls.__name__, [cls.as_written(problem, data) for problem in ordered])
+            problems += cls._in_words(error, full)
+            problems += cls.further_problems(full, problems)
+        else:
+            problems += section.broken_rules()
+        if problems:
+            raise refusal(cls.as_written(problem, data) for problem in problems)
         return section
 
     @classmethod
-    def _second_try(
-        cls, handler: ModelWrapValidatorHandler[Self], data: Mapping[str, Any], broken: Iterable[KeyPath]
-    ) -> Self | None:
-        """Validate without the broken values; None if that is not enough."""
-        rest: dict[Any, Any] = dict(data)
-        for _ in range(_TRIES):
-            for path in broken:
-                rest = _without(rest, path)
-            rest = {**cls.stand_ins, **rest}
-            try:
-                return handler(rest)
-            except ValidationError as error:
-                # A section that lacks a required field, removed here or never given, is removed as well.
-                broken = [problem.path[:-1] for problem in explain(error)]
-        return None
-
-    @classmethod
-    def _with_hint(cls, problem: Problem) -> Problem:
-        name = problem.path[0] if len(problem.path) == 1 else None
-        if problem.message != MISSING or name not in cls.hints:
-            return problem
-        return replace(problem, hint=cls.hints[str(name)])
-
-    @classmethod
-    def _split(cls, data: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Separate the fields from the names that are none."""
-        keys = set(cls.keys())
-        known: dict[str, Any] = {}
-        problems: list[Problem | None] = []
-        unknown: list[str] = []
-        for name, value in data.items():
-            if not isinstance(name, str):
-                problems.append(Problem((quoted(name),), f"a name must be text, got {typed(name)}"))
-            elif name in keys:
-                known[name] = value
-            else:
-                unknown.append(name)
-        problems += [cls.unknown(name, data) for name in unknown[:_MAX_UNKNOWN]]
+    def _in_words(cls, error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
+        problems = explain(error)
+        unknown = [str(problem.path[0]) for problem in problems if _is_own(problem, _UNKNOWN)]
+        meant = {closest(name, cls.keys()) for name in unknown[:_MAX_UNKNOWN]}
+        told: list[Problem] = []
+        for problem in problems:
+            name = str(problem.path[0]) if problem.path else ""
+            if not _is_own(problem, _UNKNOWN, _MISSING):
+                told.append(problem)
+            # A required field whose name is misspelt is reported once, as it was written.
+            elif problem.message == _MISSING and name not in meant:
+                told.append(Problem(problem.path, _MISSING, cls.hints.get(name)))
+        told += (cls.unknown(name, data) for name in unknown[:_MAX_UNKNOWN])
         if rest := unknown[_MAX_UNKNOWN:]:
-            problems.append(Problem((rest[0],), f"is the first of {len(rest):,} more unknown fields"))
-        return known, [problem for problem in problems if problem is not None]
+            told.append(Problem((rest[0],), f"is the first of {len(rest):,} more unknown fields"))
+        return told
 
 
-def _without(data: Mapping[Any, Any], path: KeyPath) -> dict[Any, Any]:
-    """Copy `data` without the value at `path`; whole lists go, since leaving out one item would shift the others."""
-    copy: dict[Any, Any] = dict(data)
-    if not path:
-        return copy
-    head, rest = path[0], path[1:]
-    below = copy.get(head)
-    if rest and isinstance(below, Mapping):
-        copy[head] = _without(below, rest)
-    else:
-        copy.pop(head, None)
-    return copy
+def _is_own(problem: Problem, *messages: str) -> bool:
+    """Tell whether a problem with one of these messages is of a section's own field, and not of one further down."""
+    return len(problem.path) == 1 and problem.message in messages
 
 
-def in_order(problems: Iterable[Problem], data: Mapping[Any, Any]) -> list[Problem]:
-    """Sort problems as their top-level names were written; those about names that were not written come last."""
-    positions = {name: position for position, name in enumerate(data)}
-    return sorted(problems, key=lambda problem: positions.get(problem.path[0] if problem.path else "", len(positions)))
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def free_form(check: Callable[[object, object], Iterable[Problem]]) -> WrapValidator:
-    """Make a validator of a mapping whose names are the user's, which tells all problems at once too.
+def checked(check: Callable[[_Value], str | tuple[str, str | None] | None]) -> AfterValidator:
+    """Make a validator of a function that returns what is wrong with a value (`must be ...`), perhaps with a hint."""
 
-    Args:
-        check: says what is wrong with a name and its value, before the value is validated; paths start at the mapping.
-    """
+    def validate(value: _Value) -> _Value:
+        problem = check(value)
+        if problem is not None:
+            raise refusal([Problem((), *((problem,) if isinstance(problem, str) else problem))])
+        return value
+
+    return AfterValidator(validate)
+
+
+def matching(pattern: str, message: str, hint: str | None = None) -> AfterValidator:
+    """Make a validator of printable text that must match a pattern; `message` says what it must be."""
+
+    def check(value: str) -> tuple[str, str | None] | None:
+        fits = value.isprintable() and re.fullmatch(pattern, value)
+        return None if fits else (f"{message}, got {quoted(value)}", hint)
+
+    return checked(check)
+
+
+def instead(message: str) -> WrapValidator:
+    """Make a validator that says one sentence about a wrong value, in place of one for each kind it could have."""
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
-        if not isinstance(value, Mapping):
-            return handler(value)
-        good: dict[Any, Any] = {}
-        problems: list[Problem] = []
-        for name, item in value.items():
-            found = list(check(name, item))
-            problems += found
-            if not found:
-                good[name] = item
-        made: Any = None
         try:
-            made = handler(good)
-        except ValidationError as error:
-            problems += explain(error)
-        if problems:
-            raise validation_error("mapping", in_order(problems, value))
-        return made
+            return handler(value)
+        except ValidationError:
+            raise refusal([Problem((), f"{message}, got {typed(value)}")]) from None
 
     return WrapValidator(validate)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def validated(model: type[_Model], data: object, *, subject: str) -> _Model:
+    """Validate `data` as `model`; raise ConfigError with all problems, naming `subject`."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error), subject=subject) from None
+
+
+def refusal(problems: Iterable[Problem]) -> ValidationError:
+    """Pack problems into one error: raised inside a validator, pydantic puts the outer path before each."""
+    # The template is constant and the text goes in as context, so braces in a user's text are never read as fields.
+    details = [
+        InitErrorDetails(
+            type=PydanticCustomError(_OURS, "{message}", {"message": problem.message, "hint": problem.hint}),
+            loc=problem.path,
+            input=None,
+        )
+        for problem in problems
+    ]
+    return ValidationError.from_exception_data("configuration", details)
+
+
+_OURS = "smpkit"
+"""The type of errors that are sentences of ours; their context holds the message and, perhaps, the hint."""
+_MISSING = "is required"
+_UNKNOWN = "unknown field"
+# A default that depends on a field which is itself wrong; only the wrong field is reported.
+_CONSEQUENCE = "default_factory_not_called"
+
+_KINDS = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+}
+_BOUNDS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+}
+_SENTENCES = {
+    "missing": _MISSING,
+    "extra_forbidden": _UNKNOWN,
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_unicode": "must be text that can be written as UTF-8",
+    "too_long": "must have at most {max_length} entries",
+    "recursion_loop": "refers to itself, or is nested too deeply",
+}
+_UNQUOTED = {
+    "int_type": r"[-+]?[0-9]+",
+    "float_type": r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?",
+    "bool_type": r"(?i:true|false)",
+}
+"""Texts that were probably meant as a value of another type."""
+_YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
+def explain(error: ValidationError) -> list[Problem]:
+    """Turn every error of a validation into a problem, in the order found."""
+    return [_problem(detail) for detail in error.errors(include_url=False) if detail["type"] != _CONSEQUENCE]
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    path: KeyPath = detail["loc"]
+    is_name = path[-1:] == ("[key]",)  # what pydantic writes behind a name that is wrong in a mapping
+    if is_name:
+        path = (*path[:-2], str(path[-2]) or quoted(""))
+    hint: str | None = None
+    if kind == _OURS:
+        message, hint = context["message"], context["hint"]
+    elif kind == "invalid_key" or (is_name and kind == "string_type"):
+        message, hint = f"a name must be text, got {typed(value if is_name else path[-1])}", "put it in quotes"
+    elif kind == "literal_error":
+        options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
+        one_of = "one of " if len(options) > 1 else ""
+        message = f"must be {one_of}{', '.join(f'`{option}`' for option in options)}, got {typed(value)}"
+        hint = suggestion(value, options) if isinstance(value, str) else None
+    elif kind in _KINDS:
+        message, hint = f"must be {_KINDS[kind]}, got {typed(value)}", _hint(kind, value)
+    elif kind in _BOUNDS:
+        message = f"must be {_BOUNDS[kind].format(**context)}, got {quoted(value)}"
+    elif kind in _SENTENCES:
+        message = _SENTENCES[kind].format(**context)
+    else:
+        message = detail["msg"].removesuffix(".").replace("Input should", "must")
+        message = message[:1].lower() + message[1:]
+    return Problem(path, hide_in_message(path, message), hint)
+
+
+def _hint(kind: str, value: object) -> str | None:
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
+        return "put it in quotes"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write `{int(value)}`"
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in _YAML_1_1:
+        return f"write `{_YAML_1_1[value.lower()]}`: in YAML 1.2 `{value}` is text"
+    if isinstance(value, str) and re.fullmatch(_UNQUOTED.get(kind, "(?!)"), value):
+        return "write it without quotes"
+    return None

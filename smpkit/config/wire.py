@@ -19,6 +19,9 @@ MPI_OPTIONS: Final = "sagemaker_mpi_custom_mpi_options"
 TORCHRUN_ENABLED: Final = "sagemaker_torch_distributed_enabled"
 DATA_PARALLEL_ENABLED: Final = "sagemaker_distributed_dataparallel_enabled"
 
+HOMOGENEOUS: Final = "homogeneousCluster"
+"""What SageMaker calls the one group of a job whose hosts are all of one kind."""
+
 INSTANCE_GROUPS: Final = "sagemaker_distribution_instance_groups"
 """Names the groups whose hosts run ranks, in a job with different machines."""
 

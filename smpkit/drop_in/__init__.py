@@ -6,22 +6,19 @@ where no real one is installed: images of AWS own that name.
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 __all__ = [
     "DROP_IN_PATH",
-    "SHIMS_PATH",
     "STARTUP_PATH",
     "asks_for_it",
     "installed_one",
-    "mirror",
     "sources",
     "with_drop_in",
     "with_startup",
@@ -30,9 +27,6 @@ __all__ = [
 DROP_IN_PATH: Final = Path(__file__).parent / "path"
 """The folder to put on the module search path; it holds a namespace package, so that another product's part of
 `smdistributed` (`smdistributed.dataparallel`) may lie elsewhere."""
-
-SHIMS_PATH: Final = Path(__file__).parent / "shims"
-"""The folder of stand-ins for packages that are gone: `sitecustomize` finds there what nothing else finds."""
 
 STARTUP_PATH: Final = Path(__file__).parent / "startup"
 """The folder whose `sitecustomize` prepares a process."""
@@ -50,37 +44,23 @@ _TRAINER: Final = re.compile(
 _SKIPPED: Final = {"site-packages", "node_modules", "__pycache__", "venv"}
 
 
-def mirror(target: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for a module that shows everything of the module `target`.
-
-    Looked up when asked for, so that both names always give the same object, also of what is set later.
-    """
-    module = importlib.import_module(target)
-
-    def look_up(name: str) -> Any:
-        return getattr(module, name)
-
-    names = list(getattr(module, "__all__", None) or (name for name in vars(module) if not name.startswith("_")))
-    return look_up, lambda: sorted(names), names
-
-
 def with_drop_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with the drop-in on `PYTHONPATH`: last, so that nothing of the user's is hidden by it."""
+    """Return `environ` for processes that run a script of SMP v1.
+
+    The drop-in is on `PYTHONPATH`: last, so that nothing of the user's is hidden by it. The start-up module is first.
+    """
     entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(DROP_IN_PATH) not in entries:
         entries.append(str(DROP_IN_PATH))
+    return with_startup({**environ, "PYTHONPATH": os.pathsep.join(entries)})
+
+
+def with_startup(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` for processes that prepare what they import: `smpkit.drop_in.after_import`."""
+    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if str(STARTUP_PATH) not in entries:
+        entries.insert(0, str(STARTUP_PATH))
     return {**environ, "PYTHONPATH": os.pathsep.join(entries)}
-
-
-def with_startup(environ: Mapping[str, str], *, cuda_on_cpu: bool) -> dict[str, str]:
-    """Return `environ` for processes that are prepared for scripts which expect CUDA, once they have imported torch.
-
-    Args:
-        cuda_on_cpu: whether `cuda` is to mean the CPU; no GPU is visible then.
-    """
-    path = os.pathsep.join(filter(None, [str(STARTUP_PATH), environ.get("PYTHONPATH", "")]))
-    more = {"SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""} if cuda_on_cpu else {}
-    return {**environ, "PYTHONPATH": path, **more}
 
 
 def installed_one(search: Sequence[str] | None = None) -> Path | None:

@@ -1,11 +1,13 @@
-"""What one rank did, as a file of lines: a header, then one event per line, each a JSON object.
+"""What one rank did, as a file of JSON lines: a header, then the events of a step in each line.
 
 ::
 
-    events_0.jsonl   {"type": "header", "format": 1, "rank": 0, "host": "algo-1", "pp": 0, ...}
-                     {"type": "schedule", "key": "0", "text": "{...}"}
-                     {"type": "action", "step": 0, "kind": "F", "segment": 0, "microbatch": 2, "start_ns": ...}
-                     {"type": "step", "number": 0, "name": "train_step", "schedule": "0", ...}
+    events_0.jsonl   {"format": 2, "rank": 0, "host": "algo-1", "pp": 0, ...}
+                     [["schedule", "0", "{...}"], ["action", 0, "F", 0, 2, 81503961, 81739452], ...]
+                     [["action", 1, "F", 0, 0, 92503961, 92739452], ...]
+
+An event is its type and the values of its fields in order. A line is written at once, and from rows instead of objects,
+since that takes part of every recorded step.
 
 Times are nanoseconds of the rank's own monotonic clock. Ranks note it as they leave a barrier, which puts the files of
 several hosts on one axis; processes of one machine share the clock, so among them nothing is lost.
@@ -19,9 +21,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import starmap
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from smpkit.errors import SmpkitError
 
@@ -47,7 +48,7 @@ __all__ = [
     "read_events",
 ]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"events_(\d+)\.jsonl")
 _PLACES: Final = (".", "events", "data/events", "output/data/events")
 """Where a run keeps its events, seen from the folder that a user may name: itself, or what `smpkit run` left."""
@@ -206,36 +207,18 @@ _TYPES: Final[Mapping[str, type[Event]]] = {
     "memory": MemorySample,
     "mark": Mark,
 }
+_Read = TypeVar("_Read", Header, Event)
 Row: TypeAlias = "tuple[type[Event], Sequence[int | str]]"
 """An event that nobody has made an object of: its type, and the values of its fields in their order."""
+
+
+_NAMES: Final = {kind: name for name, kind in _TYPES.items()}
+_encoded: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def file_name(rank: int) -> str:
     """Return the name of the file of one rank."""
     return f"events_{rank}.jsonl"
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _form(name: str, kind: type[Event]) -> tuple[str, tuple[int, ...]]:
-    """Return the line of a type of event, with a place for each value, and which values are texts."""
-    places = "".join(f',"{field.name}":%s' for field in fields(kind))
-    texts = tuple(number for number, field in enumerate(fields(kind)) if field.type == "str")
-    return f'{{"type":"{name}"{places}}}\n', texts
-
-
-_FORMS: Final = {kind: _form(name, kind) for name, kind in _TYPES.items()}
-
-
-def _line(kind: type[Event], values: Sequence[int | str]) -> str:
-    """Return the line of an event, as `json.dumps` would write it."""
-    form, texts = _FORMS[kind]
-    if texts:
-        values = [*values]
-        for at in texts:
-            values[at] = json.encoder.encode_basestring_ascii(str(values[at]))
-    return form % tuple(values)
 
 
 class EventWriter:
@@ -254,18 +237,14 @@ class EventWriter:
         except OSError as error:
             raise _unwritable(path, error) from None
         try:
-            self._put(json.dumps({"type": "header", "format": FORMAT, **vars(header)}, separators=(",", ":")) + "\n")
+            self._put(_encoded({"format": FORMAT, **vars(header)}) + "\n")
         except OSError as error:
             self._file.close()
             raise _unwritable(path, error) from None
 
-    def write(self, events: Iterable[Event]) -> None:
-        """Append events; raise OSError if the disk does not take them."""
-        self.write_rows((type(event), [*vars(event).values()]) for event in events)
-
     def write_rows(self, rows: Iterable[Row]) -> None:
-        """Append events that are rows; raise OSError if the disk does not take them."""
-        self._put("".join(starmap(_line, rows)))
+        """Append events as one line; raise OSError if the disk does not take them."""
+        self._put(_encoded([(_NAMES[kind], *values) for kind, values in rows]) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -334,50 +313,37 @@ def read_events(path: Path) -> RankLog:
     if not lines:
         raise EventsError(f"`{path}` has no header", hint="the process ended before it wrote anything")
     header = _header(path, lines[0])
-    events = [_event(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    events = [event for number, line in enumerate(lines[1:], 2) for event in _events(path, number, line)]
     return RankLog(header, tuple(events), truncated=bool(rest))
 
 
 def _header(path: Path, line: str) -> Header:
-    content = _object(path, 1, line)
-    if content.pop("type", None) != "header":
-        raise EventsError(f"{path}:1: the first line is not a header")
-    if (number := content.pop("format", None)) != FORMAT:
-        raise EventsError(f"{path}:1: format {number}, and this smpkit reads format {FORMAT}")
-    return _made(path, 1, Header, content)
-
-
-def _event(path: Path, number: int, line: str) -> Event:
-    content = _object(path, number, line)
-    kind = content.pop("type", None)
-    if not isinstance(kind, str) or kind not in _TYPES:
-        raise EventsError(f"{path}:{number}: `{kind}` is no type of event")
-    return _made(path, number, _TYPES[kind], content)
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise EventsError(f"{path}:{number}: not a line of events", hint="the file is damaged; record the run again")
-    return content
+        number = content.pop("format")
+        if number != FORMAT:
+            raise EventsError(f"{path}:1: format {number}, and this smpkit reads format {FORMAT}")
+        return _checked(Header(**content))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise _damaged(path, 1) from None
 
 
-_Made = TypeVar("_Made")
-_PYTHON_TYPES: Final[Mapping[str, type]] = {"int": int, "str": str}
+def _events(path: Path, number: int, line: str) -> list[Event]:
+    try:
+        return [_checked(_TYPES[name](*values)) for name, *values in json.loads(line)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise _damaged(path, number) from None
 
 
-def _made(path: Path, number: int, kind: type[_Made], content: Mapping[str, Any]) -> _Made:
-    """Make a dataclass whose fields are all integers or texts, which is checked."""
-    expected = {field.name: _PYTHON_TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
-    wrong = [name for name, python_type in expected.items() if type(content.get(name)) is not python_type]
-    wrong += [name for name in content if name not in expected]
-    start, end = content.get("start_ns", 0), content.get("end_ns", 0)
-    if not wrong and end < start:
-        wrong = ["end_ns"]
-    if wrong:
-        names = ", ".join(f"`{name}`" for name in wrong)
-        raise EventsError(f"{path}:{number}: {kind.__name__} with a missing, unknown or wrong {names}")
-    return kind(**content)
+def _checked(made: _Read) -> _Read:
+    """Raise TypeError unless all fields are of their types, and ValueError for what ends before it begins."""
+    content = vars(made)
+    if any(type(content[field.name]).__name__ != field.type for field in fields(made)):
+        raise TypeError
+    if content.get("end_ns", 0) < content.get("start_ns", 0):
+        raise ValueError
+    return made
+
+
+def _damaged(path: Path, number: int) -> EventsError:
+    return EventsError(f"{path}:{number}: not a line of events", hint="the file is damaged; record the run again")

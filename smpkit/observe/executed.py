@@ -9,20 +9,32 @@ microbatch's own code; so a span here is the recorded one without the time spent
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from smpkit.observe.events import ActionSpan, EventsError, MessageSpan
 from smpkit.observe.merge import RankStep, Run
 from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, Timeline, simulate
+from smpkit.plan.svg import Drawing, svg
+from smpkit.units import seconds
 
-__all__ = ["ExecutedLinkUse", "ExecutedStep", "Matched", "executed_step", "match_messages"]
+__all__ = [
+    "ExecutedLinkUse",
+    "ExecutedStep",
+    "Matched",
+    "as_json",
+    "executed_step",
+    "links_of",
+    "match_messages",
+    "summary",
+]
 
 _SECONDS: Final = 1e-9
 
@@ -63,6 +75,8 @@ class ExecutedStep:
     planned: Timeline | None
     """None if the microbatches ran straight through, without a schedule."""
     executed: Timeline
+    works: tuple[tuple[tuple[str, float, float], ...], ...]
+    """For each rank whatever else it did, such as the reduction of gradients: what, begin and end."""
     links: tuple[ExecutedLinkUse, ...]
 
     @cached_property
@@ -77,18 +91,14 @@ class ExecutedStep:
         planned, ran = self.planned.schedule.actions, self.executed.schedule.actions
         return planned == ran or tuple(map(_straight, planned)) == ran
 
-    def _repr_html_(self) -> str:
-        """Draw it in a notebook, below the planned step."""
-        from smpkit.plan.svg import Drawing, svg
-
+    def as_svg(self) -> str:
+        """Draw it, below the planned step."""
         both = {"planned": self.planned, "executed": self.executed}
-        return svg(
-            [
-                Drawing(f"{name}: {1e3 * each.makespan_seconds:.1f} ms, bubble {each.bubble:.1%}", each)
-                for name, each in both.items()
-                if each is not None
-            ]
-        )
+        shown = {name: timeline for name, timeline in both.items() if timeline is not None}
+        return svg([Drawing(f"{name}: {summary(timeline)}", timeline) for name, timeline in shown.items()])
+
+    def _repr_html_(self) -> str:
+        return self.as_svg()
 
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
@@ -100,8 +110,13 @@ def _straight(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return tuple(each for each in actions if (each.kind, each.microbatch) != (Kind.FORWARD, 0) or not each.segment)
 
 
+def summary(timeline: Timeline) -> str:
+    """Say how long a step took, and how much of it ranks were idle."""
+    return f"{seconds(timeline.makespan_seconds)}, bubble {timeline.bubble:.1%}"
+
+
 def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
-    """Return one step of one pipeline of a run.
+    """Return one step of one pipeline of a run; its times are seconds since the first action of the pipeline.
 
     Args:
         number: one of `run.steps`.
@@ -112,21 +127,68 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     """
     ranks = run.pipelines[pipeline]
     steps = [run.step(rank, number) for rank in ranks]
-    begin = min((action.start_ns for step in steps for action in step.actions), default=0)
-    matched = match_messages(run, number, ranks)
-    schedule = _schedule(steps)
-    spans = tuple(tuple(_spans(step, begin)) for step in steps)
+    begin = run.begin_ns(number, pipeline)
+    waits = [_waits(step) for step in steps]
+    spans = tuple(tuple(_spans(*stage, begin)) for stage in zip(steps, waits, strict=True))
     makespan = max((stage[-1].end_seconds for stage in spans if stage), default=0.0)
-    stalls = tuple(tuple(_stalls(steps[i], spans[i], matched, ranks, i, begin, makespan)) for i in range(len(ranks)))
+    sent_at = {each.receive: each.send.start_ns for each in match_messages(run, number, ranks)}
+    stalls = [list(_stalls(*stage, sent_at, ranks, begin)) for stage in zip(steps, waits, strict=True)]
+    for stage, found in zip(spans, stalls, strict=True):
+        end = stage[-1].end_seconds if stage else 0.0
+        if end < makespan:
+            found.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
     return ExecutedStep(
         number=number,
         name=steps[0].span.name,
         ranks=ranks,
         step_seconds=_SECONDS * (max(s.span.end_ns for s in steps) - min(s.span.start_ns for s in steps)),
         planned=_planned(run, steps, ranks, spans),
-        executed=Timeline(schedule, spans, stalls),
-        links=tuple(_links(run, number, ranks)),
+        executed=Timeline(_schedule(steps), spans, tuple(map(tuple, stalls))),
+        works=tuple(
+            tuple((w.name, _SECONDS * (w.start_ns - begin), _SECONDS * (w.end_ns - begin)) for w in step.works)
+            for step in steps
+        ),
+        links=tuple(links_of(run, number, ranks)),
     )
+
+
+def as_json(step: ExecutedStep, stages: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return a step as `smpkit timeline --json` prints it and the page of a report draws it; times are seconds.
+
+    Args:
+        stages: those that lists by stage are of; None: all.
+    """
+    shown = range(len(step.ranks)) if stages is None else stages
+    return {
+        "step": step.number,
+        "name": step.name,
+        "ranks": step.ranks,
+        "stages": list(shown),
+        "step_seconds": step.step_seconds,
+        "follows_plan": step.follows_plan,
+        "planned": None if step.planned is None else _timeline_json(step.planned, shown),
+        "executed": {
+            **_timeline_json(step.executed, shown),
+            "works": [step.works[stage] for stage in shown],
+            "other_seconds": [step.other_seconds(stage) for stage in shown],
+        },
+        "links": [asdict(link) for link in step.links],
+    }
+
+
+def _timeline_json(timeline: Timeline, stages: Sequence[int]) -> dict[str, Any]:
+    def times(each: ActionInterval | IdleInterval) -> tuple[float, float]:
+        return round(each.start_seconds, 7), round(each.end_seconds, 7)
+
+    return {
+        "makespan_seconds": timeline.makespan_seconds,
+        "bubble": timeline.bubble,
+        "idle_seconds": [timeline.idle_seconds[stage] for stage in stages],
+        "stall_seconds": [{str(c): s for c, s in timeline.stall_seconds(stage).items()} for stage in stages],
+        "peak_live_microbatches": [timeline.peak_live_microbatches[stage] for stage in stages],
+        "spans": [[(str(each.action), *times(each)) for each in timeline.spans[stage]] for stage in stages],
+        "stalls": [[(str(e.cause), *times(e), e.waits_for) for e in timeline.stalls[stage]] for stage in stages],
+    }
 
 
 # --- the actions ------------------------------------------------------------------------------------------------------
@@ -152,18 +214,23 @@ def _schedule(steps: Sequence[RankStep]) -> Schedule:
     return Schedule("executed", graph, count, actions, (count,) * len(steps))
 
 
-def _waits(step: RankStep, action: ActionSpan) -> list[MessageSpan]:
-    """Return the receives inside an action."""
+def _waits(step: RankStep) -> list[list[MessageSpan]]:
+    """Return the receives inside each action."""
+    receives = [message for message in step.messages if message.direction == "receive"]
+    starts = [message.start_ns for message in receives]
     return [
-        message
-        for message in step.messages
-        if message.direction == "receive" and action.start_ns <= message.start_ns and message.end_ns <= action.end_ns
+        [
+            message
+            for message in receives[bisect_left(starts, action.start_ns) : bisect_right(starts, action.end_ns)]
+            if message.end_ns <= action.end_ns
+        ]
+        for action in step.actions
     ]
 
 
-def _spans(step: RankStep, begin_ns: int) -> Iterator[ActionInterval]:
-    for each in step.actions:
-        waited = sum(message.end_ns - message.start_ns for message in _waits(step, each))
+def _spans(step: RankStep, waits: Sequence[Sequence[MessageSpan]], begin_ns: int) -> Iterator[ActionInterval]:
+    for each, received in zip(step.actions, waits, strict=True):
+        waited = sum(message.end_ns - message.start_ns for message in received)
         start, end = _SECONDS * (each.start_ns + waited - begin_ns), _SECONDS * (each.end_ns - begin_ns)
         yield ActionInterval(_action(each), start, end)
 
@@ -190,35 +257,27 @@ def match_messages(run: Run, number: int, ranks: Sequence[int]) -> list[Matched]
 
 def _stalls(
     step: RankStep,
-    spans: Sequence[ActionInterval],
-    matched: Sequence[Matched],
+    waits: Sequence[Sequence[MessageSpan]],
+    sent_at: Mapping[MessageSpan, int],
     ranks: Sequence[int],
-    stage: int,
     begin_ns: int,
-    makespan: float,
 ) -> Iterator[IdleInterval]:
-    """Yield why a stage was idle: another stage still computed, or a message was on its way."""
-    sent_at = {each.receive: each.send.start_ns for each in matched if each.receiver == ranks[stage]}
-    stages = {rank: index for index, rank in enumerate(ranks)}
-    for number, each in enumerate(step.actions):
+    """Yield why a stage was idle before it had finished: another one still computed, or a message was on its way."""
+    for number, (each, received) in enumerate(zip(step.actions, waits, strict=True)):
         action = _action(each)
+        work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
         if number == 0 and each.start_ns > begin_ns:
             yield IdleInterval(Cause.FILL, 0.0, _SECONDS * (each.start_ns - begin_ns), action, None)
-        work = Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
-        if number == 0:
-            work = Cause.FILL
-        for wait in _waits(step, each):
+        for wait in received:
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
+            peer = ranks.index(wait.peer) if wait.peer in ranks else None
             for cause, start, end in ((work, wait.start_ns, sent), (Cause.LINK, sent, wait.end_ns)):
                 if end > start:
-                    times = (_SECONDS * (start - begin_ns), _SECONDS * (end - begin_ns))
-                    yield IdleInterval(cause, *times, action, stages.get(wait.peer))
-    end_seconds = spans[-1].end_seconds if spans else 0.0
-    if end_seconds < makespan:
-        yield IdleInterval(Cause.DRAIN, end_seconds, makespan, None, None)
+                    yield IdleInterval(cause, _SECONDS * (start - begin_ns), _SECONDS * (end - begin_ns), action, peer)
 
 
-def _links(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:
+def links_of(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:
+    """Yield what the ranks of a pipeline sent to each other in a step."""
     waited: defaultdict[tuple[int, int], int] = defaultdict(int)
     sizes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in ranks:
@@ -252,12 +311,12 @@ def _planned(
 
 def _costs(schedule: Schedule, spans: Sequence[Sequence[ActionInterval]]) -> Costs:
     """Return what the actions of each segment took on average; 0 where none ran."""
-    found: defaultdict[tuple[Kind, Segment], list[float]] = defaultdict(list)
+    took: defaultdict[tuple[Kind, Segment], list[float]] = defaultdict(list)
     for rank, stage in enumerate(spans):
         for span in stage:
             place = Segment(rank, span.action.segment)
-            found[span.action.kind, place].append(span.end_seconds - span.start_seconds)
-    means = {key: fmean(seconds) for key, seconds in found.items()}
+            took[span.action.kind, place].append(span.end_seconds - span.start_seconds)
+    means = {key: fmean(times) for key, times in took.items()}
 
     def of(*kinds: Kind) -> Mapping[Segment, float]:
         return {each: sum(means.get((kind, each), 0.0) for kind in kinds) for each in schedule.graph.segments}

@@ -12,11 +12,9 @@ from typing import Final, TypeVar
 from smpkit.errors import ConfigError
 from smpkit.observe.events import (
     ActionSpan,
-    Counter,
     Event,
     EventsError,
     Header,
-    Mark,
     MemorySample,
     MessageSpan,
     PlannedSchedule,
@@ -68,6 +66,12 @@ class Run:
         """Return what a rank did in a step that is in `steps`."""
         return self._by_step[rank][number]
 
+    def begin_ns(self, number: int, pipeline: int) -> int:
+        """Return when the first action of a pipeline begins in a step, or the step where it has none."""
+        steps = [self.step(rank, number) for rank in self.pipelines[pipeline]]
+        starts = [action.start_ns for step in steps for action in step.actions]
+        return min(starts or [step.span.start_ns for step in steps])
+
     @cached_property
     def _by_step(self) -> tuple[dict[int, RankStep], ...]:
         return tuple(_steps(log.events) for log in self.logs)
@@ -89,27 +93,23 @@ def _of(events: Sequence[Event], kind: type[_Kind]) -> list[_Kind]:
     return [event for event in events if isinstance(event, kind)]
 
 
+def _begin_ns(event: Event) -> int:
+    times = vars(event)
+    return int(times.get("start_ns", times.get("at_ns", 0)))
+
+
 def _steps(events: Sequence[Event]) -> dict[int, RankStep]:
-    actions: defaultdict[int, list[ActionSpan]] = defaultdict(list)
-    messages: defaultdict[int, list[MessageSpan]] = defaultdict(list)
-    works: defaultdict[int, list[WorkSpan]] = defaultdict(list)
-    samples: defaultdict[int, list[MemorySample]] = defaultdict(list)
-    for event in events:
-        if isinstance(event, ActionSpan):
-            actions[event.step].append(event)
-        elif isinstance(event, MessageSpan):
-            messages[event.step].append(event)
-        elif isinstance(event, WorkSpan):
-            works[event.step].append(event)
-        elif isinstance(event, MemorySample):
-            samples[event.step].append(event)
+    by_step: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=_begin_ns):
+        if isinstance(event, ActionSpan | MessageSpan | WorkSpan | MemorySample):
+            by_step[event.step].append(event)
     return {
         span.number: RankStep(
             span,
-            tuple(sorted(actions[span.number], key=lambda each: each.start_ns)),
-            tuple(sorted(messages[span.number], key=lambda each: each.start_ns)),
-            tuple(sorted(works[span.number], key=lambda each: each.start_ns)),
-            tuple(sorted(samples[span.number], key=lambda each: each.at_ns)),
+            actions=tuple(_of(by_step[span.number], ActionSpan)),
+            messages=tuple(_of(by_step[span.number], MessageSpan)),
+            works=tuple(_of(by_step[span.number], WorkSpan)),
+            samples=tuple(_of(by_step[span.number], MemorySample)),
         )
         for span in _of(events, StepSpan)
     }
@@ -126,10 +126,12 @@ def read_run(folder: Path) -> Run:
 
 def merge(logs: Sequence[RankLog]) -> Run:
     """Put the files of one run on one clock; raises EventsError unless they are those of all its ranks."""
-    mesh = _mesh(logs[0].header)
-    _check(mesh, [log.header for log in logs])
-    offsets = _offsets([log.header for log in logs])
-    return Run(mesh, tuple(_shifted(log, offsets[log.header.clock]) for log in logs))
+    headers = [log.header for log in logs]
+    mesh = _mesh(headers[0])
+    _check(mesh, headers)
+    # The begin of a clock is its earliest reading after the barrier, the closest to the barrier's end.
+    begins = {header.clock: min(h.anchor_ns for h in headers if h.clock == header.clock) for header in headers}
+    return Run(mesh, tuple(_shifted(log, begins[log.header.clock]) for log in logs))
 
 
 def _mesh(header: Header) -> Mesh:
@@ -140,37 +142,23 @@ def _mesh(header: Header) -> Mesh:
 
 
 def _check(mesh: Mesh, headers: Sequence[Header]) -> None:
-    present = {header.rank for header in headers}
-    missing = [rank for rank in range(mesh.size) if rank not in present]
+    missing = sorted({*range(mesh.size)} - {header.rank for header in headers})
     if missing:
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         listed = ", ".join(map(str, missing[:_LISTED]))
         hint = "bring the files of all hosts into one folder"
         raise EventsError(f"of {mesh.size} ranks, the events of {listed}{more} are missing", hint=hint)
     for rank, header in enumerate(headers):
-        place = Coordinates(header.pp, header.tp, header.rdp)
         if header.run != headers[0].run or _mesh(header) != mesh:
             hint = "record each run into a folder of its own"
             raise EventsError(f"the events of rank {header.rank} are of another run than those of rank 0", hint=hint)
-        if header.rank != rank or mesh.coordinates(rank) != place:
+        if header.rank != rank or mesh.coordinates(rank) != Coordinates(header.pp, header.tp, header.rdp):
             raise EventsError(f"the events of rank {header.rank} claim a place in the grid that is not its own")
 
 
-def _offsets(headers: Sequence[Header]) -> dict[str, int]:
-    """Return the offset of each clock: its earliest reading after the barrier, the closest to the barrier's end."""
-    anchors: dict[str, int] = {}
-    for header in headers:
-        anchors[header.clock] = min(header.anchor_ns, anchors.get(header.clock, header.anchor_ns))
-    return anchors
+def _shifted(log: RankLog, begin_ns: int) -> RankLog:
+    def moved(event: Event) -> Event:
+        times = {name: value - begin_ns for name, value in vars(event).items() if name.endswith("_ns")}
+        return replace(event, **times)
 
-
-def _shifted(log: RankLog, offset_ns: int) -> RankLog:
-    return replace(log, events=tuple(_moved(event, offset_ns) for event in log.events))
-
-
-def _moved(event: Event, offset_ns: int) -> Event:
-    if isinstance(event, PlannedSchedule):
-        return event
-    if isinstance(event, Counter | MemorySample | Mark):
-        return replace(event, at_ns=event.at_ns - offset_ns)
-    return replace(event, start_ns=event.start_ns - offset_ns, end_ns=event.end_ns - offset_ns)
+    return replace(log, events=tuple(map(moved, log.events)))

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -61,7 +63,6 @@ _NAME: Final = re.compile(r"(?P<name>.+)-(?P<time>\d{8}-\d{6})(?:-(?P<again>\d+)
 _TIME: Final = "%Y%m%d-%H%M%S"
 _DEPTH: Final = 2
 """How far below a folder its runs are looked for: `examples/gpt_text/runs` from a checkout's root."""
-_MOST_IN_A_SECOND: Final = 1000
 
 
 class RunsError(SmpkitError):
@@ -95,19 +96,27 @@ def make_run(folder: Path, name: str, now: datetime) -> Run:
     runs = folder / _RUNS
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        ignore = runs / ".gitignore"
-        if not ignore.exists():
-            ignore.write_text("*\n", encoding="ascii")
-        for again in range(_MOST_IN_A_SECOND):
-            path = runs / f"{name}-{now.strftime(_TIME)}{f'-{again + 1}' if again else ''}"
-            try:
+        if not (runs / ".gitignore").exists():
+            (runs / ".gitignore").write_text("*\n", encoding="ascii")
+        for again in count(1):
+            path = runs / f"{name}-{now.strftime(_TIME)}{f'-{again}' if again > 1 else ''}"
+            with suppress(FileExistsError):
                 path.mkdir()
-            except FileExistsError:
-                continue
-            return Run(path, name, now.replace(microsecond=0), again + 1 if again else 0)
+                break
     except OSError as error:
         raise RunsError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
-    raise RunsError(f"`{runs}` has {_MOST_IN_A_SECOND:,} runs of this second")
+    return Run(path, name, now.replace(microsecond=0), again if again > 1 else 0)
+
+
+def run_at(path: Path) -> Run | None:
+    """Return the run whose folder this is, by its name; None if it is none."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.parent.name != _RUNS:
+        return None
+    with suppress(ValueError):  # no time of any day
+        started = datetime.strptime(match["time"], _TIME).astimezone()
+        return Run(path, match["name"], started, int(match["again"] or 0))
+    return None
 
 
 def find_runs(folder: Path) -> tuple[Run, ...]:
@@ -115,9 +124,30 @@ def find_runs(folder: Path) -> tuple[Run, ...]:
 
     `folder` may also be a run or `runs` itself.
     """
-    own = run_at(folder.absolute())
-    found = [own] if own is not None else [run for runs in _places(folder.absolute()) for run in _runs_in(runs)]
-    return tuple(sorted(found, key=lambda run: (run.started, run.again, run.path)))
+    folder = folder.absolute()
+    own = run_at(folder)
+    if own is not None:
+        return (own,)
+    places = [folder] if folder.name == _RUNS else list(_places(folder, _DEPTH))
+    runs = [run for place in places for path in _folders(place) if (run := run_at(path)) is not None]
+    return tuple(sorted(runs, key=lambda run: (run.started, run.again, run.path)))
+
+
+def _places(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the folders of runs in a folder and below it."""
+    if (folder / _RUNS).is_dir():
+        yield folder / _RUNS
+    for inside in _folders(folder) if depth else ():
+        if inside.name != _RUNS:
+            yield from _places(inside, depth - 1)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in one, without hidden ones and without links, which may lead in circles."""
+    try:
+        return [path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []  # that of another user, or one that was deleted meanwhile
 
 
 def last_run(folder: Path) -> Run:
@@ -128,9 +158,8 @@ def last_run(folder: Path) -> Run:
     """
     runs = find_runs(folder)
     if not runs:
-        raise RunsError(
-            f"there are no runs in `{folder}`", hint="`smpkit run JOB_FILE` makes one, in `runs` beside the job file"
-        )
+        hint = "`smpkit run JOB_FILE` makes one, in `runs` beside the job file"
+        raise RunsError(f"there are no runs in `{folder}`", hint=hint)
     return runs[-1]
 
 
@@ -147,62 +176,16 @@ def open_run(text: str | None, folder: Path | None = None) -> Run:
     where = Path.cwd() if folder is None else folder
     if text is None:
         return last_run(where)
-    path = where / text
+    path = (where / text).absolute()
     if path.is_dir():
-        # A run by its path; and `runs/`, or a folder that has it, stands for the last one there.
-        found = find_runs(path) if (path / _RUNS).is_dir() or path.name == _RUNS else ()
-        return run_at(path.absolute()) or (found[-1] if found else _plain_folder(path.absolute()))
+        # `runs/`, or a folder that has it, stands for the last run there.
+        runs = find_runs(path) if run_at(path) or path.name == _RUNS or (path / _RUNS).is_dir() else ()
+        changed = datetime.fromtimestamp(int(path.stat().st_mtime)).astimezone()
+        return runs[-1] if runs else Run(path, path.name, changed)
     runs = find_runs(where)
-    for run in reversed(runs):
-        if text in (run.label, run.name):
-            return run
-    names = [*(run.label for run in runs), *(run.name for run in runs)]
-    near = closest(text, names)
-    raise RunsError(
-        f"there is no run {quoted(text)} in `{where}`",
-        hint=f"did you mean `{near}`?" if near else "`smpkit runs` lists them",
-    )
-
-
-def _places(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs that belong to `folder`."""
-    if folder.name == _RUNS:
-        yield folder
-        return
-    level = [folder]
-    for depth in range(_DEPTH + 1):
-        yield from (runs for each in level if (runs := each / _RUNS).is_dir())
-        if depth < _DEPTH:
-            level = [below for each in level for below in _folders(each) if below.name != _RUNS]
-
-
-def _runs_in(runs: Path) -> Iterator[Run]:
-    for path in _folders(runs):
-        run = run_at(path)
-        if run is not None:
-            yield run
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders in one, without hidden ones and without links, which may lead in circles."""
-    try:
-        return [path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()]
-    except OSError:
-        return []  # that of another user, or one that was deleted meanwhile
-
-
-def run_at(path: Path) -> Run | None:
-    """Return the run whose folder this is, by its name; None if it is none."""
-    match = _NAME.fullmatch(path.name)
-    if match is None or path.parent.name != _RUNS:
-        return None
-    try:
-        # Local time, as in the name.
-        started = datetime.strptime(match["time"], _TIME).astimezone()
-    except ValueError:
-        return None
-    return Run(path, match["name"], started, int(match["again"] or 0))
-
-
-def _plain_folder(path: Path) -> Run:
-    return Run(path, path.name, datetime.fromtimestamp(int(path.stat().st_mtime)).astimezone())
+    run = next((run for run in reversed(runs) if text in (run.label, run.name)), None)
+    if run is None:
+        near = closest(text, [*(run.label for run in runs), *(run.name for run in runs)])
+        hint = f"did you mean `{near}`?" if near else "`smpkit runs` lists them"
+        raise RunsError(f"there is no run {quoted(text)} in `{where}`", hint=hint)
+    return run

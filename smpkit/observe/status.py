@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -42,22 +43,20 @@ def page_of(folder: Path, rank: int) -> Path:
 
 
 class _Numbers(dict[str, int]):
-    """The numbers of layers, from 1; whoever asks for a new one gives it a name in the page."""
+    """The numbers of layers, from 1; whoever asks for a new one writes its name into the page, if there is room."""
 
     def __init__(self, page: mmap.mmap, cells: memoryview) -> None:
-        self._page, self._cells, self._num_names = page, cells, 0
+        self._page, self._cells = page, cells
 
     def __missing__(self, name: str) -> int:
         entry = name.encode()[:_LONGEST_NAME].replace(b"\n", b" ") + b"\n"
         begin = _NAMES_AT + self._cells[_NAMES_LENGTH]
-        if begin + len(entry) > _SIZE:
-            self[name] = 0
-            return 0
-        self._page[begin : begin + len(entry)] = entry
-        self._cells[_NAMES_LENGTH] += len(entry)
-        self._num_names += 1
-        self[name] = self._num_names
-        return self._num_names
+        has_room = begin + len(entry) <= _SIZE
+        if has_room:
+            self._page[begin : begin + len(entry)] = entry
+            self._cells[_NAMES_LENGTH] += len(entry)
+        self[name] = max(self.values(), default=0) + 1 if has_room else 0
+        return self[name]
 
 
 class StatusPage:
@@ -81,15 +80,6 @@ class StatusPage:
     def begin_step(self, step: int) -> None:
         """Note that a step begins; -1: none has."""
         self.cells[_STEP] = step
-
-    def begin_action(self, kind: str, microbatch: int) -> None:
-        """Note that an action of a microbatch begins, and that no layer runs, as in a backward."""
-        self.cells[ACTION_CELL] = microbatch * 256 + ord(kind[0])
-        self.cells[LAYER_CELL] = 0
-
-    def begin_layer(self, name: str) -> None:
-        """Note that a layer begins."""
-        self.cells[LAYER_CELL] = self.layer_numbers[name]
 
     def write(self, held: KindBytes, planned: KindBytes | None, remedy: str) -> None:
         """Note what the rank holds, what was planned, and the setting that would save most."""
@@ -125,22 +115,23 @@ class RankStatus:
 
 
 def read_status(folder: Path, rank: int) -> RankStatus | None:
-    """Read a rank's page; None if it has none yet, or writes at this moment."""
+    """Read a rank's page; None if it has none yet. Without a text that was written at this moment."""
     try:
-        data = page_of(folder, rank).read_bytes()
+        with page_of(folder, rank).open("rb", buffering=0) as file:
+            data = file.read(_SIZE)
+            file.seek(0)
+            after = file.read(_CELLS.size)
     except OSError:
         return None
     if len(data) < _SIZE:
         return None
     writes, step, action, layer, length, names_length = _CELLS.unpack_from(data)
     names = data[_NAMES_AT : _NAMES_AT + names_length].decode("utf-8", errors="replace").split("\n")
-    told: dict[str, Any] = {}
-    if writes and not writes % 2:
-        try:
-            told = json.loads(data[_TEXT_AT : _TEXT_AT + length])
-        except ValueError:
-            told = {}
-    held, planned = told.get("held"), told.get("planned")
+    texts: dict[str, Any] = {}
+    if writes and not writes % 2 and _CELLS.unpack(after)[_WRITES] == writes:
+        with suppress(ValueError):
+            texts = json.loads(data[_TEXT_AT : _TEXT_AT + length])
+    held, planned = texts.get("held"), texts.get("planned")
     return RankStatus(
         step=step,
         action=_ACTIONS.get(chr(action % 256), ""),
@@ -148,5 +139,5 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         layer=names[layer - 1] if 0 < layer < len(names) else "",
         held=None if held is None else KindBytes(**held),
         planned=None if planned is None else KindBytes(**planned),
-        remedy=str(told.get("remedy", "")),
+        remedy=texts.get("remedy", ""),
     )

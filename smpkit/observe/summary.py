@@ -28,8 +28,6 @@ __all__ = [
     "write_summary",
 ]
 
-FORMAT: Final = 1
-
 Basis: TypeAlias = Literal["simulated", "measured", "planned"]
 
 
@@ -58,7 +56,7 @@ class Split:
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.communication + self.stall + self.optimizer + self.other
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class KindBytes:
 
     @property
     def on_device(self) -> int:
-        return self.weights + self.gradients + self.states + self.activations + self.parked + self.other
+        return int(sum(vars(self).values())) - self.offloaded
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class RunSummary:
     """Of the loss and what else was logged, the first and the last value."""
     notes: tuple[str, ...] = ()
     """What is missing in this summary, and why."""
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
 _ADAPTER: Final = TypeAdapter(RunSummary)
@@ -176,17 +174,12 @@ def read_summary(folder: Path) -> RunSummary:
     """
     path = folder / SUMMARY
     try:
-        data = path.read_bytes()
+        return _ADAPTER.validate_json(path.read_bytes())
     except FileNotFoundError:
         raise SummaryError(f"there is no `{path}`", hint="a run writes it at its end") from None
     except OSError as error:
         raise SummaryError(f"`{path}` cannot be read: {error.strerror}") from None
-    try:
-        summary = _ADAPTER.validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SummaryError(f"`{path}` is damaged: {f'{where}: ' if where else ''}{first['msg']}") from None
-    if summary.format != FORMAT:
-        raise SummaryError(f"`{path}` has format {summary.format}, and this smpkit reads format {FORMAT}")
-    return summary
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise SummaryError(f"`{path}` is damaged: {where}{first['msg']}") from None

@@ -5,14 +5,16 @@ One process without parallelism gets two or three lines; more ranks get a table,
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Final
 
 from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
+from smpkit.units import amount, count, seconds
 
-__all__ = ["amount", "block", "count", "gain_line", "rates", "seconds"]
+__all__ = ["block", "gained"]
 
 _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
@@ -30,41 +32,37 @@ def block(summary: RunSummary) -> list[str]:
 
 
 def _lines(summary: RunSummary) -> Iterator[str]:
-    steps = f"{summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
-    rate = rates(summary)
-    yield from _folded(f"run     {steps}", [":", *rate.replace(", ", ",\n").split("\n")] if rate else [])
+    steps = f"run     {summary.steps:,} step{'s' * (summary.steps != 1)} in {duration(summary.seconds)}"
+    rates = list(_rates(summary))
+    yield from _folded(f"{steps}: " if rates else steps, rates)
     if summary.values:
-        texts = [f"{name} {first:.4g} → {last:.4g}," for name, (first, last) in summary.values.items()]
-        yield from _folded("values  ", [*texts[:-1], texts[-1].removesuffix(",")])
+        ends = summary.values.items()
+        yield from _folded("values  ", [f"{name} {first:.4g} → {last:.4g}" for name, (first, last) in ends])
     shown = _chosen(summary.ranks)
     if shown:
         yield from _step(summary, shown)
         yield from _memory(summary, shown)
     for gain in summary.gains:
-        yield from _folded("gain    ", gain_line(gain).split(" "))
+        yield from _folded(f"gain    {gain.feature}: {gained(gain)}")
     for note in summary.notes:
-        yield from _folded("note    ", note.split(" "))
+        yield from _folded(f"note    {note}")
 
 
-def rates(summary: RunSummary) -> str:
-    """Say how fast a run was, as far as that is known: `3.33 steps/s, 213 samples/s`."""
-    found = [
-        (summary.steps_per_s, "steps/s"),
-        (summary.samples_per_s, "samples/s"),
-        (summary.tokens_per_s, "tokens/s"),
-    ]
-    texts = [f"{count(value)} {unit}" for value, unit in found if value is not None]
+def _rates(summary: RunSummary) -> Iterator[str]:
+    """Yield how fast a run was, as far as that is known."""
+    for unit in ("steps", "samples", "tokens"):
+        rate = getattr(summary, f"{unit}_per_s")
+        if rate is not None:
+            yield f"{count(rate)} {unit}/s"
     if summary.flops_share is not None:
-        texts.append(f"{summary.flops_share:.0%} of {summary.flops_basis or 'peak'}")
-    return ", ".join(texts)
+        yield f"{summary.flops_share:.0%} of {summary.flops_basis or 'peak'}"
 
 
-def gain_line(gain: Gain) -> str:
-    """Say what a feature gained."""
+def gained(gain: Gain) -> str:
+    """Say what a feature gained: `3.0 MiB instead of 9.0 MiB on the device of rank 0, 0.4% slower (measured)`."""
     slower = "" if gain.slower is None else f", {abs(gain.slower):.1%} {'slower' if gain.slower >= 0 else 'faster'}"
-    where = f"on the device of rank {gain.rank}"
-    bytes_with, bytes_without = amount(gain.bytes_with), amount(gain.bytes_without)
-    return f"{gain.feature}: {bytes_with} instead of {bytes_without} {where}{slower} ({gain.basis})"
+    sizes = f"{amount(gain.bytes_with)} instead of {amount(gain.bytes_without)}"
+    return f"{sizes} on the device of rank {gain.rank}{slower} ({gain.basis})"
 
 
 def _chosen(ranks: Sequence[RankSummary]) -> list[RankSummary]:
@@ -88,16 +86,13 @@ def _step(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
     if not total:
         return
     parts = [part for part in _PARTS if any(_share(rank, part) >= _HIDDEN_SHARE for rank in shown)]
-    head = f"step    {seconds(total)}"
     if len(summary.ranks) == 1:
-        texts = [f"{part} {_share(shown[0], part):.1%}," for part in parts]
-        yield from _folded(f"{head}: ", [*texts[:-1], texts[-1].removesuffix(",")])
+        yield from _folded(f"step    {seconds(total)}: ", [f"{part} {_share(shown[0], part):.1%}" for part in parts])
         return
     of = "" if len(shown) == len(summary.ranks) else f"; of {len(summary.ranks):,} ranks the fullest and slowest"
-    yield f"{head}{of}"
-    rows = [["rank", *parts]]
-    rows += [[str(rank.rank), *(f"{_share(rank, part):.1%}" for part in parts)] for rank in shown]
-    yield from _table(rows)
+    yield f"step    {seconds(total)}{of}"
+    shares = [[str(rank.rank), *(f"{_share(rank, part):.1%}" for part in parts)] for rank in shown]
+    yield from _table([["rank", *parts], *shares])
 
 
 def _share(rank: RankSummary, part: str) -> float:
@@ -107,34 +102,28 @@ def _share(rank: RankSummary, part: str) -> float:
 
 def _memory(summary: RunSummary, shown: Sequence[RankSummary]) -> Iterator[str]:
     """Yield the most of each kind, and below each rank what was planned, if anything was."""
-    kinds = [kind for kind in _KINDS if any(_bytes(rank, kind) for rank in shown)]
+    kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in shown)]
     process = [rank.device_peak for rank in shown if rank.device_peak is not None]
     if not kinds and not process:
         return
     largest = max([*process, *(rank.peak.on_device for rank in shown)])
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    if len(summary.ranks) == 1 and shown[0].planned is None:
-        texts = [f"{kind} {_bytes(shown[0], kind) / size:.1f}," for kind in kinds]
-        held = [f"at once {process[0] / size:.1f}"] if process else []
-        words = [*texts, *held]
-        yield from _folded(f"memory  peaks in {unit}: ", [*words[:-1], words[-1].removesuffix(",")])
-        return
-    yield f"memory  peaks in {unit}"
-    rows = [["rank", *kinds, *(["at once"] if process else [])]]
+    columns = [*kinds, *(["at once"] if process else [])]
+    rows = [["rank", *columns]]
     for rank in shown:
-        cells = [f"{_bytes(rank, kind) / size:.1f}" for kind in kinds]
-        held = ["" if rank.device_peak is None else f"{rank.device_peak / size:.1f}"] if process else []
-        rows.append([str(rank.rank), *cells, *held])
+        peaks = [*(getattr(rank.peak, kind) for kind in kinds), *([rank.device_peak] if process else [])]
+        rows.append([str(rank.rank), *("" if each is None else f"{each / size:.1f}" for each in peaks)])
         if rank.planned is not None:
             planned = [getattr(rank.planned, kind) for kind in kinds]
             # Without activations, as where the first step had no backward, a total would be of nothing.
             planned += [rank.planned.on_device if rank.planned.activations else 0] if process else []
             rows.append(["plan", *(f"{each / size:.1f}" if each else _UNKNOWN for each in planned)])
+    if len(summary.ranks) == 1 and len(rows) == 2:
+        values = [f"{name} {value}" for name, value in zip(columns, rows[1][1:], strict=True)]
+        yield from _folded(f"memory  peaks in {unit}: ", values)
+        return
+    yield f"memory  peaks in {unit}"
     yield from _table(rows)
-
-
-def _bytes(rank: RankSummary, kind: str) -> int:
-    return int(getattr(rank.peak, kind))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -149,37 +138,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"  {cells}".rstrip()
 
 
-def _folded(head: str, words: Sequence[str]) -> Iterator[str]:
-    line = head + "".join(words[:1])
-    for word in words[1:]:
-        if len(line) + 1 + len(word) > _WIDTH:
-            yield line
-            line = " " * 8 + word
-        else:
-            line = f"{line} {word}"
-    yield line
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def amount(num_bytes: int) -> str:
-    """Say `3.1 GiB`, `12.0 MiB` or `0.5 KiB`."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
-
-
-def count(number: float) -> str:
-    """Write a rate with three digits: `0.0123`, `3.33`, `213`, `27,300`."""
-    if number >= 100:
-        return f"{float(f'{number:.3g}'):,.0f}"
-    return f"{number:.3g}"
-
-
-def seconds(length: float) -> str:
-    """Say `1.23 s`, `45.6 ms` or `789 µs`."""
-    if length >= 1:
-        return f"{length:.2f} s"
-    return f"{length * 1e3:.1f} ms" if length >= 1e-3 else f"{length * 1e6:.0f} µs"
+def _folded(head: str, parts: Sequence[str] = ()) -> list[str]:
+    """Return a line, or several: broken between the parts, of which none is broken, or between the words of `head`."""
+    text = head + ", ".join(part.replace(" ", "\xa0") for part in parts)
+    lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]

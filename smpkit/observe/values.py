@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,8 +24,6 @@ __all__ = ["LOSS", "Logged", "ValueWriter", "read_values"]
 
 LOSS: Final = "loss"
 """The name that is shown before all others."""
-_TAIL_BYTES: Final = 1 << 20
-_BY_STEP: Final = ', "by": "step"}'
 
 
 @dataclass(frozen=True)
@@ -43,20 +41,19 @@ class ValueWriter:
 
     def __init__(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        self._path = run / VALUES
-        self.last_step = _last_step(self._path)
+        path = run / VALUES
+        lines = list(_lines(path))
+        self.last_step = next((logged.step for logged, by_script in reversed(lines) if by_script), 0)
         """The step of the last line that the script logged; 0 if there is none."""
-        self._file = self._path.open("a", encoding="utf-8")
-        if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
+        self._file = path.open("a", encoding="utf-8")
+        if self._file.tell() and not path.read_bytes().endswith(b"\n"):
             self._file.write("\n")  # somebody was killed while writing
 
     def write(self, logged: Logged, *, by_script: bool = True) -> None:
         """Add a line."""
-        values = {name: _finite(value) for name, value in logged.values.items()}
+        values = {name: v if math.isfinite(v) else json.dumps(v) for name, v in logged.values.items()}
         line = {"step": logged.step, "time": round(logged.time, 3), "values": values}
-        if not by_script:
-            line["by"] = "step"
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line if by_script else {**line, "by": "step"}) + "\n")
         self._file.flush()
         if by_script:
             self.last_step = logged.step
@@ -68,40 +65,15 @@ class ValueWriter:
 
 def read_values(run: Path) -> tuple[Logged, ...]:
     """Return what was logged in a run, in the order of the calls; damaged and half-written lines are left out."""
-    found = []
-    try:
-        text = (run / VALUES).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ()
-    for line in text.splitlines():
-        logged = _parsed(line)
-        if logged is not None:
-            found.append(logged)
-    return tuple(found)
+    return tuple(logged for logged, _ in _lines(run / VALUES))
 
 
-def _parsed(line: str) -> Logged | None:
-    try:
-        item = json.loads(line)
-        values = {str(name): float(value) for name, value in item["values"].items()}
-        return Logged(int(item["step"]), float(item["time"]), values)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _finite(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except FileNotFoundError:
-        return 0
-    steps = [logged.step for line in lines if not line.endswith(_BY_STEP) and (logged := _parsed(line)) is not None]
-    return steps[-1] if steps else 0
+def _lines(path: Path) -> Iterator[tuple[Logged, bool]]:
+    """Yield the lines, and whether the script logged them itself."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            item = json.loads(line)
+            values = {name: float(value) for name, value in item["values"].items()}
+            yield Logged(int(item["step"]), float(item["time"]), values), "by" not in item

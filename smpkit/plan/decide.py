@@ -21,24 +21,22 @@ from smpkit.plan.offload.forecast import Forecast, forecast
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
-from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
+from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
-from smpkit.plan.schedule.search import WORTH, interleaved, simple
+from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.speed import Speed
 from smpkit.plan.svg import html
 
-__all__ = ["Plan", "Policy", "assign_units", "decide", "with_jitter"]
+__all__ = ["Plan", "Policy", "assign_units", "decide"]
 
-_MIN_GAIN: Final = 0.01
-"""Another schedule must be faster by this share with measured times. They differ by some percent from step to step and
-from a prediction: with less, noise would choose among schedules that are as fast, and hold what no plan has foreseen.
-"""
-_MIN_LATENCY_SHARE: Final = 0.02
-"""The least latency of a message, as a share of the longest action. A ping leaves out what else lies between two ranks'
-actions: Python of both, other processes on their cores, actions of unequal length. A schedule without slack, as 1F1B,
-waits for all of that in each microbatch."""
+_EQUAL_PARTS: Final = Costs(1.0, 2.0, latency_seconds=0.04)
+"""What a schedule is made for: parts that take equally long, and messages that are late by 2 % of the longest action.
+
+Between the actions of two ranks lies more than a message: Python of both, other processes on their cores, actions of
+unequal length. A schedule without slack, as 1F1B, waits for all of that in each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +55,17 @@ class Policy:
         """Whether a backward may run in two halves."""
         return self.pipeline == "zero_bubble"
 
-    def schedule(
-        self, graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None, worth: float = WORTH
-    ) -> Schedule:
-        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
+    def schedule(self, graph: SegmentGraph, num_microbatches: int) -> Schedule:
+        """Choose the order; the same on every rank and in every plan, since it follows from the graph alone."""
         if self.pipeline == "simple" or not graph.has_backward:
             return simple(graph, num_microbatches)
-        return interleaved(
-            graph, num_microbatches, self.active_microbatches, costs, split_backward=self.splits_backward, worth=worth
-        )
-
-    def can_replan(self, schedule: Schedule) -> bool:
-        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
-        graph = schedule.graph
-        limit = min(self.active_microbatches, schedule.num_microbatches)
-        deeper = any(live < limit for live in schedule.peak_live_microbatches)
-        has_choice = deeper or self.splits_backward
-        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
-
-    def replanned(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the schedule that is worth a change with these costs, or the same one if there is none.
-
-        Args:
-            costs: in seconds, measured or predicted, `with_jitter`.
-        """
-        other = self.schedule(schedule.graph, schedule.num_microbatches, costs, worth=_MIN_GAIN)
-        before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
-        return other if after < before * (1 - _MIN_GAIN) else schedule
-
-
-def with_jitter(costs: Costs, graph: SegmentGraph) -> Costs:
-    """Return the costs with the least latency that messages have where actions never take equally long."""
-    longest = max(costs.seconds(kind, each) for each in graph.segments for kind in (Kind.FORWARD, Kind.BACKWARD))
-    return replace(costs, latency_seconds=max(costs.latency_seconds, longest * _MIN_LATENCY_SHARE))
+        limit = min(self.active_microbatches, num_microbatches)
+        if graph.is_chain and not self.splits_backward and limit >= graph.num_ranks:
+            # One microbatch more than 1F1B has where there is room for it: a search finds hardly anything faster.
+            caps = tuple(min(depth + 1, limit) for depth in graph.depths)
+            actions, _ = list_schedule(graph, num_microbatches, caps, _EQUAL_PARTS)
+            return Schedule("interleaved", graph, num_microbatches, actions, caps)
+        return interleaved(graph, num_microbatches, limit, _EQUAL_PARTS, split_backward=self.splits_backward)
 
 
 def assign_units(config: ModelParallelConfig, units: Sequence[UnitCost], places: Mapping[str, int]) -> Assignment:
@@ -137,7 +113,6 @@ def decide(
     speed: Speed | None = None,
     optimizer: str = "adamw",
     *,
-    replans: bool = True,
     schedule: Schedule | None = None,
     placed: Mapping[str, int] | None = None,
 ) -> Plan:
@@ -148,8 +123,6 @@ def decide(
         model: None: plan for a model in which every part takes the same time and hands on to the next one.
         speed: of a rank's device and its link with the host; needed with a model.
         optimizer: a name of `smpkit.plan.memory.OPTIMIZERS`, whose states count as memory.
-        replans: whether to choose the schedule once more with the costs of the model's parts, as the runtime does with
-            measured ones after its first steps. That may hold more microbatches, and it takes longer to decide.
         schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
         placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
 
@@ -175,14 +148,9 @@ def decide(
         graph = linear_graph(runs, degree, has_backward)
     else:
         runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
-    ran = schedule is not None and schedule.graph.counts == graph.counts
-    schedule = schedule if schedule is not None and ran else _scheduled(policy, graph, config.microbatches)
-    costs = _costs(schedule, runs, speed)
-    timeline = simulate(schedule, costs)
-    if replans and not ran and policy.can_replan(schedule):
-        again = policy.replanned(schedule, with_jitter(costs, graph))
-        if again is not schedule:
-            schedule, timeline = again, simulate(again, _costs(again, runs, speed))
+    if schedule is None or schedule.graph.counts != graph.counts:
+        schedule = _scheduled(policy, graph, config.microbatches)
+    timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)

@@ -38,15 +38,13 @@ from smpkit.torch.placement.delayed import initialize, run_deferred_loads
 from smpkit.torch.placement.measure import MeasureOptions
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import refuse_assignment
-from smpkit.torch.placement.unwritten import UnwrittenCheck, has_remembered_weights
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.run_plan import begin_plan
 from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
 from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
-from smpkit.torch.tensor_parallel.replace import distribute
-from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
+from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
 if TYPE_CHECKING:
@@ -90,8 +88,8 @@ class DistributedModel(ModelParts):
             scripts that import `smdistributed`, as SMP v1 did.
         fresh_weights: whether replaced modules draw new weights, as their arguments say (`initializer_range`,
             `use_normal_initialization`), instead of keeping those of the modules that they replace. None: only in
-            scripts that import `smdistributed`, as SMP v1 did, there only where nothing has written the weights since
-            the constructor of the replaced module, and not with `_match_weights`.
+            scripts that import `smdistributed`, as SMP v1 did, there only where no weights were loaded
+            (`from_pretrained`, `load_state_dict`), and not with `_match_weights`.
 
     Raises:
         UsageError: before `smp.init()`, a second model, a wrapped model, or an argument out of its range.
@@ -130,11 +128,12 @@ class DistributedModel(ModelParts):
 
         # The transforms, in an order that matters: each works on what the one before it has left.
         #
-        # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
-        # as an optimizer that the script made before its model, must keep the new one.
+        # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them must
+        # keep the new one.
         replaces = state.is_v1_script if replace_at_degree_1 is None else replace_at_degree_1
-        module = distribute(module, at_degree_1=replaces, fresh=_has_fresh_weights(fresh_weights))
-        _renew_optimizer_parameters()
+        module = distribute(module, at_degree_1=replaces, fresh_weights=fresh_weights)
+        if state.optimizer is not None:
+            refuse_replaced_parameters(state.optimizer.optimizer)
         # On the classes of the modules that stay: SMP v1 scripts call `super()._orig_forward()`.
         expose_original_forwards(module)
         # Half precision comes before weights move: casting first moves half of the bytes, and masters, replicas and
@@ -160,8 +159,6 @@ class DistributedModel(ModelParts):
         # weights that the others look at; and last at its end, when gradients are final.
         self._hooks = _Hooks(self)
         self.participants.add(self._hooks)
-        if state.is_v1_script:
-            self.participants.add(UnwrittenCheck(module, self.holds))
         self.num_passes = self.num_backwards = 0
         """Calls with gradients while training, in steps or outside, and backwards: `check_backward` compares them."""
         self.offloading = Offloading(self.module) if offloads() else None
@@ -413,19 +410,6 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
 
 
 # --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
-
-
-def _has_fresh_weights(asked: bool | None) -> Callable[[nn.Module], bool]:
-    """Return what tells whether a module that is replaced is to draw new weights."""
-    if asked is None and state.is_v1_script and not state.cfg.match_weights:
-        return has_remembered_weights
-    return lambda _: bool(asked)
-
-
-def _renew_optimizer_parameters() -> None:
-    """Give an optimizer that was made before the model the parameters that tensor parallelism has made."""
-    if state.optimizer is not None:
-        replace_optimizer_parameters(state.optimizer.optimizer)
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

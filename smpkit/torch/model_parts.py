@@ -19,7 +19,7 @@ from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_d
 from smpkit.torch.placement.dtensor import distribute_state, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, sees_scaled_batch
-from smpkit.torch.state_dict import PARTIAL_KEY, merge_on_all_ranks, merge_on_first_rank
+from smpkit.torch.state_dict import PARTIAL_KEY, merge_on_all_ranks, tie_of, whole_value
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.state_dict import (
     join_state,
@@ -132,30 +132,34 @@ class ModelParts(nn.Module):
         run_deferred_loads()
         local: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         prefix: str = kwargs.get("prefix", "")
+        if gather_to_rank0:
+            return self._gather_on_first_rank(local, prefix)
         whole = local
         if state.cfg.sharded_data_parallel_degree > 1:
-            # Gathering a tensor is a collective of RDP_GROUP, so ranks that return nothing gather every entry too; they
-            # keep none, and need memory for one at a time.
-            keeps, whole = not gather_to_rank0 or state.rdp_rank == 0, {}
-            for name, each in local.items():
-                value = full_tensor_of(each)
-                if value is not None and keeps:
-                    whole[name] = value
-            if not keeps:  # nor do the other ranks of this replica, so none waits below
-                return {}
+            whole = {name: full_tensor_of(value) for name, value in local.items()}
         held = self._held_names()
         if held is not None:
             whole = {name: value for name, value in whole.items() if name.removeprefix(prefix) in held}
         # Tensor-parallel pieces first: their group lies on one pipeline rank, which alone knows how to join them.
         if state.tp_size > 1:
-            whole = join_state(self.module, whole, prefix=prefix, on_first=gather_to_rank0)
-            if gather_to_rank0 and state.tp_rank > 0:
-                return {}
+            whole = join_state(self.module, whole, prefix=prefix)
         if held is not None:
-            whole = merge_on_first_rank(whole) if gather_to_rank0 else merge_on_all_ranks(whole)
-        if gather_to_rank0 and state.mp_rank != 0:
-            return {}
+            whole = merge_on_all_ranks(whole)
         return {name: whole[name] for name in local if name in whole}
+
+    def _gather_on_first_rank(self, local: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the whole model's state on its first rank, and an empty dict on the others, entry by entry."""
+        own = self.module.state_dict(keep_vars=True)
+        keeps = state.mp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0)
+        whole: dict[str, Any] = {}
+        first: dict[object, str] = {}
+        for name in local:
+            value = own[name.removeprefix(prefix)]
+            known = first.setdefault(tie_of(name, value), name)  # tied weights come once, and stay one
+            found = whole.get(known) if known != name else whole_value(name.removeprefix(prefix), value, self.placement)
+            if keeps and not (isinstance(found, torch.Tensor) and found.device.type == "meta"):
+                whole[name] = local[name] if found is value else found
+        return whole
 
     def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
         """Return the whole model's state under the names it had before tensor parallelism replaced modules.
@@ -250,16 +254,41 @@ def _check_names(found: AbstractSet[str], expected: AbstractSet[str]) -> None:
 
 
 def alias_module(module: nn.Module) -> None:
-    """Let `model.module.module.module` reach the user's model, also under a wrapper of the user's own.
+    """Let `model.module.module` reach the user's model, also under a wrapper of the user's own.
 
     SMP v1 had a wrapper more or less from version to version, with `ddp` and with `fp16`, and public scripts count the
-    hops of theirs. Wrappers keep their place in the chain, and its end goes on to itself::
+    hops of theirs. Wrappers keep their place in the chain, and its end has one hop more::
 
-        model ─► FP16Module ─► GPT2 ─► GPT2 ─► ...        `.module` at each arrow
+        model ─► FP16Module ─► GPT2 ─► the same GPT2        `.module` at each arrow
 
-    A plain attribute, past nn.Module's registration, keeps the extra hops out of the module tree and `state_dict()`.
+    A plain attribute, past nn.Module's registration, keeps that hop out of the module tree and `state_dict()`.
     """
     while isinstance(inner := module._modules.get("module"), nn.Module):
         module = inner
     if not hasattr(module, "module"):
-        object.__setattr__(module, "module", module)
+        object.__setattr__(module, "module", _LastHop(module))
+
+
+class _LastHop:
+    """Stands for a module in everything but that it has no `.module`: functions that unwrap a model end there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        object.__setattr__(self, "_same", module)
+
+    @property  # type: ignore[misc]  # which `isinstance` reads
+    def __class__(self) -> Any:
+        return type(self._same)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "_same"):
+            raise AttributeError(name)
+        return getattr(self._same, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._same, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._same(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _LastHop, (self._same,)

@@ -32,7 +32,7 @@ from smpkit.torch.state_dict import (
     to_local,
     to_shards,
 )
-from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
+from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
 __all__ = ["DistributedOptimizer"]
 
@@ -83,10 +83,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if half is torch.bfloat16:
             scaler = StaticLossScaler()
         self.optimizer = optimizer
-        # Made with the parameters of before the model was wrapped: tensor parallelism has replaced some of them, and
-        # sharded data parallelism all. An optimizer that is made first is updated by the model instead.
         if state.model is not None:
-            replace_optimizer_parameters(optimizer)
+            refuse_replaced_parameters(optimizer)
+        # Made with the parameters of before the model was wrapped: sharded data parallelism has replaced them. An
+        # optimizer that is made first is updated by the model instead.
         if state.model is not None and state.model.data_parallel is not None:
             state.model.data_parallel.replace_parameters_of(optimizer)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)

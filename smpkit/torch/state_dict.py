@@ -2,7 +2,7 @@
 
 Each kind of parallelism divides a state in its own way, and is undone by a collective of its own::
 
-    pipeline                   a rank has some of the entries         merge_on_all_ranks, merge_on_first_rank
+    pipeline                   a rank has some of the entries         merge_on_all_ranks, whole_value
     tensor parallelism         a rank has a piece of an entry         tensor_parallel.state_dict
     sharded data parallelism   a rank has a slice of an entry         to_full, to_shards
     shard_optimizer_state      a rank has some parameters' states     gather_all, gather_owned
@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import CommGroup, RankType, allgather, recv_from, send
 from smpkit.torch.placement.dtensor import distribute_like, full_tensor_of, local_tensor_of
-from smpkit.torch.placement.shards import is_tp_shard
+from smpkit.torch.placement.placement import Placement
+from smpkit.torch.placement.shards import is_tp_shard, shard_of
+from smpkit.torch.tensor_parallel.state_dict import join_pieces
 
 __all__ = [
     "PARTIAL_KEY",
@@ -29,11 +32,12 @@ __all__ = [
     "gather_by_rdp_rank",
     "gather_owned",
     "merge_on_all_ranks",
-    "merge_on_first_rank",
     "merge_shards",
+    "tie_of",
     "to_full",
     "to_local",
     "to_shards",
+    "whole_value",
 ]
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -53,15 +57,38 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
     return merged
 
 
-def merge_on_first_rank(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
-    """Return the union on pp_rank 0 and an empty dict on the others, which never see more than their own part."""
-    if state.pp_rank > 0:
-        send(dict(part), 0, RankType.PP_RANK)
-        return {}
-    merged = dict(part)
-    for rank in range(1, state.pp_size):
-        merged.update(recv_from(rank, RankType.PP_RANK))
-    return merged
+def tie_of(name: str, value: Any) -> object:
+    """Return what the names of a tied weight have in common, on all ranks."""
+    # Only parameters stay the objects that they are when a pipeline takes the model apart.
+    return id(value) if isinstance(value, nn.Parameter) else name
+
+
+def whole_value(name: str, value: Any, placement: Placement) -> Any:
+    """Return one whole entry of a model's state on the first rank of the model; what the others get has no meaning.
+
+    All ranks of the model call this for the same entries in the same order; with sharded data parallelism, those of all
+    its replicas.
+
+    Args:
+        name, value: of `module.state_dict(keep_vars=True)`.
+    """
+    if isinstance(value, nn.Parameter):
+        source = placement.of(value).first_pp_rank
+    else:
+        source = placement.running_pp_rank_of(name.rpartition(".")[0]) or 0
+    if state.pp_rank == source:
+        original, value = value, full_tensor_of(value)
+        if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
+            return None  # it has taken part in gathering
+        shard = shard_of(original) if isinstance(original, torch.Tensor) else None
+        if shard is not None and shard.is_distributed:
+            value = join_pieces(value.detach(), shard, on_first=True)
+    if source > 0 and state.tp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0):
+        if state.pp_rank == source:
+            send(value.detach() if isinstance(value, torch.Tensor) else value, 0, RankType.PP_RANK)
+        elif state.pp_rank == 0:
+            value = recv_from(source, RankType.PP_RANK)
+    return value
 
 
 # --- The state of the optimizer ---------------------------------------------------------------------------------------

@@ -21,45 +21,27 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_it_says_what_it_has_read(checkpoint: Path, tmp_path: Path, smpkit: Smpkit) -> None:
-    result = smpkit("export", str(tmp_path), str(tmp_path / "out"), "--layout", "smp-v1", "--ranks", "2")
+    result = smpkit("export", str(tmp_path), str(tmp_path / "out"))
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"exported {checkpoint} to {tmp_path / 'out'}\n"
     names = sorted(path.name for path in (tmp_path / "out" / "step_partial").iterdir())
-    assert names == ["model_0.pt", "optimizer_0.pt", "optimizer_1.pt", "user_content.pt"]
+    assert names == ["model_0.pt", "optimizer_0.pt", "user_content.pt"]
 
 
 def test_a_process_of_its_own_does_the_work(checkpoint: Path, tmp_path: Path) -> None:
-    done = process("export", str(checkpoint), str(tmp_path / "out"), "--layout", "deepspeed")
+    done = process("export", str(checkpoint), str(tmp_path / "out"), "--layout", "hub")
     assert (done.returncode, done.stdout) == (0, "")
-    assert (tmp_path / "out" / "latest").read_text() == "step_partial"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "error"),
-    [
-        (
-            ["--layout", "smp-v1", "--ranks", "7"],
-            2,
-            "error: the checkpoint cannot be divided over 7 ranks\nhint: use 1 to 6",
-        ),
-        (["--layout", "smp-v2"], 2, "error: invalid value for `--layout`: `smp-v2` is not one of"),
-        ([], 2, "error: missing option `--layout`"),
-    ],
-    ids=["ranks", "layout", "no-layout"],
-)
-def test_what_is_wrong_is_one_sentence(
-    arguments: list[str], exit_code: int, error: str, checkpoint: Path, tmp_path: Path, smpkit: Smpkit
-) -> None:
-    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), *arguments)
-    assert result.exit_code == exit_code
-    assert result.stderr.startswith(error)
+def test_what_is_wrong_is_one_sentence(checkpoint: Path, tmp_path: Path, smpkit: Smpkit) -> None:
+    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), "--layout", "smp-v2")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: invalid value for `--layout`: `smp-v2` is not one of")
+    (checkpoint / "model_0_0_0.safetensors").unlink()
+    result = smpkit("export", str(checkpoint), str(tmp_path / "out"))
+    assert (result.exit_code, result.stderr) == (1, f"error: {checkpoint / 'model_0_0_0.safetensors'} is missing\n")
     assert not (tmp_path / "out").exists()
-
-
-def test_damage_ends_with_1(checkpoint: Path, tmp_path: Path, smpkit: Smpkit) -> None:
-    (checkpoint / "pieces.json").unlink()
-    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), "--layout", "deepspeed")
-    assert (result.exit_code, result.stderr) == (1, f"error: {checkpoint / 'pieces.json'} is missing\n")
 
 
 def test_the_command_knows_every_layout() -> None:

@@ -16,27 +16,24 @@ Usage: smpkit [OPTIONS] COMMAND [ARGS]...
 
 Options:
   --version      Show the version and exit.
-  -v, --verbose  Say more; twice for everything.
+  -v, --verbose  Say more.
   -q, --quiet    Say nothing but errors.
   -h, --help     Show this message and exit.
 
-Start:
-  init        Write a job file, and a script that trains where there is none.
-  doctor      Check this machine, the back end, and what a job names.
-  completion  Print the completion script of SHELL.
+Commands:
+  init       Write a job file, and a script that trains where there is none.
+  run        Run a job on this machine, with the launcher of the training
+             image or in the image itself.
+  plan       Show what a job would do: ranks, schedule, parts, memory.
+  report     Write a run as one HTML file, or two side by side.
+  doctor     Check this machine, the back end, and what a job names.
 
-Before:
-  validate    Check a job file and report every problem, with its line.
-  plan        Show what a job would do: ranks, schedule, parts, memory.
-  calibrate   Measure this machine, for `smpkit tune` and `smpkit plan`.
-  tune        Search for the fastest configuration of a job.
-  schema      Print the JSON Schema of the configuration.
-
-Run:
+More:
+  validate   Check a job file and report every problem, with its line.
 """
 
 
-def test_help_groups_the_commands(smpkit: Smpkit) -> None:
+def test_help_shows_five_commands_and_then_more(smpkit: Smpkit) -> None:
     result = smpkit("--help")
     assert result.stdout.startswith(HELP)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -51,7 +48,7 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
     command = cli.get_command(cli.make_context("smpkit", ["schema"]), name)
     assert command is not None
     assert command.name == name
-    assert (command.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name].help
+    assert (command.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -86,7 +83,7 @@ def test_version_is_that_of_the_package() -> None:
     assert process("--version").stdout == f"{expected}\n"
 
 
-HEAVY = "{'torch', 'boto3', 'botocore', 'pydantic', 'yaml', 'rich', 'numpy'}"
+HEAVY = "{'torch', 'boto3', 'botocore', 'pydantic', 'ruamel', 'rich', 'numpy'}"
 
 
 @pytest.mark.parametrize(

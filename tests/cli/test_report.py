@@ -50,3 +50,22 @@ def test_an_unknown_run_is_named(job: Path, smpkit: Smpkit) -> None:
     assert result.exit_code == 1
     assert "there is no run `odd-20260102-030406`" in result.stderr
     assert "did you mean" in result.stderr
+
+
+def test_a_run_here_is_found_where_a_back_end_is_set(
+    job: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for at the back end: there is no job of this name."""
+    monkeypatch.setenv("SMPKIT_BACKEND", "slurm")
+    path = job / "runs" / "odd-20260102-030405" / "report.html"
+    assert smpkit("report", "odd-20260102-030405").stdout == f"{path}\n"
+    assert smpkit("report", str(path.parent)).stdout == f"{path}\n"
+    assert smpkit("report", "odd").exit_code != 0  # a job's name alone means the managed job
+
+
+@pytest.mark.usefixtures("job")
+def test_a_back_end_needs_the_name_of_a_job(smpkit: Smpkit) -> None:
+    """The last run of this machine was reported instead."""
+    result = smpkit("report", "--backend", "slurm")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: a job of a back end is found by its name alone\nhint: `smpkit jobs")

@@ -26,11 +26,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """Three runs: one that finished and logged, a faster one, and one that goes on."""
     monkeypatch.chdir(tmp_path)
     made = [make_run(tmp_path, name, NOW + timedelta(seconds=i)) for i, name in enumerate(("gpt", "gpt", "t5"))]
-    for run, rate, microbatches in ((made[0], 10.0, 4), (made[1], 12.5, 8)):
+    for run, rate in ((made[0], 10.0), (made[1], 12.5)):
         rank = RankSummary(0, "a", SPLIT, KindBytes(weights=2**20), device_peak=3 * 2**20)
         write_summary(run.path, RunSummary("gpt", 0.0, 60.0, 600, "finished", rate, rate * 16, ranks=(rank,)))
-        parameters = f"distribution: {{parameters: {{microbatches: {microbatches}, ddp: true}}}}\n"
-        (run.path / "job.yaml").write_text(parameters)
     lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step}} for step in (1, 2)]
     (made[0].path / "values.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"step": 3, "ti')
     logs = made[2].path / "logs"
@@ -54,12 +52,20 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Ru
     assert plain[0]["values"] == {"loss": 1.0}
 
 
-def test_two_runs_are_compared_with_the_settings_that_differ(runs: list[Run], smpkit: Smpkit) -> None:
-    said = smpkit("runs", runs[0].label, "gpt").stdout
-    rows = {line.rsplit(None, 2)[0].strip(): line.split()[-2:] for line in said.splitlines()[1:]}
-    assert rows["steps/s"] == ["10", "12.5"]
-    assert rows["parameters.microbatches"] == ["4", "8"]
-    assert "parameters.ddp" not in rows
+def test_the_comparison_of_two_is_a_report(runs: list[Run], smpkit: Smpkit) -> None:
+    done = smpkit("runs", runs[0].label, "gpt")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"`smpkit report {runs[0].label} gpt` compares two" in done.stderr
+
+
+def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit: Smpkit) -> None:
+    """`failed: smpkit.errors.R…` told nothing."""
+    reason = "failed: smpkit.errors.RemoteError: rank 1 has ended and more than a line can hold"
+    write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, reason))
+    assert " failed: RemoteError: ra… " in smpkit("runs").stdout
+    assert " failed: RemoteError: rank 1 has ended and more than a line can hold " in (
+        smpkit("runs", env={"COLUMNS": "140"}).stdout
+    )
 
 
 def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
@@ -109,14 +115,8 @@ def completed(line: str) -> list[str]:
     return [each.partition(",")[2] for each in said.splitlines()]
 
 
-def test_the_shell_completes_parameters_hyperparameters_and_runs(runs: list[Run], tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("entry_point: train.py\nhyperparameters: {steps: 240, size: 3}\n")
-    assert completed("smpkit run job.yaml -p pipeline_par") == ["pipeline_parallel_degree="]
-    assert completed("smpkit plan job.yaml -p shard_optimizer_state=") == [
-        "shard_optimizer_state=true", "shard_optimizer_state=false",
-    ]  # fmt: skip
-    assert completed("smpkit run job.yaml -H s") == ["steps=", "size="]
-    assert completed("smpkit run job.yaml -H steps=") == ["steps=240"]
+@pytest.mark.usefixtures("runs")
+def test_the_shell_completes_the_names_of_runs() -> None:
     assert completed("smpkit runs t") == ["t5-20261125-191504"]
     assert completed("smpkit timeline gpt") == ["gpt-20261125-191503", "gpt-20261125-191502"]
 

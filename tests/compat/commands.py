@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smpkit.drop_in import DROP_IN_PATH
+from smpkit.drop_in import DROP_IN_PATH, after_import
 from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -51,6 +51,7 @@ def run_on_ranks(script: str, *arguments: str, ranks: int, parameters: Mapping[s
 
 def _as_main(script: str, arguments: Sequence[str], parameters: str) -> None:
     sys.path.append(str(DROP_IN_PATH))
+    after_import.install()  # before transformers imports smdistributed, as `smpkit compat` does
     os.environ["SM_HP_MP_PARAMETERS"] = parameters
     os.environ["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'  # as `smpkit compat` does
     sys.argv = [script, *arguments]

@@ -142,10 +142,6 @@ save_checkpoint(path, tag, partial=True, model=None, optimizer=None, user_conten
     num_kept_partial_checkpoints=None)
 resume_from_checkpoint(path, tag=None, partial=True, strict=True, load_optimizer=True, \
     load_sharded_optimizer_state=True, translate_function=None)
-sharded_data_parallel_checkpoint.get_buffer_names(model)
-sharded_data_parallel_checkpoint.get_param_shapes(model, optimizer)
-sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint(checkpoint_dir, \
-    dtype=..., tag=None, remove_smp_prefix=True)
 utils.get_distribution_axis(param)
 utils.rmsg(message)
 

@@ -1,11 +1,11 @@
-"""In scripts of SMP v1 distributed modules draw weights of their own, unless the script has written others."""
+"""In scripts of SMP v1 distributed modules draw weights of their own, unless the script has loaded others."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,80 +150,49 @@ def test_scripts_that_switch_initialisation_off_train_one_model_at_every_degree(
             assert each == pytest.approx(losses, rel=1e-5)
 
 
-# --- what the script has written stays --------------------------------------------------------------------------------
+# --- what the script has loaded stays ---------------------------------------------------------------------------------
 
 
-def load_state(module: Any, other: Any) -> None:
-    module.load_state_dict(other.state_dict())
-
-
-def assign_state(module: Any, other: Any) -> None:
-    module.load_state_dict(other.state_dict(), assign=True)
-
-
-def pairs(module: Any, other: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    theirs = other.state_dict()
-    for name, mine in module.named_parameters(remove_duplicate=False):  # an untied head, where nothing was initialised
-        yield mine, theirs[name]
-
-
-def copy_data(module: Any, other: Any) -> None:
-    for mine, theirs in pairs(module, other):
-        mine.data.copy_(theirs)  # no version counter sees this
-
-
-def assign_data(module: Any, other: Any) -> None:
-    for mine, theirs in pairs(module, other):
-        mine.data = theirs
-
-
-def initialise_again(module: Any, _: Any) -> None:
-    module.tie_weights()
-    for each in module.parameters():
-        nn.init.normal_(each, 0.0, 0.3)
-
-
-WRITERS: list[Callable[[Any, Any], None]] = [load_state, assign_state, copy_data, assign_data, initialise_again]
-
-
-def loaded(folder: str) -> None:
-    """Each way of writing weights is one after which they stay."""
+def loads(folder: str) -> None:
     from transformers import GPT2LMHeadModel
 
     import_v1()
     torch.manual_seed(1)
     gpt2().save_pretrained(folder)
-    for write in (*WRITERS, None):
-        for way in ("on", "no_init_weights"):
-            start(2)
-            torch.manual_seed(2)
-            with smp.tensor_parallelism():
-                if write is None:
-                    module: Any = GPT2LMHeadModel.from_pretrained(folder)
-                else:
-                    module = made(way)
-                    write(module, gpt2())
-            expected = {name: value.clone() for name, value in module.state_dict().items()}
-            kept = smp.DistributedModel(module).original_state_dict()
-            for name, value in kept.items():
-                assert torch.equal(value, expected[name]), (write, way, name)
-            smp.shutdown()
+    for way in ("from_pretrained", "load_state_dict", "a part", "assign"):
+        start(2)
+        with smp.tensor_parallelism():
+            module: Any = GPT2LMHeadModel.from_pretrained(folder) if way == "from_pretrained" else gpt2()
+        if way == "a part":
+            module.transformer.load_state_dict(gpt2().transformer.state_dict())
+        elif way != "from_pretrained":
+            module.load_state_dict(gpt2().state_dict(), assign=way == "assign")
+        expected = {name: value.clone() for name, value in module.state_dict().items()}
+        kept = smp.DistributedModel(module).original_state_dict()
+        for name, value in kept.items():
+            assert torch.equal(value, expected[name]), (way, name)
+        smp.shutdown()
 
 
 def test_what_was_loaded_stays(tmp_path: Path) -> None:
-    run_ranks(loaded, 2, str(tmp_path))
+    run_ranks(loads, 2, str(tmp_path))
 
 
-def one_rank_loads() -> None:
-    """The first rank's weights are those of all, so that what it has loaded is kept."""
+def one_rank_loads(loading: int) -> None:
+    """The first rank's weights are those of all, so only what it has loaded can be kept."""
     start(2)
     torch.manual_seed(2)
     with smp.tensor_parallelism():
         module, other = gpt2(), gpt2()
-    if smp.tp_rank() == 0:
-        load_state(module, other)
-    kept = smp.DistributedModel(module).original_state_dict()
-    assert torch.equal(kept["transformer.wpe.weight"], other.state_dict()["transformer.wpe.weight"])
+    if smp.tp_rank() == loading:
+        module.load_state_dict(other.state_dict())
+    if loading:
+        with pytest.raises(UsageError, match="weights were loaded into `the model` on rank 1, but not on rank 0"):
+            smp.DistributedModel(module)
+    else:
+        kept = smp.DistributedModel(module).original_state_dict()
+        assert torch.equal(kept["transformer.wpe.weight"], other.state_dict()["transformer.wpe.weight"])
+    smp.shutdown()
 
 
 def keywords() -> None:
@@ -242,29 +211,19 @@ def keywords() -> None:
         smp.shutdown()
 
 
-class Layers(nn.Module):
-    """Several modules that are replaced, one of a table that is given."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        super().__init__()
-        self.given = nn.Embedding.from_pretrained(table, freeze=False)
-        self.table = nn.Embedding(8, 8)
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
-
-
 def single_modules() -> None:
-    """Modules of one class draw different weights, and a table that was handed over stays."""
+    """Modules of one class draw different weights; one that was loaded keeps its own."""
     start(1)
-    table = torch.randn(8, 8)
     with smp.tensor_parallelism():
-        module = Layers(table)
-    first = module.first.weight.detach().clone()
+        module = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "table": nn.Embedding(8, 8)})
+        table: Any = module["table"]
+        table.load_state_dict({"weight": torch.ones(8, 8)})
+    first: Any = module["first"]
+    before = first.weight.detach().clone()
     model: Any = smp.DistributedModel(module).get_module()
-    assert torch.equal(model.given.weight, table)
-    assert not torch.equal(model.first.weight, first)
-    assert not torch.equal(model.first.weight, model.second.weight)
-    assert model.table.weight.std() < 0.1  # N(0, initializer_range), where torch has N(0, 1)
+    assert not torch.equal(model["first"].weight, before)
+    assert not torch.equal(model["first"].weight, model["second"].weight)
+    assert torch.equal(model["table"].weight, torch.ones(8, 8))
 
 
 def elsewhere() -> None:
@@ -287,43 +246,10 @@ def on_one_rank() -> None:
 
 def on_two_ranks() -> None:
     elsewhere()  # first: the others import v1's name
-    one_rank_loads()
+    one_rank_loads(0)
+    one_rank_loads(1)
 
 
 def test_who_decides() -> None:
     run_ranks(on_one_rank, 1)
     run_ranks(on_two_ranks, 2)
-
-
-# --- weights that nothing has written ---------------------------------------------------------------------------------
-
-
-def garbage(loads: bool) -> float:
-    """A model of which no initialiser has run: its encoder is replaced and fresh, the rest is not."""
-    from transformers import BertConfig, BertForMaskedLM, initialization
-
-    start(1)
-    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    with smp.tensor_parallelism(), initialization.no_init_weights():
-        module = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=8))
-    model = smp.DistributedModel(module)
-    if loads:
-        # As scripts do it: after wrapping, before the first step.
-        model.load_state_dict({name: torch.full_like(value, 0.01) for name, value in model.state_dict().items()})
-        x = torch.ones(2, 4, dtype=torch.long)
-        return train_step(model, x).reduce_mean().item()
-    with pytest.raises(UsageError, match=r"parameters were never initialised.*embeddings.*weight"):
-        train_step(model, torch.ones(2, 4, dtype=torch.long))
-    with pytest.raises(UsageError, match="parameters were never initialised"):
-        model(torch.ones(2, 4, dtype=torch.long))
-    return 0.0
-
-
-def both() -> None:
-    garbage(loads=False)
-    smp.shutdown()
-    assert garbage(loads=True) > 0
-
-
-def test_weights_that_nothing_has_written_are_named() -> None:
-    run_ranks(both, 1)

@@ -1,113 +1,149 @@
-"""Packages and names that public scripts import and that are gone: found under `smpkit compat`, unless installed."""
+"""Stand-ins for packages and names that public scripts import and that are gone, unless the real ones are there."""
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import smpkit.torch as smp
-from smpkit.drop_in import SHIMS_PATH, STARTUP_PATH, with_startup
-from tests.compat.commands import SCRIPTS, run_compat
+from smpkit.drop_in import STARTUP_PATH, after_import, removed_names
+from smpkit.errors import UnsupportedError
+from tests.compat.commands import run_compat
 from tests.ranks import run_ranks
 
 
-@pytest.mark.slow
-def test_every_shim_computes_what_plain_torch_does(tmp_path: Path) -> None:
-    # The real one has no `load_metric` either, and takes 150 MB.
-    (tmp_path / "datasets.py").write_text("")
-    said = run_compat(sys.executable, str(SCRIPTS / "gone_packages.py"), env=_in_front(tmp_path))
-    (line,) = (line for line in said.splitlines() if line.startswith("RESULTS"))
-    results = json.loads(line.removeprefix("RESULTS"))
-    assert len(results) > 15
-    assert {name: why for name, why in results.items() if why} == {}
-    assert said.count("`apex` is not installed: smpkit's stand-in for it is used") == 1
-    assert said.count("`flash_attn` is not installed") == 1
+def stand_ins(function: str) -> None:
+    """Run one of the checks below in a process of its own, into which the stand-ins are imported."""
+    after_import.install()
+    globals()[function]()
 
 
-def test_what_is_installed_wins(tmp_path: Path) -> None:
-    """Real packages, and real names in them."""
+CHECKS = ["amp_c", "apex_c", "refused_names", "flash_attention", "six"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_stand_in_does_what_scripts_ask_of_it(check: str) -> None:
+    run_ranks(stand_ins, 1, f"check_{check}")
+
+
+def check_amp_c() -> None:
+    amp_c: Any = importlib.import_module("amp_C")
+    apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+    grads = [torch.tensor([3.0, 4.0]).half(), torch.tensor([12.0])]
+    masters = [torch.zeros(2), torch.zeros(1)]
+    overflow = torch.zeros(1, dtype=torch.int)
+    apply(amp_c.multi_tensor_scale, overflow, [grads, masters], 0.5)
+    assert [master.tolist() for master in masters] == [[1.5, 2.0], [6.0]]
+    total, parts = apply(amp_c.multi_tensor_l2norm, overflow, [grads], True)
+    assert (total.tolist(), parts.tolist(), total.dtype) == ([13.0], [5.0, 12.0], torch.float32)
+    assert [value.tolist() for value in apply(amp_c.multi_tensor_l2norm, overflow, [[]])] == [[0.0], []]
+    assert overflow.item() == 0
+    apply(amp_c.multi_tensor_scale, overflow, [[torch.tensor([torch.inf])], [masters[1]]], 1.0)
+    assert overflow.item() == 1
+
+
+def check_apex_c() -> None:
+    apex_c = importlib.import_module("apex_C")
+    tensors = [torch.ones(2, 2), torch.zeros(3)]
+    flat = apex_c.flatten(tensors)
+    first, second = apex_c.unflatten(flat, tensors)
+    flat.fill_(2.0)  # of views, as all-reduces of the flat tensor need them
+    assert (first.tolist(), second.tolist()) == ([[2.0, 2.0], [2.0, 2.0]], [2.0, 2.0, 2.0])
+
+
+def check_refused_names() -> None:
+    """D5 and D6: names import, serve as classes and decorators, and say at the call what to use instead."""
+    names: dict[str, Any] = {}
+    exec("from apex.fp16_utils import *\nfrom apex.amp import _amp_state\nfrom apex import amp, optimizers", names)
+    exec("from apex.parallel import DistributedDataParallel", names)
+    exec("from apex.parallel.distributed import flat_dist_call", names)
+    amp = names["amp"]
+    for name, call in {
+        "apex.fp16_utils.FP16_Optimizer": names["FP16_Optimizer"],
+        "apex.amp.initialize": amp.initialize,
+        "apex.amp.scale_loss": amp.scale_loss,
+        "apex.parallel.DistributedDataParallel": names["DistributedDataParallel"],
+        "apex.parallel.distributed.flat_dist_call": names["flat_dist_call"],
+        "apex.optimizers.FusedAdam": names["optimizers"].FusedAdam,
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"`{name}` is not here"):
+            call([], opt_level="O1")
+    assert not isinstance(1, names["DistributedDataParallel"])
+    assert amp.float_function(abs) is abs
+    amp.register_half_function(torch, "bmm")
+    model = torch.nn.Linear(1, 1)
+    assert list(amp.master_params(torch.optim.SGD(model.parameters(), 0.1))) == list(model.parameters())
+    with pytest.raises(ImportError):  # else transformers would build its models of it
+        importlib.import_module("apex.normalization")
+
+
+def check_flash_attention() -> None:
+    attention = importlib.import_module("flash_attn.flash_attention").FlashAttention(attention_dropout=0.5).eval()
+    qkv = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64)
+    for causal in (False, True):
+        scores = torch.einsum("bqhd,bkhd->bhqk", qkv[:, :, 0], qkv[:, :, 1]) / 8**0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+        expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), qkv[:, :, 2])
+        torch.testing.assert_close(attention(qkv, causal=causal)[0], expected)
+    with pytest.raises(UnsupportedError, match="takes no `key_padding_mask`"):
+        attention(qkv, torch.ones(2, 5, dtype=torch.bool))
+
+
+def check_six() -> None:
+    six = importlib.import_module("torch._six")
+    assert six.PY3
+    assert six.inf == float("inf")
+    assert isinstance("a", six.string_classes)
+    assert isinstance([], six.container_abcs.Sequence)
+
+
+def test_names_are_added_to_modules_that_lack_them(tmp_path: Path) -> None:
+    """Real packages win, and D10: `torch._six` is there without an import of it."""
     for package in ("apex", "amp_C", "evaluate"):
         (tmp_path / f"{package}.py").write_text(f"real = {package!r}\ndef load(*arguments): return arguments\n")
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn/__init__.py").write_text("")
     (tmp_path / "datasets.py").write_text("")
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers/__init__.py").write_text("def is_torch_tpu_available(): return 'real'\n")
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.hidden_one_ran = True\n")
+    for package, source in {
+        "torch": "cuda = __import__('types').SimpleNamespace(is_available=lambda: True)",
+        "transformers": "def is_torch_tpu_available(): return 'real'",
+        "transformers.utils": "def is_torch_xla_available(check_is_tpu): return check_is_tpu",
+    }.items():
+        folder = tmp_path / package.replace(".", "/")
+        folder.mkdir()
+        (folder / "__init__.py").write_text(source)
     code = (
-        "import importlib.util, sys\n"
-        "import apex, amp_C, datasets, flash_attn, transformers\n"
-        "assert (apex.real, amp_C.real) == ('apex', 'amp_C')\n"
+        "import sys; sys.modules['smpkit.torch.compat.cuda_on_cpu'] = sys  # which needs the real torch\n"
+        "sys.prepare_process = lambda: None\n"
+        "import apex, amp_C, datasets, transformers.utils, torch, importlib.util\n"
+        "assert (apex.real, amp_C.real, torch._six.PY3) == ('apex', 'amp_C', True)\n"
         "assert transformers.is_torch_tpu_available() == 'real'\n"
+        "assert transformers.utils.is_torch_tpu_available() is True\n"
         "assert datasets.load_metric('rouge', None, 1) == ('rouge', None, 1)\n"
-        "assert importlib.util.find_spec('flash_attn.flash_attention') is None\n"
-        "assert 'torch' not in sys.modules\n"
+        "assert importlib.util.find_spec('flash_attn.flash_attention').origin.startswith(sys.argv[1])\n"
+        "assert hidden_one_ran\n"
     )
-    assert "not installed" not in run_compat(sys.executable, "-c", code, env=_in_front(tmp_path))
+    shims = str(Path(after_import.__file__).parent)
+    said = run_compat(sys.executable, "-c", code, shims, env=_in_front(tmp_path))
+    assert "`apex` is not installed" not in said
 
 
-def test_nothing_is_replaced_outside_compat() -> None:
-    assert str(STARTUP_PATH) not in os.environ.get("PYTHONPATH", "")
-    assert with_startup({}, cuda_on_cpu=False) == {"PYTHONPATH": str(STARTUP_PATH)}
-    assert "apex" not in sys.modules
+def test_load_metric_names_the_package_that_has_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    with pytest.raises(UnsupportedError, match=r"load_metric\('glue'\) is gone") as caught:
+        removed_names.load_metric("glue", "mrpc")
+    assert caught.value.hint == "pip install evaluate"
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-
-
-def larc_of(model: Any) -> tuple[Any, torch.optim.Optimizer]:
-    sys.path.append(str(SHIMS_PATH))
-    from apex.parallel import LARC  # type: ignore[import-not-found, unused-ignore]
-
-    inner = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
-    return LARC(inner), inner
-
-
-def train_with_larc() -> tuple[dict[str, torch.Tensor], list[float]]:
-    smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0})
-    model = smp.DistributedModel(build())
-    larc, _ = larc_of(model)
-    optimizer = smp.DistributedOptimizer(larc)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(1, 4).double() * (smp.rank() + 1)).pow(2).sum().backward()
-        optimizer.step()
-    from apex.parallel import Reducer  # type: ignore[import-not-found, unused-ignore]
-
-    weight = nn.Linear(1, 1, bias=False)
-    weight.weight.data.fill_(smp.rank())
-    reducer = Reducer(weight)
-    weight.weight.grad = torch.full((1, 1), float(smp.rank()))
-    reducer.reduce()
-    other = torch.full((2,), float(smp.rank()))
-    Reducer([other]).reduce()
-    return model.state_dict(), [weight.weight.item(), weight.weight.grad.item(), *other.tolist()]
-
-
-def train_plainly_with_larc() -> dict[str, torch.Tensor]:
-    plain = build()
-    larc, inner = larc_of(plain)
-    for _ in range(3):
-        inner.zero_grad()
-        for size in (1, 2):
-            (plain(torch.ones(1, 4).double() * size).pow(2).sum() / 2).backward()
-        larc.step()
-    return plain.state_dict()
-
-
-def test_larc_sees_whole_norms_and_a_reducer_averages_over_ranks() -> None:
-    (plain,) = run_ranks(train_plainly_with_larc, 1)
-    for weights, reduced in run_ranks(train_with_larc, 2):
-        torch.testing.assert_close(dict(weights), dict(plain))
-        assert reduced == [0.0, 0.5, 0.5, 0.5]
+def test_an_interpreter_without_smpkit_starts_as_ever(tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(STARTUP_PATH)!r}); sys.modules['smpkit'] = None; import sitecustomize"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True, cwd=tmp_path)
 
 
 def _in_front(folder: Path) -> dict[str, str]:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.compat.devices_in_calls import to_cpu
 from smpkit.torch.compat.trainer import SmpTrainer
 from tests.compat.commands import run_on_ranks, run_script
 from tests.ranks import run_ranks
@@ -84,23 +83,6 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
     _same(whole, _train(tmp_path, "--accumulate", "2", *resume, ranks=2, parameters=PIPELINE))
     # One process with twice the batch: of this model, `Trainer` by itself adds up the losses of accumulated batches.
     _same(_train(tmp_path, "--batch_size", "16"), whole)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("cuda", "cpu"),
-        ("cuda:3", "cpu"),
-        (torch.device("cuda", 1), torch.device("cpu")),
-        (0, torch.device("cpu")),
-        ("cpu", "cpu"),
-        ("meta", "meta"),
-        (True, True),
-        (torch.float16, torch.float16),
-    ],
-)
-def test_a_device_is_understood_in_every_form(given: Any, meant: Any) -> None:
-    assert to_cpu(given) == meant
 
 
 class _Original:

@@ -13,15 +13,15 @@ import pytest
 from click.testing import CliRunner
 
 from smpkit.cli.main import cli
-from smpkit.drop_in import DROP_IN_PATH, asks_for_it, installed_one, with_drop_in
+from smpkit.drop_in import DROP_IN_PATH, STARTUP_PATH, asks_for_it, installed_one, with_drop_in
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
 from smpkit_container.launch import launch
-from tests.compat.commands import run_script
+from tests.compat.commands import run_on_ranks
 
 
 def test_every_import_path_of_the_original_is_there() -> None:
-    assert "all paths are there" in run_script("paths.py")
+    run_on_ranks("paths.py", ranks=1, parameters={})
 
 
 def test_nobody_finds_it_who_has_not_asked() -> None:
@@ -33,9 +33,10 @@ def test_nobody_finds_it_who_has_not_asked() -> None:
 
 def test_the_drop_in_comes_last_and_once() -> None:
     environ = with_drop_in({"PYTHONPATH": "/a:/b", "HOME": "/h"})
-    assert environ == {"PYTHONPATH": f"/a:/b:{DROP_IN_PATH}", "HOME": "/h"}
+    assert environ == {"PYTHONPATH": f"{STARTUP_PATH}:/a:/b:{DROP_IN_PATH}", "HOME": "/h"}
     assert with_drop_in(environ) == environ
-    assert with_drop_in({}) == {"PYTHONPATH": str(DROP_IN_PATH)}
+    assert with_drop_in({}) == {"PYTHONPATH": f"{STARTUP_PATH}:{DROP_IN_PATH}"}
+    assert "apex" not in sys.modules  # nothing is replaced in processes that have not been started so
 
 
 def test_a_real_library_is_noticed_and_ours_is_none(tmp_path: Path) -> None:
@@ -93,7 +94,9 @@ def _launched(base: Path, script: str) -> tuple[int, str]:
 
 
 def test_the_launcher_gives_it_to_those_who_ask(tmp_path: Path) -> None:
-    code, said = _launched(tmp_path, "import smdistributed.modelparallel as m; assert m.__version__ == '1.15.0'")
+    """With the stand-ins, as under `smpkit compat`."""
+    script = "import smdistributed.modelparallel as m, apex_C; assert m.__version__ == '1.15.0' and apex_C.unflatten"
+    code, said = _launched(tmp_path, script)
     assert code == 0, said
     assert "`train.py` asks for smdistributed: smpkit's is on PYTHONPATH" in said
 
@@ -128,14 +131,15 @@ def test_the_command_is_run_with_the_path_and_the_parameters(
     executed: list[tuple[str, list[str], dict[str, str]]], tmp_path: Path
 ) -> None:
     parameters = tmp_path / "smp.json"
-    parameters.write_text('{"partitions": 2}')
+    # A rule wants `ddp`, too, which the script may give to `smp.init`.
+    parameters.write_text('{"partitions": 2, "tensor_parallel_degree": 2}')
     given = ["compat", "--parameters", str(parameters), "--", sys.executable, "train.py", "--epochs", "3"]
     done = CliRunner().invoke(cli, given)
     assert done.exit_code == 0, done.output
     ((program, command, environ),) = executed
     assert (program, command) == (sys.executable, [sys.executable, "train.py", "--epochs", "3"])
     assert environ["PYTHONPATH"].split(os.pathsep)[-1] == str(DROP_IN_PATH)
-    assert environ["SM_HP_MP_PARAMETERS"] == '{"partitions": 2}'
+    assert environ["SM_HP_MP_PARAMETERS"] == '{"partitions": 2, "tensor_parallel_degree": 2}'
     assert environ["SM_FRAMEWORK_PARAMS"] == '{"sagemaker_mpi_enabled": true}'  # Hugging Face asks for it
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from smpkit.config.confidential import HIDDEN, hide_in_line, hide_in_text, looks_secret, masked
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.config.load import load_job
+from smpkit.config.section import validated
 from smpkit.config.words import coloured, quoted
 from smpkit.errors import ConfigError
 
@@ -117,12 +117,12 @@ def test_what_stands_beside_a_secret_is_shown() -> None:
         "environment:\n  A: {B: c}\n  D: |\n    e: f\n  #\ncompute: {token: [x], hosts: 3}\nenv:\n- g=h\ninputs: [i]\n"
     )
     assert hide_in_text(text) == [
-        *("environment:", "  A: ******", "  D: *", "    e: *", "  *", "compute: {token: ***, hosts: 3}"),
+        *("environment:", "  A: ******", "  D: *", "    e: *", "  *", "compute: {token: **************"),
         *("env:", "- ***", "inputs: [i]"),
     ]
     text = '{"a": {"env": {"b": "}x"}, "c": 1},\n"env": {\n"d": "]",\n"e": [f]\n},\n"g": [\n1]}'
     assert hide_in_text(text) == [
-        *('{"a": {"env": ***********, "c": 1},', '"env": *', '"d": ****', '"e": ***', "**", '"g": [', "1]}")
+        *('{"a": {"env": *********************', '"env": *', '"d": ****', '"e": ***', "**", '"g": [', "1]}")
     ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.explain import explain, validated
+from smpkit.config.section import explain, validated
 from smpkit.errors import ConfigError
 from tests.config.strategies import anything, patient
 from tests.config.test_modelparallel import SEED

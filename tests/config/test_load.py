@@ -49,14 +49,14 @@ def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
     return path
 
 
-def problems(path: Path, *overrides: str, environ: dict[str, str] | None = None) -> list[str]:
+def problems(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides, environ or {})
+        load(path, overrides)
     return [str(problem).replace(f"{path.parent}/", "") for problem in caught.value.problems]
 
 
 def test_a_job_file_becomes_a_job(folder: Path) -> None:
-    job = load_job(folder / "job.yaml", environ={})
+    job = load_job(folder / "job.yaml")
     assert isinstance(job, LoadedJob)
     assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes"}
     assert job.config.num_processes(1) == 16
@@ -69,44 +69,26 @@ def test_a_job_file_becomes_a_job(folder: Path) -> None:
 def test_the_seed_job_is_the_same_in_json(folder: Path) -> None:
     data = {"entry_point": "train.py", "distribution": {**block(), "mpi": MPI}}
     path = write(folder, json.dumps(data, indent=2), "job.json")
-    assert load_job(path, environ={}).config == JobConfig.model_validate(data)
+    assert load_job(path).config == JobConfig.model_validate(data)
 
 
 def test_later_sources_win(folder: Path) -> None:
-    environ = {
-        "SMPKIT_JOB__COMPUTE__INSTANCE_COUNT": "4",
-        "SMPKIT_JOB__COMPUTE__VOLUME_GB": "50",
-        "SMPKIT_JOB__HYPERPARAMETERS__LR": "2e-3",
-        "SMPKIT_JOB__ENVIRONMENT__Level__x": "1",
-        "SMPKIT_JOB__INPUTS__Train__URI": "data",
-        f"SMPKIT_JOB__{PARAMETERS.upper().replace('.', '__')}___MATCH_WEIGHTS": "true",
-        "OTHER": "x",
-    }
-    job = load_job(folder / "job.yaml", ["compute.instance_count=8", "hyperparameters.a.b=[1, x]"], environ)
+    overrides = ["compute.instance_count=4", "hyperparameters.a.b=[1, x]", "-p _match_weights=true", "-H a.c=no"]
+    job = load_job(folder / "job.yaml", [*overrides, "compute.instance_count=8"])
     assert job.config.compute.instance_count == 8
-    assert job.config.compute.volume_gb == 50
-    assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes", "LR": 2e-3, "a.b": [1, "x"]}
-    assert job.config.environment == {"Level__x": "1"}
-    assert job.config.inputs["Train"].uri == "data"
+    assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes", "a.b": [1, "x"], "a.c": "no"}
     parameters = job.config.distribution.model_parallel
     assert parameters is not None
     assert parameters.match_weights is True
 
 
-def test_the_environment_of_the_process_is_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMPKIT_JOB__NAME", "other")
-    assert load_job(folder / "job.yaml").config.name == "other"
-
-
 def test_origins_say_where_each_value_came_from(folder: Path) -> None:
     write(folder, JOB + "checkpoints: s3://bucket\n")
-    environ = {"SMPKIT_JOB__COMPUTE__VOLUME_GB": "50"}
-    job = load_job(folder / "job.yaml", ["compute.spot=true"], environ)
+    job = load_job(folder / "job.yaml", ["compute.spot=true"])
     origins = {".".join(map(str, key)): value.replace(f"{folder}/", "") for key, value in job.origins.items()}
     assert origins["entry_point"] == "job.yaml:1"
     assert origins["hyperparameters.lr"] == "job.yaml:2"
     assert origins["compute.instance_count"] == "job.yaml:4"
-    assert origins["compute.volume_gb"] == "SMPKIT_JOB__COMPUTE__VOLUME_GB"
     assert origins["compute.spot"] == "--set compute.spot"
     assert origins["compute.max_run_seconds"] == "default"
     assert origins[f"{PARAMETERS}.pipeline_parallel_degree"] == "job.yaml:10"
@@ -117,7 +99,7 @@ def test_origins_say_where_each_value_came_from(folder: Path) -> None:
 
 def test_origins_of_a_bare_block_are_found(folder: Path) -> None:
     path = write(folder, "entry_point: train.py\ndistribution:\n  enabled: true\n  parameters: {microbatches: 2}\n")
-    job = load_job(path, environ={})
+    job = load_job(path)
     key = ("distribution", "smdistributed", "modelparallel", "parameters", "microbatches")
     assert job.origins[key] == f"{path}:4"
 
@@ -132,7 +114,7 @@ def test_every_problem_is_told_with_its_line_and_excerpt(folder: Path) -> None:
         "  enabled: true\n"
         "  parameters: {tensor_parallel_degree: 0}\n",
     )
-    found = problems(path, "compute.spot=1", "foo", environ={"SMPKIT_JOB__NMAE": "x"})
+    found = problems(path, "compute.spot=1", "nmae=x", "foo")
     assert "\n\n".join(found) == EVERY_PROBLEM
 
 
@@ -152,10 +134,10 @@ job.yaml:3: compute.instance_cuont: unknown field
 job.yaml:6: distribution.parameters.tensor_parallel_degree: must be at least 1, got 0
     6 |   parameters: {tensor_parallel_degree: 0}
 
-SMPKIT_JOB__NMAE: nmae: unknown field
-    hint: did you mean `name`?
-
 --set compute.spot: must be true or false, got 1
+
+--set nmae: unknown field
+    hint: did you mean `name`?
 
 --set foo: must have the form `key=value`
     hint: for example `compute.spot=true`"""
@@ -188,11 +170,11 @@ def test_overrides_that_cannot_be_meant_are_refused(override: str, message: str,
 
 def test_an_empty_section_can_be_set_into(folder: Path) -> None:
     path = write(folder, "entry_point: train.py\ncompute:\n")
-    assert load_job(path, ["compute.spot=true"], {}).config.compute.spot is True
+    assert load_job(path, ["compute.spot=true"]).config.compute.spot is True
 
 
 def test_what_is_set_in_the_environment_of_the_script_is_text(folder: Path) -> None:
-    assert load_job(folder / "job.yaml", ["environment.A=1"], {}).config.environment == {"A": "1"}
+    assert load_job(folder / "job.yaml", ["environment.A=1"]).config.environment == {"A": "1"}
 
 
 # --- Parameters in a file of their own -------------------------------------------------------------------------------
@@ -210,7 +192,7 @@ distribution:
 
 def test_parameters_may_be_the_path_of_a_json_file(folder: Path) -> None:
     write(folder, json.dumps(SEED), "smp.json")
-    job = load_job(job_with_parameters(folder, "smp.json"), [f"{PARAMETERS}.microbatches=8"], {})
+    job = load_job(job_with_parameters(folder, "smp.json"), [f"{PARAMETERS}.microbatches=8"])
     assert job.config.distribution.parameters_as_written == {**SEED, "microbatches": 8}
 
 
@@ -237,7 +219,7 @@ def test_a_parameters_file_that_cannot_be_read_is_a_problem(text: str | None, me
 
 def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
     write(folder, '{"microbatches": 2}', "smp.json")
-    job = load_job(folder / "job.yaml", [f"{PARAMETERS}=smp.json"], {})
+    job = load_job(folder / "job.yaml", [f"{PARAMETERS}=smp.json"])
     assert job.config.distribution.parameters_as_written == {"microbatches": 2}
 
 
@@ -251,7 +233,7 @@ def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
 )
 def test_a_distribution_may_name_a_file_of_parameters_too(text: str, folder: Path) -> None:
     write(folder, '{"microbatches": 2}', "smp.json")
-    loaded = load(write(folder, text, "distribution.yaml"), environ={})
+    loaded = load(write(folder, text, "distribution.yaml"))
     assert isinstance(loaded.config, Distribution)
     assert loaded.config.parameters_as_written == {"microbatches": 2}
 
@@ -271,7 +253,7 @@ def test_a_distribution_may_name_a_file_of_parameters_too(text: str, folder: Pat
 )
 def test_parts_of_a_job_are_recognised(data: dict[str, Any], kind: str, model: type, folder: Path) -> None:
     path = write(folder, json.dumps(data), "part.json")
-    loaded = load(path, environ={"SMPKIT_JOB__NAME": "ignored"})
+    loaded = load(path)
     assert isinstance(loaded, Loaded)
     assert (loaded.kind, type(loaded.config)) == (kind, model)
     with pytest.raises(ConfigError, match="not a job file"):
@@ -280,7 +262,7 @@ def test_parts_of_a_job_are_recognised(data: dict[str, Any], kind: str, model: t
 
 def test_parts_can_be_changed_with_set_and_have_notices(folder: Path) -> None:
     path = write(folder, "partitions: 2\nuse_times: 3\n", "smp.yaml")
-    loaded = load(path, ["microbatches=4"], {})
+    loaded = load(path, ["microbatches=4"])
     assert [notice.place.replace(f"{folder}/", "") for notice in loaded.notices] == ["smp.yaml:2"]
     assert loaded.origins[("pipeline_parallel_degree",)] == f"{path}:1"
     assert loaded.origins[("microbatches",)] == "--set microbatches"
@@ -305,7 +287,7 @@ def test_sources_must_be_there(folder: Path) -> None:
     assert problem.startswith("job.yaml:1: entry_point: no such file: `")
     (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: src"))
     assert "job.yaml:2: source_dir: no such folder" in problem
-    load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"), environ={})
+    load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"))
     (problem,) = problems(write(folder, f"entry_point: {'x' * 5000}.py"))
     assert "no such file" in problem
 
@@ -325,7 +307,7 @@ NAMES = (
 
 def survives(path: Path) -> None:
     with suppress(ConfigError):
-        load(path, environ={})
+        load(path)
 
 
 @patient
@@ -363,7 +345,7 @@ def test_no_override_makes_anything_but_a_config_error(
     (folder / "train.py").touch()
     path = write(folder, JOB)
     with suppress(ConfigError):
-        load(path, overrides, {"SMPKIT_JOB__" + overrides[0][:3]: overrides[0]} if overrides else {})
+        load(path, overrides)
 
 
 def test_a_missing_entry_point_is_reported_beside_every_other_problem(tmp_path: Path) -> None:

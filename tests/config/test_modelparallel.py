@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.config.migrate import HISTORIC, V2_KEYS
-from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig
 from smpkit.errors import ConfigError
 from tests.config.strategies import anything, patient, texts
 
@@ -256,9 +255,17 @@ def test_the_alias_is_named_as_it_was_written() -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    assert [line.split(":")[0] for line in problems(
-        {"microbatches": 0, "tensor_parallel_degree": 2, "foo": 1, "ddp_port": -1, "bf16": True, "fp16": True}
-    )] == ["microbatches", "tensor_parallel_degree", "foo", "ddp_port", "bf16"]  # fmt: skip
+    wrong = {"microbatches": 0, "tensor_parallel_degree": 2, "foo": 1, "ddp_port": -1, "bf16": True, "fp16": True}
+    names = [line.split(":")[0] for line in problems(wrong)]
+    assert names == ["microbatches", "ddp_port", "foo", "tensor_parallel_degree", "bf16"]
+
+
+def test_rules_that_read_a_wrong_value_are_silent() -> None:
+    assert [line.split(":")[0] for line in problems({"tensor_parallel_degree": 2, "ddp": "yes", "ddp_port": 1})] == [
+        "ddp"
+    ]
+    wrong = {"virtual_pipeline_degree": "x", "pipeline_parallel_degree": 2, "default_partition": 3}
+    assert [line.split(":")[0] for line in problems(wrong)] == ["virtual_pipeline_degree"]
 
 
 # --- The environment -------------------------------------------------------------------------------------------------

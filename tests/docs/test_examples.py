@@ -9,9 +9,9 @@ import nbformat
 import pytest
 import yaml
 
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.config.load import load_job
+from smpkit.config.section import validated
 from tests.docs.blocks import ROOT, blocks_of
 
 FOLDERS = sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("[!_.]*.*")))

@@ -19,8 +19,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
+from smpkit.config.section import validated
 from smpkit.testing import run_ranks
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, problem_of
 from tests.docs.run_page import run_blocks

@@ -16,8 +16,8 @@ from botocore.validate import ParamValidator
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
+from smpkit.config.section import validated
 from smpkit.errors import CloudError, ConfigError
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight

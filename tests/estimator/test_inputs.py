@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from botocore.validate import ParamValidator
 
-from smpkit import FileSystemInput, InstanceGroup, TrainingInput
+from smpkit import FileSystemInput, TrainingInput
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
 from smpkit_estimator.arguments import channels
@@ -80,28 +80,13 @@ def test_the_sdks_own_inputs_are_sent_as_they_are(make: MakeEstimator, kind: str
     assert channel == {"ChannelName": "train", **made.config}
 
 
-TWO_GROUPS = [
-    InstanceGroup("data", "ml.c5.18xlarge", 1),
-    SimpleNamespace(instance_group_name="train", instance_type="ml.p4d.24xlarge", instance_count=2),  # as the SDK's
-]
-NO_HOSTS = {"instance_type": None, "instance_count": None}
-
-
-@pytest.mark.parametrize("named", [TWO_GROUPS[1:], ["train"]], ids=["objects", "names"])
-def test_groups_may_be_objects_of_the_sdk(make: MakeEstimator, named: list[Any]) -> None:
-    whole = {"instance_groups": named, "mpi": {"enabled": True, "processes_per_host": 8}}
-    body = sent(make, None, **NO_HOSTS, instance_groups=TWO_GROUPS, distribution=whole)
-    names = [group["InstanceGroupName"] for group in body["ResourceConfig"]["InstanceGroups"]]
-    assert names == ["data", "train"]
-    assert body["HyperParameters"]["sagemaker_distribution_instance_groups"] == '["train"]'
-
-
-def test_an_input_for_a_group_that_there_is_not_is_refused_by_fit(make: MakeEstimator) -> None:
-    inputs = {"x": TrainingInput("s3://bucket/x", instance_groups=["none"])}
-    with pytest.raises(ConfigError, match=r"`none` is no instance group of the job: those are data, train"):
-        sent(make, inputs, **NO_HOSTS, instance_groups=TWO_GROUPS, distribution={"instance_groups": ["train"]})
-    with pytest.raises(ConfigError, match=r"`none` is no instance group of the job: it has none"):
-        sent(make, inputs)
+def test_instance_groups_are_refused_by_name(make: MakeEstimator) -> None:
+    with pytest.raises(ConfigError, match=r"instance_groups: would mix machines of several kinds"):
+        make(instance_groups=[SimpleNamespace(instance_group_name="train", instance_type="x", instance_count=2)])
+    with pytest.raises(ConfigError, match=r"instance_groups: would mix machines of several kinds"):
+        make(distribution={"instance_groups": ["train"]})
+    with pytest.raises(ConfigError, match=r"InstanceGroupNames: cannot be sent"):
+        TrainingInput("s3://bucket/x", instance_groups=["train"])
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(seed=7), {"Seed": 7}, 7], ids=["SDK", "mapping", "number"])
@@ -135,7 +120,7 @@ def test_what_has_no_place_is_refused_by_name(config: dict[str, Any], name: str)
     ],
 )
 def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
-    from smpkit.config.explain import validated
+    from smpkit.config.section import validated
 
     with pytest.raises(ConfigError) as caught:
         validated(JobConfig, {"entry_point": "a.py", "inputs": {"a": channel}}, subject="job")

@@ -170,20 +170,3 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_local_run(clash, tmp_path)
     assert [problem.message.split("`")[1] for problem in caught.value.problems] == ["train.py", "none"]
-
-
-def test_of_a_job_with_groups_only_the_hosts_with_ranks_run_here(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "compute": {
-            "instance_groups": [
-                {"name": "data", "instance_type": "ml.c5.18xlarge", "instance_count": 3},
-                {"name": "train", "instance_type": "ml.p4d.24xlarge"},
-            ]
-        },
-        "distribution": {"instance_groups": ["train"], "mpi": {"enabled": True, "processes_per_host": 2}},
-    }
-    assert plan(tmp_path, "", **settings).notes == (
-        "only the hosts with ranks run here: those of train; 3 more run on SageMaker alone",
-    )
-    done = run(tmp_path, "import os; assert os.environ['WORLD_SIZE'] == '2'", **settings)
-    assert (done.exit_code, done.failure) == (0, None)

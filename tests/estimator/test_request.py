@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from botocore.validate import ParamValidator
 
-from smpkit_estimator.arguments import InstanceGroup, TrainingInput, channels, job_from_arguments
+from smpkit_estimator.arguments import TrainingInput, channels, job_from_arguments
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
-from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE, with_groups
+from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
 GOLDEN = Path(__file__).with_name("golden")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
@@ -38,7 +38,6 @@ def ours(arguments: dict[str, Any], inputs: Any) -> TrainingPlan:
 def all_of_ours() -> dict[str, TrainingPlan]:
     made = {name: ours(*case) for name, case in CASES.items()}
     made["training-input"] = ours(CASES["no-distribution"][0], {"train": TrainingInput(**INPUTS)})
-    made["instance-groups"] = ours(*with_groups(InstanceGroup, TrainingInput))
     return made
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smpkit.errors import ConfigError
-from tests.estimator.golden.cases import BASE, CASES, MPI, SMP, with_groups
+from tests.estimator.golden.cases import BASE, CASES, MPI, SMP
 
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 pytestmark = pytest.mark.skipif(
@@ -39,17 +38,6 @@ def test_the_bare_options_send_what_the_sdks_own_dict_sends(arguments: dict[str,
 
     whole = CASES["model-parallel-mpi-spot"][0]["distribution"]
     assert sent(**arguments) == sent_by(PyTorch, {**BASE, "distribution": whole}, None)
-
-
-def test_groups_are_sent_as_the_sdk_sends_them() -> None:
-    from sagemaker.inputs import TrainingInput
-    from sagemaker.instance_group import InstanceGroup
-
-    from smpkit_estimator.sdk2 import PyTorch
-    from tests.estimator.golden.real_sdk2 import sent_by
-
-    golden = Path(__file__).with_name("golden") / "instance-groups.json"
-    assert sent_by(PyTorch, *with_groups(InstanceGroup, TrainingInput)) == json.loads(golden.read_text())
 
 
 def test_empty_parameters_do_not_switch_the_library_off() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from smpkit.observe.events import (
     ActionSpan,
     Counter,
     Event,
+    EventWriter,
     Header,
     MessageSpan,
     PlannedSchedule,
@@ -28,6 +30,15 @@ COSTS = Costs(forward_seconds=1e-3, backward_seconds=2e-3, latency_seconds=1e-4)
 def chain(num_ranks: int, num_microbatches: int, num_bytes: int = 1024) -> Schedule:
     """1F1B of a chain whose ranks hand on `num_bytes`."""
     return replace(one_f_one_b(num_ranks, num_microbatches), graph=SegmentGraph.chain(num_ranks, num_bytes=num_bytes))
+
+
+def write_log(folder: Path, log: RankLog) -> Path:
+    """Write the file of one rank, and return it."""
+    writer = EventWriter(folder, log.header)
+    for event in log.events:
+        writer.write_rows([(type(event), [*vars(event).values()])])
+    writer.close()
+    return writer.path
 
 
 def header(rank: int, size: int, **changes: object) -> Header:

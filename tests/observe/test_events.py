@@ -14,12 +14,13 @@ from smpkit.observe.events import (
     Mark,
     MessageSpan,
     PlannedSchedule,
+    RankLog,
     StepSpan,
     WorkSpan,
     find_events,
     read_events,
 )
-from tests.observe.logs import header
+from tests.observe.logs import header, write_log
 
 EVENTS: list[Event] = [
     PlannedSchedule("0", '{"format": 1}'),
@@ -33,11 +34,7 @@ EVENTS: list[Event] = [
 
 
 def write(folder: Path, rank: int = 0) -> Path:
-    writer = EventWriter(folder, header(rank, 2))
-    writer.write(EVENTS[:3])
-    writer.write(EVENTS[3:])
-    writer.close()
-    return folder / f"events_{rank}.jsonl"
+    return write_log(folder, RankLog(header(rank, 2), tuple(EVENTS), truncated=False))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -49,7 +46,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_events_are_in_the_file_before_it_is_closed(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, header(0, 1))
-    writer.write(EVENTS)
+    writer.write_rows((type(event), [*vars(event).values()]) for event in EVENTS)
     assert list(read_events(tmp_path / "events_0.jsonl").events) == EVENTS
     writer.close()
 
@@ -66,38 +63,37 @@ def test_a_last_line_that_breaks_off_is_left_out_wherever_it_breaks(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("{", "events_0.jsonl:2: not a line of events"),
-        ("[1]", "events_0.jsonl:2: not a line of events"),
-        ("", "events_0.jsonl:2: not a line of events"),
-        ('{"type": "zebra"}', "events_0.jsonl:2: `zebra` is no type of event"),
-        ('{"type": ["action"]}', "is no type of event"),
-        ('{"type": "mark", "name": "x"}', "events_0.jsonl:2: Mark with a missing, unknown or wrong `at_ns`"),
-        ('{"type": "mark", "name": "x", "at_ns": true}', "wrong `at_ns`"),
-        ('{"type": "mark", "name": "x", "at_ns": 1.5}', "wrong `at_ns`"),
-        ('{"type": "mark", "name": "x", "at_ns": 1, "more": 2}', "wrong `more`"),
-        ('{"type": "work", "step": 0, "name": "x", "start_ns": 2, "end_ns": 1}', "wrong `end_ns`"),
+        "{",
+        "1",
+        "",
+        "[1]",
+        '[["zebra"]]',
+        '[[["mark"], "x", 1]]',
+        '[["mark", "x"]]',
+        '[["mark", "x", 1, 2]]',
+        '[["mark", "x", true]]',
+        '[["mark", "x", 1.5]]',
+        '[["mark", 1, 1]]',
+        '[["work", 0, "x", 2, 1]]',
     ],
-    ids=["json", "list", "empty", "type", "type of type", "missing", "bool", "float", "unknown", "backwards"],
 )
-def test_a_damaged_line_is_an_error_that_names_it(line: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_an_error_that_names_it(line: str, tmp_path: Path) -> None:
     path = write(tmp_path)
     first, rest = path.read_text().split("\n", 1)
     path.write_text(f"{first}\n{line}\n{rest}")
-    with pytest.raises(EventsError) as caught:
+    with pytest.raises(EventsError, match=r"events_0\.jsonl:2: not a line of events"):
         read_events(path)
-    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2, and this smpkit reads format 1"),
-        ({"type": "mark"}, "the first line is not a header"),
-        ({"rank": "0"}, "Header with a missing, unknown or wrong `rank`"),
+        ({"format": 1}, "format 1, and this smpkit reads format 2"),
+        ({"rank": "0"}, "events_0.jsonl:1: not a line of events"),
+        ({"more": 0}, "events_0.jsonl:1: not a line of events"),
     ],
-    ids=["format", "type", "field"],
 )
 def test_a_wrong_header_is_an_error(change: dict[str, object], message: str, tmp_path: Path) -> None:
     path = write(tmp_path)

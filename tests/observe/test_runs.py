@@ -25,6 +25,13 @@ def test_runs_are_found_from_the_folder_above_from_runs_and_from_a_run_itself(tm
     assert find_runs(tmp_path / "examples" / "c") == ()
 
 
+def test_runs_that_lie_on_another_disk_are_found(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "disk", "a", NOW)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "runs").symlink_to(made.path.parent)
+    assert [run.label for run in find_runs(tmp_path / "job")] == [made.label]
+
+
 def test_runs_of_one_second_have_folders_of_their_own_in_order(tmp_path: Path) -> None:
     made = [make_run(tmp_path, "a", NOW) for _ in range(12)]
     assert list(find_runs(tmp_path)) == made

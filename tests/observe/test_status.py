@@ -1,28 +1,36 @@
 from __future__ import annotations
 
+import io
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from smpkit.observe.status import STATUS_DIR, RankStatus, StatusPage, page_of, read_status
+from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, RankStatus, StatusPage, page_of, read_status
 from smpkit.observe.summary import KindBytes
 from smpkit.torch.core import status
 
 HELD, PLANNED = KindBytes(weights=1, activations=2), KindBytes(weights=1)
 
 
+def note(page: StatusPage, kind: str = "", microbatch: int = 0, layer: str = "") -> None:
+    """Note an action and a layer as the runtime does, which calls nothing."""
+    if kind:
+        page.cells[ACTION_CELL] = microbatch * 256 + ord(kind)
+    page.cells[LAYER_CELL] = page.layer_numbers[layer] if layer else 0
+
+
 def test_what_was_noted_is_read(tmp_path: Path) -> None:
     page = StatusPage(tmp_path, 3)
     assert read_status(tmp_path, 3) == RankStatus(-1)
     page.begin_step(12)
-    page.begin_action("B", 2)
-    page.begin_layer("blocks.1")
+    note(page, "B", 2, "blocks.1")
     page.write(HELD, PLANNED, "`microbatches: 8` saves most")
     expected = RankStatus(12, "backward", 2, "blocks.1", HELD, PLANNED, "`microbatches: 8` saves most")
     assert read_status(tmp_path, 3) == expected
-    page.begin_action("F", 300)
+    note(page, "F", 300)
     page.write(HELD, None, "")
     page.close()
     assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, "")
@@ -33,7 +41,7 @@ def test_a_page_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
     if pid == 0:
         page = StatusPage(tmp_path, 0)
         page.begin_step(7)
-        page.begin_layer("layer")
+        note(page, layer="layer")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert read_status(tmp_path, 0) == RankStatus(7, layer="layer")
@@ -52,9 +60,29 @@ def test_a_missing_short_or_half_written_page_tells_nothing_wrong(tmp_path: Path
     assert read_status(tmp_path, 0) == RankStatus(-1)
 
 
+def test_a_text_that_is_written_while_it_is_read_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of two halves could be read: the number of writes was compared with nothing after the read."""
+    page = StatusPage(tmp_path, 0)
+    page.write(HELD, PLANNED, "")
+
+    class Torn(io.BytesIO):
+        """A page that is written between two reads."""
+
+        def seek(self, *place: int) -> int:
+            page.write(HELD, None, "")
+            self.getbuffer()[:64] = page_of(tmp_path, 0).read_bytes()[:64]
+            return super().seek(*place)
+
+    torn = SimpleNamespace(open=lambda *_, **__: Torn(page_of(tmp_path, 0).read_bytes()))
+    assert read_status(tmp_path, 0) == RankStatus(-1, held=HELD, planned=PLANNED)
+    with monkeypatch.context() as patch:
+        patch.setattr("smpkit.observe.status.page_of", lambda *_: torn)
+        assert read_status(tmp_path, 0) == RankStatus(-1)
+
+
 def test_a_layer_with_a_long_name_is_cut(tmp_path: Path) -> None:
     page = StatusPage(tmp_path, 0)
-    page.begin_layer("x" * 1000)
+    note(page, layer="x" * 1000)
     found = read_status(tmp_path, 0)
     assert found is not None
     assert found.layer == "x" * 191
@@ -62,10 +90,10 @@ def test_a_layer_with_a_long_name_is_cut(tmp_path: Path) -> None:
 
 def test_each_layer_is_found_again_and_where_there_is_no_room_for_names_nothing_wrong_is(tmp_path: Path) -> None:
     page = StatusPage(tmp_path, 0)
-    names = [f"blocks.{number}." + "x" * 100 for number in range(1000)]
+    names = [f"blocks.{number}." + "x" * 100 for number in range(600)]
     found = []
     for name in [*names, *names]:
-        page.begin_layer(name)
+        note(page, layer=name)
         read = read_status(tmp_path, 0)
         assert read is not None
         found.append(read.layer)

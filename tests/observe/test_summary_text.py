@@ -6,7 +6,8 @@ import pytest
 
 from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
-from smpkit.observe.summary_text import amount, block, count
+from smpkit.observe.summary_text import block
+from smpkit.units import amount, count
 
 MIB = 2**20
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.008, other=0.002)
@@ -89,7 +90,7 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 
 
 def test_amounts_and_durations() -> None:
-    assert [amount(number) for number in (512, 3 * MIB, 5 * 2**30)] == ["0.5 KiB", "3.0 MiB", "5.0 GiB"]
+    assert [amount(number) for number in (512, 3 * MIB, 5 * 2**30, 2**41)] == ["512 B", "3.0 MiB", "5.0 GiB", "2.0 TiB"]
     assert [duration(number) for number in (0.84, 59.6, 11_100)] == ["0.8 s", "1 m 0 s", "3 h 5 m"]
 
 

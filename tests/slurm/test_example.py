@@ -41,5 +41,5 @@ def test_a_cluster_runs_it_and_it_goes_on_after_a_stop(user: User) -> None:
     assert len(stopped) == 1
     more = ["--set", f"hyperparameters.steps={int(stopped[0]) + 5}"]
     resumed = user.run("submit", "job.yaml", *here, *more).stdout.strip()
-    user.run("wait", resumed)
+    user.run("status", resumed, "--watch")
     assert f"from step {stopped[0]}" in user.log(resumed)

@@ -90,7 +90,7 @@ def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
     user.until_logged("low", "saved and stopping")
     user.hurry("low")
-    user.run("wait", "low", timeout=170)
+    user.run("status", "low", "--watch", timeout=170)
     log = user.log("low")
     assert "resumed at step" in log
     assert user.status("low")["interruptions"] == 1
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named(user: User) -> None:
     user.until(lambda: user.log("killed").count("ready") == 2, "both ranks")
     victim = [pid for pid in user.processes("killed") if b"RANK=1" in environ_of(pid)][-1]
     os.kill(victim, signal.SIGKILL)
-    user.run("wait", "killed", code=1)
+    user.run("status", "killed", "--watch", code=1)
     failure = user.status("killed")["failure"]
     assert (failure["rank"], failure["host"]) == (1, "n2"), failure
     assert "SIGKILL" in failure["reason"]
@@ -135,7 +135,7 @@ def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> 
     user.until(lambda: user.log("orphan").count("ready") == 2, "both ranks")
     launcher = min(pid for pid in launchers(user, "orphan") if f"SLURMD_NODENAME={node}".encode() in environ_of(pid))
     os.kill(launcher, signal.SIGKILL)
-    user.run("wait", "orphan", code=1)
+    user.run("status", "orphan", "--watch", code=1)
     reason = user.status("orphan")["failure"]["reason"]
     assert reason.startswith(f"the host was lost: its launcher was killed\non {node}; ")
     user.until(lambda: not user.processes("orphan"), "the ranks to end", 30)
@@ -181,7 +181,7 @@ def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
     job_id = json.loads(user.run("submit", "job.yaml", "--name", "cancelled", "--json").stdout)["id"]
     user.until(lambda: user.log("cancelled").count("ready") == 2, "both ranks")
     user.cluster.ask("scancel", job_id)
-    user.run("wait", "cancelled", code=1)
+    user.run("status", "cancelled", "--watch", code=1)
     assert user.status("cancelled")["status"] == "Stopped"
     assert user.log("cancelled").count("saved") == 2
 
@@ -195,7 +195,7 @@ def test_a_time_of_grace_before_preemption_queues_the_job_again(user: User) -> N
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
     user.until_logged("graced", "saved and stopping")
     user.hurry("graced")
-    user.run("wait", "graced", timeout=170)
+    user.run("status", "graced", "--watch", timeout=170)
     assert "resumed at step" in user.log("graced")
     assert losses(user, "graced") == uninterrupted()
 

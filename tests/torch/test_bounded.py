@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import pytest
 
 from smpkit.torch.core import tensor_spec
-from smpkit.torch.distributed import run_meter
 from smpkit.torch.offload import report
-from smpkit.torch.pipeline import batch_broadcast, executor
+from smpkit.torch.pipeline import executor
 from tests.models import CASES, Case
 from tests.ranks import run_ranks
 from tests.train import KINDS, Training, TrainingInSlices, batch, training
@@ -77,11 +76,9 @@ def held(value: Any, depth: int = 4) -> int:
 
 def lower_bounds() -> None:
     executor.MAX_KINDS = BOUND  # type: ignore[misc]
-    batch_broadcast.MAX_KINDS = BOUND  # type: ignore[misc]
     executor.MAX_OUTPUT_SPECS = 8 * BOUND  # type: ignore[misc]
     tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
     report._STEPS_KEPT = BOUND  # type: ignore[misc]
-    run_meter._UNSETTLED = 3 * BOUND  # type: ignore[misc]
 
 
 def train_many(trained: Training | TrainingInSlices, case: Case, count: int) -> dict[str, tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -41,11 +42,19 @@ def test_names_are_the_users_own() -> None:
     assert [name for name, _ in model.local_named_modules()] == ["", "layer", "norm"]
 
 
-def test_trap_15_the_module_is_reached_at_any_depth() -> None:
-    module = Net()
-    model = wrap(module)
+def test_trap_15_the_module_is_reached_by_one_hop_more() -> None:
+    module: Any = Net()
+    model: Any = wrap(module)
     assert model.get_module() is model.module is module
-    assert model.module.module.module.layer is module.layer  # type: ignore[union-attr]
+    same = model.module.module
+    assert same.layer is module.layer
+    assert isinstance(same, Net)
+    same.training = False
+    assert not module.training
+    assert not hasattr(same, "module")  # transformers 4.28 unwraps a model until it has none (D4)
+    copied: Any
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert copied.module.layer is copied.layer is not module.layer
     assert "module" not in dict(module.named_modules())
     assert list(module.state_dict()) == list(Net().state_dict())
     assert isinstance(model.module.layer, nn.Linear)
@@ -64,7 +73,9 @@ def test_trap_15_a_module_with_a_module_of_its_own_keeps_it() -> None:
     model: Any = wrap(inner)
     assert model.get_module() is model.module is inner
     # Scripts before 1.10 with a wrapper for half precision: SMP's own for `ddp` came between the two.
-    assert model.module.module is model.module.module.module is inner.module
+    assert model.module.module is inner.module
+    assert model.module.module.module.layer is inner.module.layer
+    assert not hasattr(model.module.module.module, "module")
     assert list(model.state_dict()) == list(Wrapper().state_dict())
 
 

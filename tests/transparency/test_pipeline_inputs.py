@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +18,9 @@ import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch.distributed import deadline
-from smpkit.torch.pipeline import batch_broadcast
 from tests.models import WIDTH, Case, block, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.train import Trace, Way, batch, build, same, train, world
+from tests.train import Way, batch, build, same, world
 
 # --- what the other ranks pass ----------------------------------------------------------------------------------------
 
@@ -87,19 +85,6 @@ def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
 def test_tensor_parallel_ranks_compare_what_the_first_ranks_of_their_pipelines_pass() -> None:
     way = Way(pipeline=2, replicas=2, tensor=2, microbatches=2)
     same(Case(model, ByRank("empty tensors"), any_step), way, like=Way(replicas=2, microbatches=2))
-
-
-def train_with_few_kinds(case: Case, way: Way) -> Trace:
-    with mock.patch.object(batch_broadcast, "MAX_KINDS", 3):
-        return train(case, way)
-
-
-def test_all_ranks_forget_the_same_kinds_of_arguments() -> None:
-    case, one_rank = (
-        Case(model, ByRank("empty tensors"), any_step),
-        Way(microbatches=1, batches=(1, 2, 3, 1, 4, 5, 2, 3, 3)),
-    )
-    same(case, replace(one_rank, pipeline=3), like=one_rank, by=train_with_few_kinds)
 
 
 # --- what a rank lacks ------------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ def _plan(
         problems = preflight(body, request_shape("batch", operation))
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
-    count = job.compute.num_hosts
+    count = job.compute.instance_count
     files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
     hidden: dict[str, bytes] = {}
     if count > 1:
@@ -354,7 +354,7 @@ def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
         if secret.entry is None:
             hint = f"write `{variable}: <name or ARN of the entry>`"
             yield Problem(("secrets", variable), "names no entry in AWS Secrets Manager", hint)
-    yield from not_for_schedulers(job, "AWS Batch")
+    yield from not_for_schedulers(job)
     yield from place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
     yield from world_problems(job)
 

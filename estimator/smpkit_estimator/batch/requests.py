@@ -32,7 +32,7 @@ def definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, 
     Args:
         place: S3 URI below which the job's own files are.
     """
-    options, count = job.backend.batch, job.compute.num_hosts
+    options, count = job.backend.batch, job.compute.instance_count
     nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container(job, name, region, place)}
     if options.instance_type is not None:
         nodes["instanceTypes"] = [options.instance_type]
@@ -94,7 +94,7 @@ def _container(job: JobConfig, name: str, region: str, place: str) -> dict[str, 
             grace_seconds=options.grace_seconds,
             port=options.port,
         ),
-        names.HOSTS: " ".join(f"node-{index}" for index in range(job.compute.num_hosts)),
+        names.HOSTS: " ".join(f"node-{index}" for index in range(job.compute.instance_count)),
         names.CONFIG: place,
         names.MESSAGE: f"{place}/failures",
         "AWS_REGION": region,

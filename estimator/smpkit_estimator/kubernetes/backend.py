@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError, UsageError
@@ -210,7 +209,7 @@ def open_kubernetes(access: Access) -> KubernetesCluster:
 def _plan(
     job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
 ) -> Plan:
-    options, count = job.backend.kubernetes, job.compute.num_hosts
+    options, count = job.backend.kubernetes, job.compute.instance_count
     namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
@@ -223,7 +222,7 @@ def _plan(
         payload=(api, objects),
         max_seconds=limit_of(job),
         notes=(*_notes(job), *notes),
-        script=yaml.safe_dump_all(shown, sort_keys=False, allow_unicode=True, width=120),
+        script=as_yaml(*shown),
     )
 
 
@@ -239,7 +238,7 @@ def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
         yield Problem(("name",), message, "lower-case letters, digits and hyphens, the first a letter")
     if job.image is None:
         yield Problem(("image",), "is required on Kubernetes", "an image with smpkit that the nodes can pull")
-    yield from not_for_schedulers(job, "Kubernetes")
+    yield from not_for_schedulers(job)
     mounts = [volume.mount for volume in job.backend.kubernetes.volumes]
     yield from place_problems(job, mounts, "backend.kubernetes.volumes")
     yield from world_problems(job)

@@ -142,7 +142,7 @@ def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _job_spec(
     job: JobConfig, name: str, labels: Mapping[str, str], places: Mapping[str, str], secrets: Iterable[str]
 ) -> dict[str, Any]:
-    options, count = job.backend.kubernetes, job.compute.num_hosts
+    options, count = job.backend.kubernetes, job.compute.instance_count
     metadata = {"labels": labels, **({"annotations": dict(options.annotations)} if options.annotations else {})}
     more = {
         "activeDeadlineSeconds": limit_of(job),
@@ -205,7 +205,7 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
 
 
 def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: Iterable[str]) -> dict[str, Any]:
-    options, count = job.backend.kubernetes, job.compute.num_hosts
+    options, count = job.backend.kubernetes, job.compute.instance_count
     variables = {
         **host_variables(
             job,

@@ -249,7 +249,7 @@ def _planned(
 
 
 def _plan(run: Run, settings: Mapping[str, str], hidden: Mapping[str, str], notes: Sequence[str]) -> Plan:
-    options, count = run.job.backend.slurm, run.job.compute.num_hosts
+    options, count = run.job.backend.slurm, run.job.compute.instance_count
     variables = {**masked("", dict(run.variables)), **dict.fromkeys(hidden, HIDDEN)}
     shown = {"script": run.script, "folder": str(run.folder), **shown_files(run.files), "variables": variables}
     lines = [run.script]
@@ -291,7 +291,7 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     if re.fullmatch(JOB_NAME, name) is None:
         message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
         yield Problem(("name",), message, "give a shorter one")
-    yield from not_for_schedulers(job, "Slurm")
+    yield from not_for_schedulers(job)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():
@@ -350,7 +350,7 @@ def _partition(job: JobConfig) -> Finding:
         file.write(script)
         file.flush()
         ask("sbatch", "--test-only", file.name, doing="this job cannot run")
-    return Finding("partition", "ok", f"Slurm would start {job.compute.num_hosts} nodes for the job")
+    return Finding("partition", "ok", f"Slurm would start {job.compute.instance_count} nodes for the job")
 
 
 def _writable(job: JobConfig | None) -> Finding:

@@ -22,7 +22,7 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
         around: options of `srun`.
         command: what every node runs.
     """
-    options, nodes = job.backend.slurm, job.compute.num_hosts
+    options, nodes = job.backend.slurm, job.compute.instance_count
     srun = [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(job)}"),
         # A launcher hears from the others why they ended; srun must not kill it meanwhile.
@@ -68,7 +68,7 @@ def _sbatch_options(job: JobConfig, run: Path) -> Iterator[str]:
     options, seconds = job.backend.slurm, limit_of(job)
     values = {
         "job-name": run.name,
-        "nodes": job.compute.num_hosts,
+        "nodes": job.compute.instance_count,
         "ntasks-per-node": 1,
         "cpus-per-task": _cpus(job),
         "partition": options.partition,

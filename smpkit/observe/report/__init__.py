@@ -13,6 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from smpkit.observe.report.data import content_of
+from smpkit.observe.report.view import page
+from smpkit.observe.runs import open_run
+
 __all__ = ["Report", "open_report"]
 
 
@@ -39,10 +43,5 @@ def open_report(name: str | None = None, other: str | None = None) -> Report:
     Raises:
         SmpkitError: there is no such run, or nothing is in its folder.
     """
-    from smpkit.observe.report.content import content_of
-    from smpkit.observe.report.folder import read_material
-    from smpkit.observe.report.page import page
-    from smpkit.observe.runs import open_run
-
     names = (name,) if other is None else (name, other)
-    return Report(page([content_of(read_material(open_run(each))) for each in names]))
+    return Report(page([content_of(open_run(each)) for each in names]))

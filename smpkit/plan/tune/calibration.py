@@ -12,8 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, ValidationError
 
 from smpkit.config.documents import read_document
-from smpkit.config.explain import explain
-from smpkit.config.section import Section
+from smpkit.config.section import Section, explain
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, UsageError
 

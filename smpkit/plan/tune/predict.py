@@ -164,20 +164,18 @@ def samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None:
     return None if rest or not samples else samples
 
 
-def predict(
-    config: ModelParallelConfig, job: Job, *, replans: bool = True, schedule: Schedule | None = None
-) -> Prediction | RuledOut:
+def predict(config: ModelParallelConfig, job: Job, *, schedule: Schedule | None = None) -> Prediction | RuledOut:
     """Return what a step takes, or why there is none.
 
     Args:
-        replans, schedule: see `decide`.
+        schedule: see `decide`.
     """
     samples = samples_per_microbatch(config, job)
     if samples is None:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
     model = job.models[config.tensor_parallel_degree]
     scale = samples / model.samples
-    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config), replans, schedule).run()
+    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config), schedule).run()
 
 
 def half_of(config: ModelParallelConfig) -> str | None:
@@ -218,11 +216,10 @@ class _Predicting:
         config: ModelParallelConfig,
         job: Job,
         model: ModelFacts,
-        replans: bool,
         schedule: Schedule | None,
     ) -> None:
         self._config, self._job, self._model = config, job, model
-        self._replans, self._schedule = replans, schedule
+        self._schedule = schedule
         self._machine = job.machine
         self._layers = layers_of(model)
         self._mesh = Mesh.from_world(
@@ -254,7 +251,6 @@ class _Predicting:
                     with_choices(self._model, self._layers, choices, mixed=self._config.offload_activations == "auto"),
                     self._speed,
                     self._job.optimizer,
-                    replans=self._replans,
                     schedule=self._schedule,
                 )
             except ConfigError as error:

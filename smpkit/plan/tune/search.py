@@ -126,13 +126,12 @@ class _Search:
             return None
         if config.world_problems(self._job.ranks) or config.tensor_parallel_degree not in self._job.models:
             return None
-        found = self._predict(config)
-        return predict(config, self._job) if isinstance(found, Prediction) else found
+        return self._predict(config)
 
     def _predict(self, config: ModelParallelConfig) -> Prediction | RuledOut:
         key = config.model_dump_json()
         if key not in self._seen:
-            found = self._seen[key] = predict(config, self._job, replans=False)
+            found = self._seen[key] = predict(config, self._job)
             if isinstance(found, RuledOut):
                 self._reasons[_sentence(found)] += 1
                 lacks = found.missing_bytes

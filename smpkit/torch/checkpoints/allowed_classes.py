@@ -24,15 +24,9 @@ __all__ = ["find_allowed", "why_refused"]
 _REVIEWED: Final = frozenset(
     {
         "argparse.Namespace",
-        "builtins.dict",  # as the factory of a defaultdict, like those below
-        "builtins.float",
         "builtins.frozenset",
-        "builtins.int",
-        "builtins.list",
         "builtins.range",
-        "builtins.set",
         "builtins.slice",
-        "builtins.str",
         "collections.ChainMap",
         "collections.UserDict",
         "collections.defaultdict",
@@ -80,8 +74,6 @@ _REVIEWED_FAMILIES: Final = (
         re.compile(r"transformers\.models\.(\w+)\.configuration_\w+\.\w+Config"),
         ("PretrainedConfig", "PreTrainedConfig"),
     ),
-    (re.compile(r"torch\.optim\.lr_scheduler\.\w+"), ("LRScheduler", "ReduceLROnPlateau", "ChainedScheduler")),
-    (re.compile(r"torch\.optim\.\w+\.\w+"), ("Optimizer",)),
 )
 """Patterns of names, and the names of classes one of which each must be derived from."""
 

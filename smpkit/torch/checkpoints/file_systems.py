@@ -1,4 +1,4 @@
-"""Which ranks write to the same file system: hosts may share a folder, or have one each of the same name."""
+"""Which ranks see the same folder: hosts may share one, or have one each of the same name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.state_entries import all_or_raise
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.objects import allgather
 
-__all__ = ["FileSystems", "find_file_systems", "position_beside"]
+__all__ = ["FileSystems", "file_systems_of", "find_file_systems", "known_file_systems"]
 
 
 @dataclass(frozen=True)
@@ -26,57 +25,68 @@ class FileSystems:
 
     leaders: tuple[int, ...]
 
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The ranks on this rank's file system, ascending."""
+        return tuple(rank for rank, leader in enumerate(self.leaders) if leader == self.leader)
+
+    @property
+    def leader(self) -> int:
+        """The rank that publishes checkpoints on this rank's file system."""
+        return self.leaders[state.rank]
+
     @property
     def is_leader(self) -> bool:
-        """Whether this rank publishes checkpoints on its file system."""
-        return self.leaders[state.rank] == state.rank
+        """Whether that is this rank."""
+        return self.leader == state.rank
 
-    @cached_property
-    def here(self) -> frozenset[int]:
-        """The ranks on this rank's file system."""
-        return self.ranks_led_by(self.leaders[state.rank])
+    @property
+    def position(self) -> int:
+        """The place of this rank among those that share its file system."""
+        return self.here.index(state.rank)
 
-    def ranks_led_by(self, leader: int) -> frozenset[int]:
-        """Return the ranks on the file system that a rank leads."""
-        return frozenset(rank for rank, each in enumerate(self.leaders) if each == leader)
 
-    def writer(self, holders: frozenset[int]) -> int | None:
-        """Return which of the ranks that hold an entry writes it on this file system; None if none of them is here."""
-        return min(holders & self.here, default=None)
+_known: dict[Path, FileSystems] = {}
+"""By the folder, for the job: what is mounted does not change while it runs."""
+state.reset_hooks.append(_known.clear)
+
+
+def known_file_systems(path: Path) -> FileSystems | None:
+    """Return what an earlier call of `find_file_systems` found for a folder."""
+    return _known.get(path.absolute())
 
 
 def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
     """Make the folder and find out, by marker files in it, which ranks share it; all ranks call this."""
-    # A file system that shows a marker late is harmless: a rank then writes what another one writes, too.
-    all_or_raise(failure, lambda: _make_folder(path))
+    # A file system that shows a marker late is harmless: two leaders write the same index, and what both hold twice.
     marker = path / f".rank_{state.rank}.{save_id}.tmp"
     try:
         # One marker per host: its ranks share its file systems.
-        all_or_raise(failure, lambda: _touch(marker) if state.local_rank == 0 else None)
-        seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
-        return FileSystems(tuple(allgather(min(seen, default=state.rank))))
+        all_or_raise(failure, lambda: _mark(marker) if state.local_rank == 0 else None)
+        _, leaders = together(failure, lambda: _lowest(path, save_id), tuple)
     finally:
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
+    return _known.setdefault(path.absolute(), FileSystems(leaders))
 
 
-def position_beside(path: Path) -> tuple[int, int]:
-    """Return which of the ranks that see the same file this one is, and how many there are; all ranks call this."""
-    same = allgather(_identity(path))
-    here = [rank for rank, identity in enumerate(same) if identity == same[state.rank]]
-    return here.index(state.rank), len(here)
+def _mark(marker: Path) -> None:
+    make_folder(marker.parent)
+    with files.as_checkpoint_error(f"{marker.parent} cannot be written to"):
+        marker.touch()
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """Return what is the same on all hosts that see the same file, and differs between copies of it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+def _lowest(path: Path, save_id: str) -> int:
+    seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
+    return min(seen, default=state.rank)
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Make a folder for checkpoints.
+
+    Raises:
+        CheckpointError: that is not possible.
+    """
     if path.is_symlink() and not path.exists():
         # `smpkit run` links the checkpoints; `mkdir` says only that the link is there.
         where = path.readlink()
@@ -87,6 +97,16 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def _touch(marker: Path) -> None:
-    with files.as_checkpoint_error(f"{marker.parent} cannot be written to"):
-        marker.touch()
+def file_systems_of(path: Path, failure: str) -> FileSystems:
+    """Return which ranks see the same folder or file, which nobody changes now; all ranks call this."""
+    _, identities = together(failure, lambda: _identity(path), tuple)
+    return FileSystems(tuple(identities.index(identity) for identity in identities))
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what is the same on all hosts that see the same file, and differs between copies of it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns

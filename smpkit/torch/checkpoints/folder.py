@@ -3,17 +3,19 @@
 ::
 
     path/
-      {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
-          model_{pp}_{tp}.safetensors  optimizer_{pp}_{tp}.safetensors  fp16_states_{pp}_{tp}.safetensors
-          optimizer_{pp}_{tp}.pt   likewise, what is no tensor: settings of parameter groups, the loss scale
-          user_content.pt          the script's own content
-          pieces.json              where each tensor of the whole model is: shape, dtype, chunks in the files
-          index.json               degrees, sizes, checksums, partition, and which save it was
+      {tag}_partial/               the whole job; appears by one rename, with everything in it
+          model_{pp}_{tp}_{rdp}.safetensors      what one rank writes of weights and buffers,
+          optimizer_{pp}_{tp}_{rdp}.safetensors  of optimizer states and master weights,
+          optimizer_{pp}_{tp}_{rdp}.pt           likewise, what is no tensor: settings of groups, the loss scale
+          user_content.pt          the script's own content; `user_content_{rank}.pt` on other file systems
+          index.json               where each tensor is; sizes and checksums; degrees, partition, which save it was
       {tag}                        full: the model's state dict in one file
       user_content_{tag}           full: the script's own content
       newest                       name of the newest, `{tag}_partial` or `{tag}`
       .{name}.{save id}.tmp        being written, or left over from a job that died; never read
-      .{name}.{save id}.old.tmp    what a save was about to replace when its job died; read if `{name}` is not there
+
+The index is the same on all hosts, and no two ranks write files of one name. So where each host has a folder of its
+own, what copies these folders into one, as SageMaker does in S3, makes a checkpoint that any host can resume.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final, cast
 
-from smpkit.config.regular_files import read_regular
+import torch
+
+from smpkit.config.documents import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice
@@ -42,33 +47,36 @@ __all__ = [
     "INDEX",
     "NEWEST",
     "PARTIAL",
+    "PIECE_BYTES",
     "Index",
     "Survey",
     "as_checkpoint_error",
     "atomic_write",
     "check_tag",
     "complete_partials",
+    "dtype_of",
     "find_damage",
-    "folder_of",
     "fsync_write",
     "is_fault_of_machine",
+    "look_at",
+    "missing_text",
     "new_save_id",
+    "next_order",
     "publish_folder",
     "read_index",
-    "read_json",
     "read_newest",
     "remove_leftovers",
     "staging_folder",
     "survey",
-    "write_index",
+    "sync_folder",
 ]
 
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
-_FORMAT: Final = 3
-_READABLE: Final = (2, 3)
-"""In format 2, tensors are in files of `torch.save`, too, which carry their own checksums."""
+PIECE_BYTES: Final = 4 << 20
+"""What is read, or written, at a time: it is still in the processor's cache when its checksum is computed."""
+_FORMAT: Final = 4
 _CRC: Final = "crc32"
 """The key in the index of the checksum of all the rest of it."""
 _NOT_A_FILE: Final = (
@@ -78,7 +86,9 @@ _NOT_A_FILE: Final = (
 """The errors of a path that leads to no file, which is damage."""
 _MAX_JSON_BYTES: Final = 1 << 30
 _MAX_NAME_BYTES: Final = 1 << 12
-_TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
+_FLUSHED_BYTES: Final = 256 << 20
+"""Is flushed to the disk at a time: to flush a large file as a whole takes longer than other ranks wait."""
+_TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})\.tmp")
 
 
 @dataclass(frozen=True)
@@ -90,41 +100,85 @@ class Index:
         save_id: of the save that wrote it.
         order: grows by one with each save to the same folder; a time would depend on the clocks of restarted hosts.
         degrees: pipeline, virtual pipeline and tensor degree it was saved with.
+        precision: of the weights beside which there are float32 masters, or `float32`.
         smpkit: version that wrote it.
-        files: name -> size in bytes.
-        hosts: of hosts that had a folder each, the files in each and who wrote them; empty if they shared one.
-        format: version of this layout.
+        files: by name, `size` in bytes, `crc32`, and who wrote it: `rank`, `host`, and `folder`, the lowest rank that
+            shares its file system.
+        tensors: by name, `dtype`, `shape` and `pieces`: for each chunk of the whole tensor its file, the name there,
+            its offsets and sizes in the whole tensor, and its offsets in the tensor of the file.
+        objects: by name, the files of `torch.save` that hold this other value.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
         activations: what each layer does with its activations, where that was chosen automatically.
-        checksums: CRC-32 by file; of a safetensors file, that of its header, which holds those of its tensors.
+        format: version of this layout.
     """
 
     tag: str
     save_id: str
     order: int
     degrees: Mapping[str, int]
+    precision: str
     smpkit: str
-    files: Mapping[str, int] = field(default_factory=dict)
-    hosts: Sequence[Mapping[str, str]] = ()
-    format: int = _FORMAT
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    objects: Mapping[str, list[str]] = field(default_factory=dict)
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
     activations: Mapping[str, str] = field(default_factory=dict)
-    checksums: Mapping[str, int] = field(default_factory=dict)
+    format: int = _FORMAT
 
     def __post_init__(self) -> None:
         """Raise ValueError if a field cannot be what it should: the index may be damaged or forged."""
-        counts = [self.order, *self.degrees.values(), *self.files.values(), *self.checksums.values()]
+        numbers = [each[key] for each in self.files.values() for key in ("size", "crc32", "rank", "folder")]
+        counts = [self.order, *self.degrees.values(), *numbers]
         if not all(isinstance(number, int) for number in (*counts, *self.random.values())) or min(counts) < 0:
             raise ValueError("a size or a count is no whole number")
-        if not all(isinstance(text, str) for text in (self.tag, self.save_id, self.partition or "")):
+        texts = (self.tag, self.save_id, self.precision, self.smpkit, self.partition or "")
+        if not all(isinstance(text, str) for text in (*texts, *(each["host"] for each in self.files.values()))):
             raise ValueError("a name is no text")
         if not set(self.activations.values()) <= set(Choice):
             raise ValueError("a layer's choice is unknown")
-        for name in (*self.files, *self.checksums, *itertools.chain(*self.hosts)):
+        for name in self.files:
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
+        for name, spec in self.tensors.items():
+            self._check_tensor(name, spec)
+        for name in itertools.chain(*self.objects.values()):
+            self._size_of(name)
+
+    def _check_tensor(self, name: str, spec: Mapping[str, Any]) -> None:
+        """Raise ValueError for a tensor that is larger than its files: readers allocate memory by these numbers."""
+        dtype = dtype_of(spec)
+        found = 0
+        for file, _, offsets, sizes, local_start in spec["pieces"]:
+            if min((*offsets, *sizes, *local_start), default=0) < 0 or (
+                math.prod(sizes) * dtype.itemsize > self._size_of(file)
+            ):
+                raise ValueError(f"`{name}` cannot have {list(sizes)} elements in {file}")
+            found += math.prod(sizes)
+        if min(spec["shape"], default=0) < 0 or math.prod(spec["shape"]) > found:
+            raise ValueError(f"`{name}` of shape {list(spec['shape'])} has only {found} elements")
+
+    def _size_of(self, name: str) -> int:
+        if name not in self.files:
+            raise ValueError(f"{name} is no file of this checkpoint")
+        return cast("int", self.files[name]["size"])
+
+    def to_text(self) -> str:
+        """Return the content of `index.json`: one line for each field."""
+        content = asdict(self)
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in [*content.items(), (_CRC, _crc_of(content))]
+        ]
+        return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a tensor in an index; raise ValueError if it is none."""
+    dtype = getattr(torch, spec["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{spec['dtype']} is no dtype")
+    return dtype
 
 
 def check_tag(tag: object) -> None:
@@ -139,27 +193,66 @@ def check_tag(tag: object) -> None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def fsync_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Write a new file and flush it to the disk; return its size in bytes."""
+class _CheckedFile:
+    """Counts the size and the CRC-32 of what is written through it.
+
+    Args:
+        go_on: called again and again, as `work_together` has it.
+    """
+
+    def __init__(self, file: BinaryIO, go_on: Callable[[], None]) -> None:
+        self._file = file
+        self._go_on = go_on
+        self.size = self.crc = self._flushed = 0
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            self.crc = zlib.crc32(piece, self.crc)
+            self._file.write(piece)
+            self.size += len(piece)
+            if self.size - self._flushed > _FLUSHED_BYTES:
+                self.sync()
+            self._go_on()
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Flush it to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._flushed = self.size
+
+
+def fsync_write(
+    path: Path, write: Callable[[IO[bytes]], object], go_on: Callable[[], None] = lambda: None
+) -> tuple[int, int]:
+    """Write a new file from its begin to its end and flush it to the disk; return its size in bytes, and its CRC-32.
+
+    Args:
+        go_on: called again and again, as `work_together` has it.
+    """
     with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
+        checked = _CheckedFile(file, go_on)
+        write(cast("IO[bytes]", checked))
+        checked.sync()
+    return checked.size, checked.crc
 
 
-def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Replace `path` by a new file in one rename; return its size. Readers see the old file or the new one."""
+def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replace `path` by a new file in one rename. Readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")  # in the same folder: a rename is atomic there
     try:
         # Flush before the rename, or after a crash the new name may be there without its content.
-        size = fsync_write(temporary, write)
+        fsync_write(temporary, write)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-    return size
 
 
 def sync_folder(folder: Path) -> None:
@@ -182,47 +275,41 @@ def staging_folder(path: Path, name: str, save_id: str) -> Path:
     return path / f".{name}.{save_id}.tmp"
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index of a checkpoint."""
-    content = asdict(index)
-    text = json.dumps({**content, _CRC: _crc_of(content)}, indent=1)
-    fsync_write(folder / INDEX, lambda file: file.write(text.encode()))
-    sync_folder(folder)
+def publish_folder(staged: Path, target: Path, index: str) -> None:
+    """Write the index of a complete folder and rename it to its final name, replacing an older one of that name.
 
-
-def publish_folder(staged: Path, target: Path) -> None:
-    """Rename a complete folder to its final name, replacing an older one of that name.
-
-    Does nothing if `staged` is gone because another host has published it on the same file system.
+    Does nothing if another host has published it on the same file system.
     """
-    if not staged.exists():
-        return
-    # A folder cannot be replaced in one rename. If the job dies in between, `remove_leftovers` puts the old one back.
-    old = staged.with_suffix(".old.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        target.rename(old)
+    replaced = staged.with_name(f".{target.name}.{new_save_id()}.tmp")
     try:
+        fsync_write(staged / INDEX, lambda file: file.write(index.encode()))
+        sync_folder(staged)
+        # A folder cannot be replaced in one rename: if the job dies in between, the checkpoint before is used.
+        if target.exists() and not _has_index(target, index):
+            target.rename(replaced)
         staged.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
+    except FileNotFoundError:
+        if _has_index(target, index):
+            return
         raise
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _has_index(folder: Path, text: str) -> bool:
+    try:
+        return (folder / INDEX).read_text() == text
+    except (OSError, ValueError):
+        return False
 
 
 def remove_leftovers(path: Path, save_id: str) -> None:
-    """Remove the leftovers in `path` of saves that died, except those of the save with `save_id`.
-
-    A checkpoint whose replacement was interrupted (moved away, and the new one not in place) is put back.
-    """
+    """Remove the leftovers in `path` of saves that died, except those of the save with `save_id`."""
     for leftover in path.glob(".*.tmp"):
         ours = _TEMPORARY.fullmatch(leftover.name)
         if ours is None or ours["save_id"] == save_id:
             continue
-        if ours["old"] and not (path / ours["name"]).exists():
-            leftover.rename(path / ours["name"])
-        elif leftover.is_dir():
+        if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
@@ -247,21 +334,6 @@ class _AnotherFormatError(CheckpointError):
     """A checkpoint is whole, but not of the format that this version reads."""
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is no JSON.
-    """
-    data = read_regular(path, _MAX_JSON_BYTES)
-    if len(data) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {_MAX_JSON_BYTES >> 30} GiB")
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def _crc_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -273,15 +345,16 @@ def read_index(folder: Path) -> Index:
         CheckpointError: it is missing, damaged, or of another format.
     """
     try:
-        content = read_json(folder / INDEX)
+        data = read_regular(folder / INDEX, _MAX_JSON_BYTES)
+        if len(data) > _MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_BYTES >> 30} GiB")
+        content = json.loads(data)
         crc = content.pop(_CRC, None)
-        if crc is not None and crc != _crc_of(
-            content
-        ):  # whatever the format: the bit that flipped may be in its number
+        # Whatever the format: the bit that flipped may be in its number.
+        if crc is not None and crc != _crc_of(content):
             raise ValueError("its checksum does not fit its content")
-        if content.get("format") not in _READABLE:
+        if content.get("format") != _FORMAT:
             raise _another_format(folder, content)
-        content.pop("elsewhere", None)  # of format 2
         return Index(**content)
     except FileNotFoundError:
         raise CheckpointError(
@@ -290,46 +363,68 @@ def read_index(folder: Path) -> Index:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except RecursionError:
+        raise CheckpointError(f"{folder / INDEX} is damaged: it is nested too deeply") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged: {error}") from error
 
 
 def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatError:
     found = content.get("format")
-    older = isinstance(found, int) and found < min(_READABLE)
+    older = isinstance(found, int) and found < _FORMAT
     age = "an older" if older else "a newer"
     export = "with the version that wrote it, save the model with partial=False, and load that file with partial=False"
     return _AnotherFormatError(
         f"{folder} has format {quoted(found)}, of {age} smpkit ({quoted(content.get('smpkit'))}); "
-        f"this one reads formats {' and '.join(map(str, _READABLE))}",
+        f"this one reads format {_FORMAT}",
         hint=f"{export}; or start anew in another folder" if older else "update smpkit to the version that wrote it",
     )
+
+
+def look_at(folder: Path, index: Index, names: Iterable[str]) -> tuple[str | None, list[str]]:
+    """Return what is wrong with the kinds and sizes of files, None if nothing is; and which of them are not there.
+
+    Raises:
+        CheckpointError: this machine cannot tell.
+    """
+    missing = []
+    for name in names:
+        found, size = _stat(folder / name), index.files[name]["size"]
+        if found is None:
+            missing.append(name)
+        elif not stat.S_ISREG(found.st_mode):
+            return f"{folder / name} is a folder, a pipe or a device, not a file", missing
+        elif found.st_size != size:
+            return f"{folder / name} has {found.st_size} bytes instead of {size}", missing
+    return None, missing
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError as error:
+        if is_fault_of_machine(error):
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        return None
+
+
+def missing_text(folder: Path, index: Index, missing: Collection[str]) -> str | None:
+    """Return what to say of files that are not there; None if those of one file system, at least, are complete."""
+    lacking: dict[int, list[str]] = {entry["folder"]: [] for entry in index.files.values()}
+    for name in sorted(missing):
+        lacking[index.files[name]["folder"]].append(name)
+    fewest = min(lacking.values(), key=len, default=[])
+    return f"{folder / fewest[0]} is missing" if fewest else None
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
     """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is.
 
-    If hosts had a folder each, those of one host are enough.
-
     Raises:
         CheckpointError: this machine cannot tell.
     """
-    missing = set()
-    for name, size in index.files.items():
-        try:
-            found = (folder / name).stat()
-        except OSError as error:
-            if is_fault_of_machine(error):
-                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
-            missing.add(name)
-            continue
-        if not stat.S_ISREG(found.st_mode):
-            return f"{folder / name} is a folder, a pipe or a device, not a file"
-        if found.st_size != size:
-            return f"{folder / name} has {found.st_size} bytes instead of {size}"
-    hosts = [host.keys() for host in index.hosts] or [index.files.keys()]
-    lacking = min((sorted(missing & host) for host in hosts), key=len)
-    return f"{folder / lacking[0]} is missing" if lacking else None
+    damage, missing = look_at(folder, index, index.files)
+    return damage or missing_text(folder, index, missing)
 
 
 @dataclass(frozen=True)
@@ -337,19 +432,19 @@ class Survey:
     """What a folder holds that is, or should be, a checkpoint of one kind.
 
     Args:
-        usable: complete checkpoints by name with their indices (None: a full one), the newest first: the one that
-            `newest` names, then by age.
+        usable: checkpoints by name with their indices (None: a full one), the newest first; their files were not
+            looked at.
         damaged: what is wrong with the others, by name; with `newest` itself, under its own name.
         newest: the name in `newest`, None if there is no such file or no name in it.
     """
 
     usable: Mapping[str, Index | None]
-    damaged: Mapping[str, str]
+    damaged: dict[str, str]
     newest: str | None
 
 
 def survey(path: Path, partial: bool) -> Survey:
-    """Look at all checkpoints of one kind in a folder; sizes are compared, contents are not.
+    """Look at all checkpoints of one kind in a folder.
 
     Raises:
         CheckpointError: the newest one has another format, or this machine cannot tell.
@@ -363,54 +458,50 @@ def survey(path: Path, partial: bool) -> Survey:
         newest, damaged[NEWEST] = None, error.message
     usable: dict[str, Index | None] = {}
     if partial:
-        usable |= _survey_partials(path, newest, damaged)
+        usable |= _indices_in(path, newest, damaged)
     elif newest is not None and not newest.endswith(PARTIAL) and (path / newest).is_file():
         usable[newest] = None
     # Whatever `newest` names was saved: not to find it is no reason to start anew.
-    if newest is not None and not usable and newest not in damaged:
-        other = newest.endswith(PARTIAL) != partial and (path / newest).exists()
-        kind = "partial" if newest.endswith(PARTIAL) else "full"
-        damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if other else "it is missing"
+    if newest is not None and newest not in (*usable, *damaged):
+        if newest.endswith(PARTIAL) == partial:
+            damaged[newest] = "it is missing"
+        elif not usable:
+            is_there, kind = (path / newest).exists(), "full" if partial else "partial"
+            damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
     return Survey(usable, damaged, newest)
 
 
-def _survey_partials(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:
+def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:
+    """Return the indices of the partial checkpoints in a folder by name, the newest first."""
     found: dict[str, Index] = {}
-    names = {each.name for each in path.glob(f"*{PARTIAL}")}
-    if newest is not None and newest.endswith(PARTIAL):
-        names.add(newest)
-    for name in sorted(names):
-        folder = folder_of(path, name)
-        if not folder.exists():
-            damaged[name] = "it is missing"
-            continue
-        try:
-            index = read_index(folder)
-            damage = find_damage(folder, index)
-        except CheckpointError as error:
-            if name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
-                raise
-            damage = error.message
-        if damage:
-            damaged[name] = damage
+    for folder in sorted(path.glob(f"*{PARTIAL}")):
+        index = _index_or_error(folder)
+        if isinstance(index, Index):
+            found[folder.name] = index
+        elif folder.name == newest and (isinstance(index, _AnotherFormatError) or is_fault_of_machine(index)):
+            raise index
         else:
-            found[name] = index
-    return dict(sorted(found.items(), key=lambda item: (item[0] != newest, -item[1].order)))
+            damaged[folder.name] = index.message
+    return dict(sorted(found.items(), key=lambda item: -item[1].order))
 
 
-def folder_of(path: Path, name: str) -> Path:
-    """Return the folder of a partial checkpoint: where an interrupted replacement has moved it, if it did."""
-    if not (path / name).exists():
-        for moved in path.glob(".*.old.tmp"):
-            ours = _TEMPORARY.fullmatch(moved.name)
-            if ours is not None and ours["name"] == name:
-                return moved
-    return path / name
+def _index_or_error(folder: Path) -> Index | CheckpointError:
+    try:
+        return read_index(folder)
+    except CheckpointError as error:
+        return error
 
 
 def complete_partials(path: Path) -> list[tuple[str, Index]]:
     """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
-    return sorted(_survey_partials(path, None, {}).items(), key=lambda item: -item[1].order)
+    return [
+        (name, index) for name, index in _indices_in(path, None, {}).items() if find_damage(path / name, index) is None
+    ]
+
+
+def next_order(path: Path) -> int:
+    """Return the order of the next save to a folder."""
+    return 1 + max((index.order for index in _indices_in(path, None, {}).values()), default=0)
 
 
 def read_newest(path: Path) -> str | None:

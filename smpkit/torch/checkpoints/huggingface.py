@@ -1,41 +1,33 @@
 """Save and load folders like Hugging Face's `save_pretrained`: `config.json`, safetensors files and their index.
 
-A safetensors file has a JSON header that says where each tensor is, then the tensors. So ranks write one together like
-any file of whole tensors (`full_state.py`), and each rank reads only the slices that it needs (`load.py`).
+Rank 0 writes what the ranks deliver tensor by tensor (`whole.py`); each rank reads only the slices that it needs
+(`load.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems, position_beside
-from smpkit.torch.checkpoints.full_state import FileSlot, FullState, full_state_of, write_slots
-from smpkit.torch.checkpoints.integrity import find_corruption, share_of
+from smpkit.torch.checkpoints.agreement import all_or_raise
+from smpkit.torch.checkpoints.entries import wrapped_model
 from smpkit.torch.checkpoints.load import load_model
-from smpkit.torch.checkpoints.reader import PieceReader, metadata_of
-from smpkit.torch.checkpoints.safetensors import (
-    add_checksums,
-    dtype_of,
-    header_of,
-    map_tensors,
-    members_of,
-    specs_of,
-)
-from smpkit.torch.checkpoints.state_entries import all_or_raise, model_entries, wrapped_model
-from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.checkpoints.reader import Reader, whole_tensor
+from smpkit.torch.checkpoints.tensors import bytes_of, header_of, open_tensors, specs_in
+from smpkit.torch.checkpoints.whole import WholeState
+from smpkit.torch.core.runtime import state
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
@@ -55,9 +47,9 @@ def save_pretrained(
 ) -> None:
     """Write the whole model to a folder that `AutoModel.from_pretrained` loads; called by all ranks.
 
-    Every rank writes what it holds directly to its place, so none needs memory for more than one whole tensor. Modules
-    that tensor parallelism has replaced are translated back. The folder appears complete; an old one is replaced, and
-    other files in it (a tokenizer's) are kept. For a model without a `config` only safetensors files are written.
+    The ranks deliver one whole tensor after the other to rank 0, which writes them, so none needs memory for more.
+    Modules that tensor parallelism has replaced are translated back. Files appear complete, the index last; other files
+    in the folder (a tokenizer's) are kept. For a model without a `config` only safetensors files are written.
 
     Args:
         model: the wrapped model; the last one that was wrapped if not given.
@@ -67,30 +59,27 @@ def save_pretrained(
         CheckpointError: on all ranks, if one cannot write its part; it names the rank.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
-    # A rename would replace a link (a job's SM_MODEL_DIR, say) instead of the folder that it leads to.
-    model, target, limit = wrapped_model(model), Path(folder).resolve(), _bytes_of(max_shard_size)
+    model, target, limit = wrapped_model(model), Path(folder), _bytes_of(max_shard_size)
     failure = f"the model was not saved to {target}"
-    save_id: str = allgather(files.new_save_id())[0]
-    file_systems = find_file_systems(target.parent, save_id, failure)
-    staged = files.staging_folder(target.parent, target.name, save_id)
-    try:
-        all_or_raise(failure, run_deferred_loads)
-        full_state = all_or_raise(failure, lambda: _without_tied_names(model, full_state_of(model, translate=True)))
-        slots = all_or_raise(failure, lambda: _plan_files(staged, target, model, full_state, limit, file_systems))
-        entries = all_or_raise(failure, lambda: model_entries(model))
-        write_slots(slots, full_state, entries, file_systems, failure)
-        all_or_raise(failure, lambda: _add_checksums(staged) if file_systems.is_leader else None)
-        all_or_raise(failure, lambda: _publish(staged, target, file_systems))
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+    staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
+    all_or_raise(failure, run_deferred_loads)
+    whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
+    tied = _tied_names(model.module)
+    shards = _split_by_size({name: spec for name, spec in whole.specs.items() if name not in tied}, limit)
+    with contextlib.ExitStack() as stack:
+        if state.rank == 0:
+            stack.callback(shutil.rmtree, staged, ignore_errors=True)
+        all_or_raise(failure, lambda: _stage(staged, target, model.module, shards))
+        writer = _ShardWriter(staged, shards)
+        stack.callback(writer.close)
+        whole.deliver(writer.write, failure)
+        all_or_raise(failure, lambda: _publish(staged, target, writer))
 
 
 def load_pretrained(
     folder: str | os.PathLike[str],
     model: DistributedModel | None = None,
     strict: bool = True,
-    verify_checksums: bool = True,
 ) -> None:
     """Load the weights of a Hugging Face folder (safetensors) into the wrapped model; called by all ranks.
 
@@ -100,8 +89,6 @@ def load_pretrained(
     Args:
         model: the wrapped model; the last one that was wrapped if not given.
         strict: raise if names differ, apart from those that the model's class ignores.
-        verify_checksums: compare the files that `smp.save_pretrained` wrote with their checksums, which reads them once
-            before they are loaded. Files of other programs carry none.
 
     Raises:
         CheckpointError: on all ranks, if there are no safetensors, they are damaged, or they belong to another model.
@@ -109,11 +96,9 @@ def load_pretrained(
     """
     wrapped, path = wrapped_model(model), Path(folder)
     failure = f"{path} was not loaded"
-    reader = _FolderReader(path, _NameMapping(wrapped.module))
-    if verify_checksums:
-        position, count = position_beside(path)
-        all_or_raise(failure, lambda: reader.verify(position, count))
-    all_or_raise(failure, lambda: load_model(wrapped, reader, strict, prefix=""))
+    all_or_raise(
+        failure, lambda: load_model(wrapped, _reader_of(path, _NameMapping(wrapped.module)), strict, prefix="")
+    )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -130,20 +115,6 @@ def _bytes_of(size: object) -> int:
     raise UsageError(f"max_shard_size is {size!r}", hint='use a number of bytes, or a size such as "5GB" or "200MB"')
 
 
-def _without_tied_names(model: DistributedModel, full_state: FullState) -> FullState:
-    """Leave out all but one name of tied weights, which `from_pretrained` ties again."""
-    own = model.module.state_dict(keep_vars=True)
-    dropped, seen = set(_tied_names(model.module)) & full_state.tensors.keys(), set()
-    for name in full_state.tensors:
-        if name in own and name not in full_state.translated and name not in dropped:
-            if id(own[name]) in seen:
-                dropped.add(name)
-            seen.add(id(own[name]))
-    return FullState(
-        {name: each for name, each in full_state.tensors.items() if name not in dropped}, full_state.modules
-    )
-
-
 def _tied_names(root: nn.Module) -> Mapping[str, str]:
     """Return the names that a Hugging Face model ties to others, if its configuration enables that."""
     config = getattr(root, "config", None)
@@ -153,68 +124,86 @@ def _tied_names(root: nn.Module) -> Mapping[str, str]:
     return tied
 
 
-def _plan_files(
-    staged: Path, target: Path, model: DistributedModel, full_state: FullState, limit: int, file_systems: FileSystems
-) -> dict[str, FileSlot]:
-    """Decide where each tensor goes, equally on all ranks; leaders make the files with room for the tensors."""
-    parts = list(_split_by_size(full_state, limit))
-    count = len(parts)
-    numbered = [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
-    names = numbered if count > 1 else ["model.safetensors"]
-    slots: dict[str, FileSlot] = {}
-    headers = {}
-    for name, part in zip(names, parts, strict=True):
-        headers[name], places = header_of(part)
-        slots |= {key: FileSlot(staged / name, offset, *part[key]) for key, offset in places.items()}
-    if file_systems.is_leader:
-        with files.as_checkpoint_error(f"{target} cannot be written"):
-            files.remove_leftovers(target.parent, staged.name.rsplit(".", 2)[1])
-            staged.mkdir()
-            for name, header in headers.items():
-                files.fsync_write(staged / name, lambda file, header=header: file.write(header))  # type: ignore[misc]
-            if count > 1:
-                _write_index(staged, full_state, slots)
-            _write_config(staged, model.module, full_state)
-    return slots
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors by name."""
 
 
-def _split_by_size(full_state: FullState, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yield the tensors of each file; none is larger than `limit`, unless it has a single tensor."""
-    part: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+def _split_by_size(specs: Specs, limit: int) -> dict[str, Specs]:
+    """Return the tensors of each file by its name; none is larger than `limit`, unless it has a single tensor."""
+    parts: list[Specs] = [{}]
     used = 0
-    for name, (shape, dtype) in full_state.tensors.items():
+    for name, (shape, dtype) in specs.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        if part and used + size > limit:
-            yield part
-            part, used = {}, 0
-        part[name] = shape, dtype
+        if parts[-1] and used + size > limit:
+            parts.append({})
+            used = 0
+        parts[-1][name] = shape, dtype
         used += size
-    yield part
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _add_checksums(staged: Path) -> None:
-    with files.as_checkpoint_error(f"{staged} cannot be written"):
-        for path in sorted(staged.glob("*.safetensors")):
-            add_checksums(path)
+def _stage(staged: Path, target: Path, root: nn.Module, shards: Mapping[str, Specs]) -> None:
+    """Make the hidden folder with what is not a tensor."""
+    if state.rank > 0:
+        return
+    with files.as_checkpoint_error(f"{target} cannot be written"):
+        target.mkdir(parents=True, exist_ok=True)
+        files.remove_leftovers(target.parent, staged.name.rsplit(".", 2)[1])
+        staged.mkdir()
+        if len(shards) > 1:
+            specs = [spec for part in shards.values() for spec in part.values()]
+            size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
+            weight_map = {name: file for file, part in shards.items() for name in part}
+            text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+            files.fsync_write(staged / INDEX, lambda file: file.write(text.encode()))
+        _write_config(staged, root, {dtype for part in shards.values() for _, dtype in part.values()})
 
 
-def _write_index(staged: Path, full_state: FullState, slots: Mapping[str, FileSlot]) -> None:
-    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in full_state.tensors.values())
-    weight_map = {name: slot.path.name for name, slot in slots.items()}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-    files.fsync_write(staged / INDEX, lambda file: file.write(text.encode()))
+class _ShardWriter:
+    """Writes tensors into their files, one file after the other."""
+
+    def __init__(self, staged: Path, shards: Mapping[str, Specs]) -> None:
+        self._staged = staged
+        self._shards = shards
+        self._file_of = {name: file for file, part in shards.items() for name in part}
+        self._file: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write a tensor; one that is in none of the files, such as a tied weight, is left out."""
+        if name not in self._file_of:
+            return
+        with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):
+            if name not in self._offsets:
+                self.close()
+                header, self._offsets = header_of(self._shards[self._file_of[name]])
+                self._file = (self._staged / self._file_of[name]).open("wb")
+                self._file.write(header)
+            assert self._file is not None
+            self._file.seek(self._offsets[name])
+            self._file.write(bytes_of(value))
+
+    def close(self) -> None:
+        """End the last file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
 
 
-def _write_config(staged: Path, root: nn.Module, full_state: FullState) -> None:
+def _write_config(staged: Path, root: nn.Module, dtypes: set[torch.dtype]) -> None:
     """Write the configuration of a Hugging Face model, as `save_pretrained` would."""
     known: Any = getattr(root, "config", None)
     if known is None or not hasattr(known, "save_pretrained"):
         return
     config: Any = copy.deepcopy(known)
     config.architectures = [_original_class(root).__name__]
-    dtypes = {dtype for _, dtype in full_state.tensors.values() if dtype.is_floating_point}
-    if len(dtypes) == 1:
-        config.dtype = str(dtypes.pop()).removeprefix("torch.")
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if len(floating) == 1:
+        config.dtype = str(floating[0]).removeprefix("torch.")
     config.save_pretrained(staged)
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None and hasattr(generation, "save_pretrained"):
@@ -227,76 +216,52 @@ def _original_class(root: nn.Module) -> type[nn.Module]:
     return type(root) if entry is None else entry.original_class
 
 
-def _publish(staged: Path, target: Path, file_systems: FileSystems) -> None:
-    if not file_systems.is_leader or not staged.exists():
+def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
+    if state.rank > 0:
         return
     with files.as_checkpoint_error(f"{target} cannot be written"):
-        others = target.iterdir() if target.is_dir() else ()
-        for other in others:  # keep what is not ours, such as a tokenizer
-            if _WEIGHT_FILES.fullmatch(other.name) or (staged / other.name).exists():
-                continue
-            if other.is_dir():
-                shutil.copytree(other, staged / other.name)
-            else:
-                shutil.copy2(other, staged / other.name)
-        files.sync_folder(staged)
-        files.publish_folder(staged, target)
+        writer.close()
+        written = sorted(staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
+        for path in written:
+            path.replace(target / path.name)
+        names = {path.name for path in written}
+        for path in target.iterdir():
+            if path.name not in names and _WEIGHT_FILES.fullmatch(path.name):  # of an older save
+                path.unlink()
+        files.sync_folder(target)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _FolderReader(PieceReader):
-    """Reads the safetensors files of a folder.
+def _reader_of(folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> Reader:
+    """Return a reader of the safetensors files of a folder.
 
     Args:
         rename: maps the names in the files to those to use; entries that it leaves out are ignored.
     """
+    found: dict[str, Any] = {}
+    for file in _files_in(folder):
+        with open_tensors(folder / file) as opened:
+            found |= {key: whole_tensor(file, key, *spec) for key, spec in specs_in(opened).items()}
+    return Reader(folder, {name: found[key] for key, name in rename(list(found)).items()})
 
-    def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
-        super().__init__(folder)
-        self._rename = rename
 
-    def verify(self, position: int, count: int) -> None:
-        """Compare files with their checksums; this rank is one of `count` that divide them.
-
-        Raises:
-            CheckpointError: one of this rank's is damaged.
-        """
-        members = [member for name in self._files() for member in members_of(self.folder / name)]
-        if corruption := find_corruption(share_of(members, position, count)):
-            raise CheckpointError(corruption)
-
-    def _describe(self) -> Metadata:
-        specs = {name: specs_of(self.folder / name) for name in self._files()}
-        found_in = {key: (file, each) for file, tensors in specs.items() for key, each in tensors.items()}
-        spec = {}
-        for key, name in self._rename(list(found_in)).items():
-            file, each = found_in[key]
-            shape = [int(size) for size in each["shape"]]
-            zeros = [0] * len(shape)
-            dtype = str(dtype_of(each)).removeprefix("torch.")
-            spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
-        return metadata_of(spec, dict.fromkeys(specs))  # each header has been compared with its file
-
-    def _files(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
-            try:
-                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
-            if any(not isinstance(name, str) or Path(name).name != name for name in names):
-                raise CheckpointError(f"{self.folder / INDEX} names files outside of its folder")
-            return sorted(names)
-        if (self.folder / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        raise CheckpointError(
-            f"{self.folder} holds no model.safetensors and no {INDEX}",
-            hint="load a folder with pytorch_model.bin with transformers, and save it again",
-        )
-
-    def _open(self, path: Path) -> dict[str, torch.Tensor]:
-        return map_tensors(path)
+def _files_in(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        try:
+            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise CheckpointError(f"{folder / INDEX} names files outside of its folder")
+        return sorted(names)
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    raise CheckpointError(
+        f"{folder} holds no model.safetensors and no {INDEX}",
+        hint="load a folder with pytorch_model.bin with transformers, and save it again",
+    )
 
 
 class _NameMapping:

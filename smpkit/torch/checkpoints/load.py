@@ -1,33 +1,23 @@
 """Load a checkpoint into the wrapped model and optimizer: this rank's part, whatever ranks saved it.
 
-For each tensor there is a *source*: mostly the entry of the same name. Two things make it another one.
-
-*Replaced modules*. A module that tensor parallelism has replaced, here or in the job that saved, has other names in the
-checkpoint than in the model. Its registration has translations of whole state dicts, both ways (`KeyMapping`). They are
-given tensors that are read only when a translation uses them, so there is one whole tensor in memory at a time.
-Optimizer states are translated like their parameters.
-
-*Float32 weights*. In half precision a checkpoint has the model's rounded weights, and float32 masters beside the
-optimizer's moments. With sharded data parallelism, and without half precision, the model's own weights are float32, and
-there are no masters. Float32 weights here are read from the float32 ones there, whichever those are (`_fp32_sources`,
-`_Masters`).
+Each tensor has a *source*: mostly the entry of the same name. A module that tensor parallelism has replaced, here or in
+the job that saved, has other names in the checkpoint than in the model. Its registration has translations of whole
+state dicts, both ways (`KeyMapping`). They are given tensors that are read only when a translation uses them, so there
+is one whole tensor in memory at a time. Optimizer states are translated like their parameters.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.reader import PieceReader, Target, read_into, read_whole
-from smpkit.torch.checkpoints.state_entries import (
+from smpkit.torch.checkpoints.entries import (
     GROUPS,
     MODEL,
     SCALER,
@@ -37,18 +27,18 @@ from smpkit.torch.checkpoints.state_entries import (
     chunks_in,
     chunks_of,
     copy_chunks,
-    opaque_state_name,
     optimizer_parameters,
     parameter_names,
     shard_positions,
     translated,
 )
+from smpkit.torch.checkpoints.reader import Reader, Target, read_into, read_whole
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import allocate, defer_load, is_delayed
 from smpkit.torch.placement.dtensor import local_tensor_of
-from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
+from smpkit.torch.precision.cast import SCALER_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.replace import replacement_stubs
@@ -60,13 +50,11 @@ __all__ = [
     "load_optimizer",
 ]
 
-_Candidate = tuple[str, nn.Module, AbstractSet[str], AbstractSet[str] | None, Translation | None]
-"""Prefix, distributed module, names in the model, possible names in the checkpoint (None: any), translation."""
 TensorSource: TypeAlias = str | TensorFactory
 """The name in the checkpoint, or a function that makes the whole tensor."""
 
 
-def load_model(model: DistributedModel, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
+def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: str = MODEL) -> None:
     """Fill the parameters and buffers that this rank holds, in place.
 
     Parameters without memory, and those whose files are on other hosts only, are loaded when the model is partitioned:
@@ -79,19 +67,13 @@ def load_model(model: DistributedModel, reader: PieceReader, strict: bool, prefi
     Raises:
         CheckpointError: the names or shapes are those of another model.
     """
-    own = model.module.state_dict(keep_vars=True)
-    sources = _sources(model.module, own, reader, prefix, strict)
-    if prefix == MODEL:
-        sources |= _fp32_sources(model.module, sources, reader)
-    _check_shapes(own, sources, reader)
-    unpartitioned = awaits_partition(model)
+    state_dict = model.module.state_dict(keep_vars=True)
+    sources = _sources(model.module, state_dict, reader, prefix, strict)
+    _check_shapes(state_dict, sources, reader)
     now, deferred = dict[str, TensorSource](), dict[str, TensorSource]()
     for name, source in sources.items():
-        is_missing = isinstance(source, str) and reader.is_missing(source)
-        if unpartitioned and (is_delayed(own[name]) or is_missing):
-            deferred[name] = source
-        else:
-            now[name] = source
+        must_wait = is_delayed(state_dict[name]) or (isinstance(source, str) and reader.is_missing(source))
+        (deferred if must_wait and awaits_partition(model) else now)[name] = source
     _fill(model, reader, now)
     if deferred:
         defer_load(lambda: _fill(model, reader, deferred))
@@ -105,28 +87,30 @@ def awaits_partition(model: DistributedModel) -> bool:
 
 
 def _sources(
-    root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
+    root: nn.Module, state_dict: Mapping[str, Any], reader: Reader, prefix: str, strict: bool
 ) -> dict[str, TensorSource]:
     """Return the source of each entry of the model's state, by name."""
-    there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
+    saved = {name.removeprefix(prefix) for name in (*reader.tensors, *reader.objects) if name.startswith(prefix)}
+    sources: dict[str, TensorSource] = {name: prefix + name for name in state_dict if name in saved}
     # Translations come after equal names and win: a replaced module may keep a name and change its layout.
-    found: dict[str, TensorSource] = {name: prefix + name for name in own if name in there}
-    for mapping in _key_mappings(root, there):
-        there -= {mapping.prefix + name for name in mapping.in_checkpoint}
+    for mapping in [*_key_mappings(root, saved)]:
+        saved -= {mapping.prefix + name for name in mapping.saved_names}
         factories = mapping.factories(reader, lambda name: prefix + name)
-        found |= {name: factory for name, factory in factories.items() if name in own}
+        sources |= {name: factory for name, factory in factories.items() if name in state_dict}
     # A tied weight may be in the checkpoint under any of its names; files of Hugging Face have it under one.
-    first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
-    for name, value in own.items():
-        if name not in found and id(value) in first:
-            found[name] = found[first[id(value)]]
-    missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
+    names_by_id = {
+        id(state_dict[name]): name for name in reversed(list(sources)) if isinstance(state_dict[name], nn.Parameter)
+    }
+    for name, value in state_dict.items():
+        if name not in sources and id(value) in names_by_id:
+            sources[name] = sources[names_by_id[id(value)]]
+    missing, surplus = sorted(state_dict.keys() - sources.keys()), sorted(saved - state_dict.keys())
     if strict and (missing or surplus):
         raise CheckpointError(
             f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
             hint="strict=False loads what fits",
         )
-    return found
+    return sources
 
 
 def _some(names: list[str]) -> str:
@@ -136,16 +120,17 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:5]) + more
 
 
-def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: PieceReader) -> None:
+def _check_shapes(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader) -> None:
     wrong = []
     for name, source in sources.items():
         if not isinstance(source, str):
             continue
-        value, there = own[name], reader.metadata.state_dict_metadata[source]
-        shape = tuple(global_shape(value)) if isinstance(value, torch.Tensor) else None
-        found = tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
-        if shape != found:
-            wrong.append(f"`{name}` is {_text(shape)} here and {_text(found)} there")
+        value, saved = state_dict[name], reader.tensors.get(source)
+        here = tuple(global_shape(value)) if isinstance(value, torch.Tensor) else None
+        there = None if saved is None else tuple(saved.size)
+        # A tensor of a kind that no safetensors file holds was saved as an object.
+        if here != there and not (here is not None and source in reader.objects):
+            wrong.append(f"`{name}` is {_text(here)} here and {_text(there)} there")
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
 
@@ -154,37 +139,39 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(model: DistributedModel, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
-    own = model.module.state_dict(keep_vars=True)
+def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource]) -> None:
+    state_dict = model.module.state_dict(keep_vars=True)
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
-    targets, objects, others = {}, {}, {}
-    filled: set[int] = set()
+    targets = dict[str, Target]()
+    objects = dict[str, str]()
+    computed = dict[str, Any]()  # for the state dict: modules take it back
+    filled = set[int]()
     for name, source in sources.items():
-        value = own[name]
+        value = state_dict[name]
         if isinstance(value, nn.Parameter) and not model.holds(value):
             continue
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            continue
+        if isinstance(source, str) and source in reader.objects:
             objects[name] = source
             continue
-        if value.device.type == "meta":
-            continue
-        tensor = value
-        if id(value) not in live:  # computed for the state dict: the module takes it back below
-            tensor = others[name] = torch.empty_like(value)
-        elif id(value) in filled:  # a tied weight, under another name
+        if id(value) in filled:  # a tied weight, under another name
             continue
         filled.add(id(value))
+        if id(value) not in live:
+            value = computed[name] = torch.empty_like(value)
+        if isinstance(value, nn.Parameter) and is_delayed(value):
+            allocate(value, state.device)
         if isinstance(source, str):
-            if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
-                allocate(tensor, state.device)
-            targets[source] = Target(local_tensor_of(tensor), chunks_in(value))
+            targets[source] = Target(local_tensor_of(value), chunks_in(state_dict[name]))
         else:
-            _fill_from(tensor, name, source())
-    found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
-    # Modules take back what they compute for their state dict, and their extra state.
-    others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
-    if others:
-        model.module.load_state_dict(others, strict=False)
+            _fill_from(value, name, source())
+    read_into(reader, targets)
+    if objects:
+        values = reader.read_objects(objects.values())
+        computed |= {name: values[source] for name, source in objects.items()}
+    if computed:
+        model.module.load_state_dict(computed, strict=False)
     if state.optimizer is not None:
         state.optimizer.refresh_masters()  # they are copies of the weights that have been loaded
 
@@ -195,23 +182,23 @@ def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
             f"the checkpoint belongs to another model: `{name}` is {list(global_shape(tensor))} here and "
             f"{list(whole.shape)} there"
         )
-    if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
-        allocate(tensor, state.device)
     copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
 
 
-def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader) -> None:
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader) -> None:
     """Load the groups' settings, and the states of the parameters that this rank holds, which the partition decides.
 
     Raises:
         CheckpointError: it is the state of another optimizer, or can be loaded only with the degrees of the job that
             saved.
     """
-    there = reader.metadata.state_dict_metadata
-    if GROUPS not in there:
-        _load_opaque(optimizer, reader)
+    if GROUPS not in reader.objects:
+        warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
-    groups = _groups(optimizer, read_into(reader, {}, [GROUPS])[GROUPS])
+    groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
     if awaits_partition(model):
         # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -221,108 +208,77 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
         _load_states(optimizer, model, reader, groups)
 
 
-def load_loss_scale(optimizer: WrappedOptimizer, reader: PieceReader) -> None:
+def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
     """Load only the loss scale of an optimizer's state, if the checkpoint and the optimizer have one."""
-    if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
-        optimizer.masters.loss_scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
+    if SCALER in reader.objects and optimizer.masters is not None:
+        optimizer.masters.loss_scaler.load_state_dict(reader.read_objects([SCALER])[SCALER])
 
 
 def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:
     """Return the settings of the saved groups with the parameters of this optimizer's."""
-    indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
-    own = [
-        [indices[id(optimizer.model_parameter(member))] for member in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
+    members = [
+        [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
         for group in optimizer.param_groups
     ]
-    if not isinstance(saved, list) or len(saved) != len(own):
+    if not isinstance(saved, list) or len(saved) != len(members):
         count = len(saved) if isinstance(saved, list) else "no"
         raise CheckpointError(
-            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(own)}",
+            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(members)}",
             hint="make the same parameter groups, or pass load_optimizer=False",
         )
-    return [{**in_checkpoint, "params": ours} for in_checkpoint, ours in zip(saved, own, strict=True)]
+    return [{**settings, "params": params} for settings, params in zip(saved, members, strict=True)]
 
 
 def _load_states(
-    optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader, groups: list[dict[str, Any]]
+    optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader, groups: list[dict[str, Any]]
 ) -> None:
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
-    masters = _Masters(optimizer, model, reader)
     states: dict[int, dict[str, Any]] = {}
-    targets: dict[str, Target] = {}
-    objects: dict[str, list[tuple[int, str]]] = {}
-    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+    targets = dict[str, Target]()
+    objects: list[tuple[int, str, str]] = []
+    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if not model.owns(parameter):
             continue
-        for key, factory in factories.get(name, {}).items():
-            if key != MASTER_KEY or masters.has(parameter):
-                states.setdefault(index, {})[key] = _local_part(factory(), parameter)
-        for key, full in _usable(name, () if name in factories else by_parameter.get(name, ()), parameter):
-            if key == MASTER_KEY and not masters.has(parameter):
-                continue
-            item = reader.metadata.state_dict_metadata[full]
-            if isinstance(item, TensorStorageMetadata):
-                targets[full] = _target(item, parameter)
-                states.setdefault(index, {})[key] = targets[full].tensor
-            else:
-                objects.setdefault(full, []).append((index, key))
-        # A master that the checkpoint does not have is read from the model's own weight, if that is float32 there.
-        source = masters.source_of(name, parameter) if MASTER_KEY not in states.get(index, {}) else None
-        if isinstance(source, str):
-            targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), chunks_in(parameter))
-            states.setdefault(index, {})[MASTER_KEY] = targets[source].tensor
-        elif source is not None:
-            states.setdefault(index, {})[MASTER_KEY] = _local_part(source(), parameter)
-    scalers = [SCALER] if SCALER in reader.metadata.state_dict_metadata else []
-    found = read_into(reader, targets, [*objects, *scalers])  # in one call, which opens each file once
-    for full, places in objects.items():
-        for index, key in places:
-            states.setdefault(index, {})[key] = found[full]
-    scaler = {} if SCALER not in found else {SCALER_KEY: found[SCALER]}
+        found = dict[str, Any]()
+        if name in factories:
+            found |= {key: _local_part(make(), parameter) for key, make in factories[name].items()}
+        else:
+            for key, full in _usable(name, by_parameter.get(name, ()), parameter):
+                if full in reader.objects:
+                    objects.append((number, key, full))
+                else:
+                    targets[full] = _target(reader, full, parameter)
+                    found[key] = targets[full].tensor
+        if found:
+            states[number] = found
+    read_into(reader, targets)
+    scalers = {SCALER}.intersection(reader.objects)
+    values = reader.read_objects({*scalers, *(full for _, _, full in objects)})
+    for number, key, full in objects:
+        states.setdefault(number, {})[key] = values[full]
+    scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
     optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
 
 
-class _Masters:
-    """The parameters of an optimizer that have masters, and their sources in a checkpoint without masters."""
-
-    def __init__(self, optimizer: WrappedOptimizer, model: DistributedModel, reader: PieceReader) -> None:
-        self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
-        self._reader = reader
-        own = model.module.state_dict(keep_vars=True)
-        # Not strict: whether names may differ was decided when the model was loaded.
-        self._sources = _sources(model.module, own, reader, MODEL, strict=False) if self._ids else {}
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._ids
-
-    def source_of(self, name: str, parameter: torch.Tensor) -> TensorSource | None:
-        """Return the model's weight in the checkpoint, unless it is in half precision, too."""
-        source = self._sources.get(name) if self.has(parameter) else None
-        if isinstance(source, str):
-            item = self._reader.metadata.state_dict_metadata[source]
-            return source if isinstance(item, TensorStorageMetadata) and not _is_half(item.properties.dtype) else None
-        return source
-
-
 def _state_factories(
-    root: nn.Module, reader: PieceReader, by_parameter: Mapping[str, list[str]]
+    root: nn.Module, reader: Reader, by_parameter: Mapping[str, list[str]]
 ) -> dict[str, dict[str, TensorFactory]]:
     """Return the factories of states of parameters that the checkpoint has under other names: by name and key."""
     result: dict[str, dict[str, TensorFactory]] = {}
     for mapping in _key_mappings(root, by_parameter):
         example_of_key = dict[str, str]()
-        for name in mapping.in_checkpoint:
+        for name in mapping.saved_names:
             for full in by_parameter[mapping.prefix + name]:
                 example_of_key[full.rpartition(".")[2]] = full
         for key, example in example_of_key.items():
             factories = mapping.factories(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
-            item = reader.metadata.state_dict_metadata[example]
-            if isinstance(item, TensorStorageMetadata) and not item.size:
+            if example in reader.tensors and not reader.tensors[example].size:
                 # A scalar, such as a count of steps: the same for all parameters of the module.
-                own_names = [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
-                factories = dict.fromkeys(own_names, functools.partial(read_whole, reader, example))
+                inside = [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
+                factories = dict.fromkeys(inside, functools.partial(read_whole, reader, example))
             for name, factory in factories.items():
                 result.setdefault(name, {})[key] = factory
     return result
@@ -337,10 +293,10 @@ def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return piece
 
 
-def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
+def _states_by_parameter(reader: Reader) -> dict[str, list[str]]:
     """Return the names of the states in the checkpoint, by parameter; keys have no dots, parameters may have."""
     found: dict[str, list[str]] = {}
-    for full in reader.metadata.state_dict_metadata:
+    for full in (*reader.tensors, *reader.objects):
         if full.startswith(STATES):
             found.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
     return found
@@ -369,22 +325,17 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
     return usable.items()
 
 
-def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
+def _target(reader: Reader, name: str, parameter: torch.Tensor) -> Target:
     """Return memory for a state: divided like the parameter if the whole tensors have the same shape."""
-    shape = tuple(item.size)
+    saved = reader.tensors[name]
+    shape, dtype = tuple(saved.size), saved.properties.dtype
     if shape and shape == tuple(global_shape(parameter)):
-        tensor = torch.empty(local_tensor_of(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
+        tensor = torch.empty(local_tensor_of(parameter).shape, dtype=dtype, device=parameter.device)
         return Target(tensor, chunks_in(parameter))
-    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), chunks_of(shape))
+    return Target(torch.empty(shape, dtype=dtype, device="cpu"), chunks_of(shape))
 
 
-def _load_opaque(optimizer: WrappedOptimizer, reader: PieceReader) -> None:
-    """Load a state that has not torch's layout, as it was saved."""
-    name = opaque_state_name()
-    if name not in reader.metadata.state_dict_metadata:
-        warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
-        return
-    optimizer.load_state_dict(read_into(reader, {}, [name])[name])
+# --- replaced modules -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -393,87 +344,46 @@ class KeyMapping:
 
     Args:
         prefix: of its names, in both.
-        in_checkpoint: its names in the checkpoint, without the prefix.
+        saved_names: its names in the checkpoint, without the prefix.
         module: the distributed module, from which the translation takes sizes.
     """
 
     prefix: str
-    in_checkpoint: tuple[str, ...]
+    saved_names: tuple[str, ...]
     module: nn.Module
     translation: Translation
 
-    def factories(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
+    def factories(self, reader: Reader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
         """Return a factory for each whole tensor of the model's own state, by name.
 
         Args:
             full: returns the full name of an entry (of the weight, or of one of its states), given the parameter's name
                 in the checkpoint. Entries that are not there are left out.
         """
-        items = reader.metadata.state_dict_metadata
-        names = {name: full(self.prefix + name) for name in self.in_checkpoint}
-        there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
-        tensors = TensorsOnAccess(there, lambda name: read_whole(reader, there[name]))
+        names = {name: full(self.prefix + name) for name in self.saved_names}
+        saved = {name: entry for name, entry in names.items() if entry in reader.tensors}
+        tensors = TensorsOnAccess(saved, lambda name: read_whole(reader, saved[name]))
         return dict(translated(self.translation, tensors, self.module, self.prefix))
 
 
-def _key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
-    """Return the modules of a model that have other names in a checkpoint, given the checkpoint's names."""
-    found = []
-    for prefix, module, ours, in_checkpoint, translation in _candidates(root):
-        inside = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        known = in_checkpoint is None or set(inside) <= in_checkpoint
-        if translation is not None and inside and known and not set(inside) <= ours:
-            found.append(KeyMapping(prefix, inside, module, translation))
-    return found
+def _key_mappings(root: nn.Module, names: Collection[str]) -> Iterator[KeyMapping]:
+    """Yield the modules of a model that have other names in a checkpoint, given the checkpoint's names."""
 
+    def inside(prefix: str) -> tuple[str, ...]:
+        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-def _candidates(root: nn.Module) -> Iterator[_Candidate]:
-    for name, module, entry in replaced_modules(root):
+    for name, module, rule in replaced_modules(root):
         # Only the translation knows the names of the original module.
-        yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
-    if state.tp_size == 1:
-        # Saved with tensor parallelism, loaded without: stubs of the replacements that would be made know the names.
-        for name, module, stub, entry in replacement_stubs(root):
-            yield _prefix(name), stub, set(module.state_dict()), set(stub.state_dict()), entry.from_distributed
+        saved_names = inside(prefix := _prefix(name))
+        if rule.to_distributed is not None and not set(saved_names) <= set(module.state_dict()):
+            yield KeyMapping(prefix, saved_names, module, rule.to_distributed)
+    # Saved with tensor parallelism, loaded without: stubs of the replacements that would be made know the names.
+    for name, module, stub, rule in replacement_stubs(root) if state.tp_size == 1 else ():
+        saved_names = inside(prefix := _prefix(name))
+        is_of_stub = set(saved_names) <= set(stub.state_dict())
+        if rule.from_distributed is not None and is_of_stub and not set(saved_names) <= set(module.state_dict()):
+            yield KeyMapping(prefix, saved_names, stub, rule.from_distributed)
 
 
 def _prefix(name: str) -> str:
     return f"{name}." if name else ""
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    """Return whether weights of this dtype have float32 masters."""
-    return dtype in (torch.float16, torch.bfloat16)
-
-
-def _fp32_sources(root: nn.Module, sources: Mapping[str, TensorSource], reader: PieceReader) -> dict[str, TensorSource]:
-    """Return sources among the checkpoint's masters for the parameters that are not in half precision here, by name.
-
-    Masters that only another host has are left out; then the rounded weights are loaded.
-    """
-    masters = _masters_in(reader)
-    wanted = dict[str, nn.Parameter]()
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if name in sources and not _is_half(parameter.dtype):
-            wanted[name] = parameter
-    if not masters or not wanted:
-        return {}
-    found: dict[int, TensorSource] = {}
-    for name, parameter in wanted.items():
-        source = sources[name]
-        if isinstance(source, str) and source.removeprefix(MODEL) in masters:
-            found[id(parameter)] = masters[source.removeprefix(MODEL)]
-    there = {name.removeprefix(MODEL) for name in reader.metadata.state_dict_metadata if name.startswith(MODEL)}
-    for mapping in _key_mappings(root, there):
-        factories = mapping.factories(reader, lambda name: masters.get(name, ""))
-        found |= {id(wanted[name]): factory for name, factory in factories.items() if name in wanted}
-    return {name: found[id(parameter)] for name, parameter in wanted.items() if id(parameter) in found}
-
-
-def _masters_in(reader: PieceReader) -> dict[str, str]:
-    """Return the names of the masters in a checkpoint, by the name of their parameter."""
-    end = f".{MASTER_KEY}"
-    items = reader.metadata.state_dict_metadata
-    names = [name for name, item in items.items() if isinstance(item, TensorStorageMetadata)]
-    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.is_missing(name)]
-    return {name.removeprefix(STATES).removesuffix(end): name for name in names}

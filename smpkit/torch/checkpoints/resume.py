@@ -1,10 +1,13 @@
-"""`smp.resume_from_checkpoint`: load what was saved, on as many ranks as there are now."""
+"""`smp.resume_from_checkpoint`: load what was saved, on as many ranks as there are now.
+
+Leaders (one rank per file system) look which checkpoints there are. The ranks of a file system divide the files of a
+checkpoint among them and compare each once with its size and checksum; then each rank opens the files that it needs.
+"""
 
 from __future__ import annotations
 
 import os
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +15,23 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import finish_previous_save
-from smpkit.torch.checkpoints.file_systems import position_beside
-from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
+from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
+from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
+from smpkit.torch.checkpoints.integrity import archive_corruption, find_corruption
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in, present_files
+from smpkit.torch.checkpoints.reader import IndexReader, StateReader
+from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
-from smpkit.torch.checkpoints.state_entries import all_or_raise, degrees, wrapped_model
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import drop_deferred_loads
 from smpkit.torch.state_dict import PARTIAL_KEY
 
-__all__ = ["latest_checkpoint", "resume_from_checkpoint"]
+__all__ = ["files_to_check", "latest_checkpoint", "resume_from_checkpoint"]
 
 
 def resume_from_checkpoint(
@@ -67,20 +71,22 @@ def resume_from_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if there is no such checkpoint, it is damaged (without `tag`: all are), it has
-            another format, it belongs to another model, or it lacks what a rank needs now.
+            another format, it belongs to another model or another precision, or it lacks what a rank needs now.
         UsageError: there is no model.
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
     finish_previous_save()  # which may be what is to be loaded
     model, folder = wrapped_model(), Path(path)
     optimizer = state.optimizer if load_optimizer else None
-    wanted = _Wanted(folder, partial, optimizer is not None, verify_checksums)
-    name = wanted.newest() if tag is None else wanted.tagged(tag)
+    choice = _Choice(folder, partial, optimizer is not None, verify_checksums)
+    name, missing = choice.newest() if tag is None else choice.tagged(tag)
 
     def load() -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if partial:
-            return _load_partial(files.folder_of(folder, name), model, optimizer, strict, states, weights_only)
+            index = files.read_index(folder / name)
+            reader = IndexReader(folder / name, index, missing, weights_only)
+            return _load_partial(reader, model, optimizer, strict, states, weights_only)
         return _load_full(folder, name, model, strict, translate_function, weights_only)
 
     return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
@@ -103,22 +109,28 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
             anew would replace them.
     """
     folder = Path(path)
-    found = files.survey(folder, partial)
-    if found.usable:
-        name = next(iter(found.usable))
-        if found.damaged.keys() & {found.newest, files.NEWEST}:
-            _warn(folder, name, found.damaged)
-        return name
-    if found.damaged:
-        raise _none_usable(folder, found.damaged)
+    survey = files.survey(folder, partial)
+    for name, index in survey.usable.items():
+        damage = None if index is None else files.find_damage(folder / name, index)
+        if damage is None:
+            if survey.damaged.keys() & {survey.newest, files.NEWEST}:
+                _warn(folder, name, survey.damaged)
+            return name
+        survey.damaged[name] = damage
+    if survey.damaged:
+        raise _none_usable(folder, survey.damaged)
     return None
 
 
 # --- choosing the checkpoint ------------------------------------------------------------------------------------------
 
 
+_Missing = frozenset[str]
+"""Files of a checkpoint that are not on a rank's file system."""
+
+
 @dataclass(frozen=True)
-class _Wanted:
+class _Choice:
     """Which checkpoint to load; all ranks ask for the same.
 
     Args:
@@ -130,102 +142,132 @@ class _Wanted:
     with_optimizer: bool
     verify_checksums: bool
 
-    def tagged(self, tag: str) -> str:
-        """Return the name of the checkpoint with this tag; raise CheckpointError if it is damaged."""
+    def tagged(self, tag: str) -> tuple[str, _Missing]:
+        """Return the name of the checkpoint with this tag, and what this host lacks of it.
+
+        Raises:
+            CheckpointError: it is damaged, or hosts have different ones.
+        """
         name = f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if self.partial else tag
         failure = f"checkpoint `{name}` in {self.folder} was not loaded"
         if self.partial:
-            all_or_raise(failure, lambda: files.read_index(files.folder_of(self.folder, name)))
-        if damage := self._find_damage(name, failure):
+            _, saves = together(failure, lambda: files.read_index(self.folder / name).save_id, set)
+            if len(saves) > 1:
+                raise CheckpointError(f"{failure}; hosts have different saves of this name")
+        damage, missing = self._check(name, file_systems_of(self.folder, failure), failure)
+        if damage is not None:
             raise CheckpointError(
-                f"{failure}; {damage}",
-                hint="without a tag, the newest checkpoint that is intact is used",
+                f"{failure}; {damage}", hint="without a tag, the newest checkpoint that is intact is used"
             )
-        return name
+        return name, missing
 
-    def newest(self) -> str:
-        """Return the name of the newest checkpoint that is intact on all ranks."""
+    def newest(self) -> tuple[str, _Missing]:
+        """Return the name of the newest checkpoint that is intact on all ranks, and what this host lacks of it."""
         failure = "no checkpoint was loaded"
-        found = all_or_raise(failure, lambda: files.survey(self.folder, self.partial))
-        saves = {name: "" if index is None else index.save_id for name, index in found.usable.items()}
-        seen = allgather((saves, dict(found.damaged), found.newest))
-        damaged = {name: text for _, theirs, _ in reversed(seen) for name, text in theirs.items()}
-        lacking = [rank for rank, (usable, _, _) in enumerate(seen) if not usable]
-        if 0 < len(lacking) < len(seen):
+        file_systems = file_systems_of(self.folder, failure)
+        _, (common, damaged, newest, lacking) = together(
+            failure, lambda: self._saves() if file_systems.is_leader else None, _common_saves
+        )
+        if lacking:
+            ranks = [rank for rank, leader in enumerate(file_systems.leaders) if leader in lacking]
             raise CheckpointError(
-                f"there is no complete checkpoint in {self.folder} on {name_ranks(lacking)}, though there is one on "
+                f"there is no complete checkpoint in {self.folder} on {name_ranks(ranks)}, though there is one on "
                 f"the others{_list(damaged)}",
                 hint="resume on the hosts that saved, or keep checkpoints on a file system that all hosts share",
             )
-        # Hosts with folders of their own may have different checkpoints, or different saves under one name.
-        common = [name for name, save in seen[0][0].items() if all(usable.get(name) == save for usable, _, _ in seen)]
-        chosen: str
-        for chosen in common:
-            damage = self._find_damage(chosen, failure)
+        passed = {name: text for name, text in damaged.items() if name in (newest, files.NEWEST)}
+        is_of_kind = newest is not None and newest.endswith(files.PARTIAL) == self.partial
+        if newest is not None and is_of_kind and newest not in (*common, *damaged):
+            passed[newest] = "not all ranks have it"
+        for name in common:
+            damage, missing = self._check(name, file_systems, failure)
             if damage is None:
-                self._warn_if_not_newest(chosen, seen[0][2], damaged)
-                return chosen
-            damaged[chosen] = damage
+                if passed:
+                    _warn(self.folder, name, passed)
+                return name, missing
+            damaged[name] = passed[name] = damage
         if damaged:
             raise _none_usable(self.folder, damaged)
-        raise CheckpointError(
-            f"there is no complete checkpoint in {self.folder}" + (" that all ranks have" if seen[0][0] else ""),
-            hint="ask smp.latest_checkpoint",
-        )
+        raise CheckpointError(f"there is no complete checkpoint in {self.folder}", hint="ask smp.latest_checkpoint")
 
-    def _warn_if_not_newest(self, chosen: str, newest: str | None, damaged: Mapping[str, str]) -> None:
-        passed = {name: text for name, text in damaged.items() if name in (newest, files.NEWEST)}
-        of_this_kind = newest is not None and newest.endswith(files.PARTIAL) == self.partial
-        if of_this_kind and newest != chosen and not passed:
-            passed = {str(newest): "not all ranks have it"}
-        if passed:
-            _warn(self.folder, chosen, passed)
+    def _saves(self) -> _Saves:
+        """Return the checkpoints of this file system, the newest first, with their saves; what is damaged; `newest`."""
+        survey = files.survey(self.folder, self.partial)
+        saves = {name: "" if index is None else index.save_id for name, index in survey.usable.items()}
+        return saves, survey.damaged, survey.newest
 
-    def _find_damage(self, name: str, failure: str) -> str | None:
-        """Return how a checkpoint is damaged on some rank; None if it is intact on all. All ranks call this.
+    def _check(self, name: str, file_systems: FileSystems, failure: str) -> tuple[str | None, _Missing]:
+        """Return how a checkpoint is damaged on some rank, None if it is intact on all, and what this host lacks of it.
 
-        The ranks of a file system divide its files among them.
+        All ranks call this; the ranks of a file system divide its files among them.
 
         Raises:
             CheckpointError: on all ranks, if one of them cannot tell, such as for want of memory.
         """
-        path = files.folder_of(self.folder, name) if self.partial else self.folder / name
-        known = path / files.INDEX if self.partial else path
-        position, count = position_beside(known)
-        found = all_or_raise(failure, lambda: _damage_of(lambda: self._look(path, position, count)))
-        return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
+        path, leaders = self.folder / name, file_systems.leaders
 
-    def _look(self, path: Path, position: int, count: int) -> str | None:
-        """Look for damage in this rank's share of a checkpoint; it is one of `count` with the same file system."""
-        if not self.partial:
-            members = members_of(path) if path.is_file() and zipfile.is_zipfile(path) else []
-            return self._corruption(members, position, count)
+        def look() -> tuple[str | None, list[str]]:
+            try:
+                if self.partial:
+                    return self._look(path, file_systems)
+                return archive_corruption(path) if self.verify_checksums and file_systems.is_leader else None, []
+            except CheckpointError as error:
+                if files.is_fault_of_machine(error):
+                    raise
+                return error.message, []
+
+        def decide(found: list[tuple[str | None, list[str]]]) -> tuple[str | None, dict[int, _Missing]]:
+            damage = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text), None)
+            ranks = {leader: [rank for rank, other in enumerate(leaders) if other == leader] for leader in leaders}
+            return damage, {
+                leader: frozenset().union(*(found[rank][1] for rank in here)) for leader, here in ranks.items()
+            }
+
+        _, (damage, missing) = together(failure, look, decide)
+        if damage is None and self.partial:
+            index = files.read_index(path)
+            texts = {leader: files.missing_text(path, index, lacking) for leader, lacking in missing.items()}
+            damage = next((f"rank {leader}: {text}" for leader, text in texts.items() if text), None)
+        return damage, missing[file_systems.leader]
+
+    def _look(self, path: Path, file_systems: FileSystems) -> tuple[str | None, list[str]]:
+        """Look for damage in this rank's share of the files; return it, and which of them are not there."""
         index = files.read_index(path)
-        if damage := files.find_damage(path, index):
-            return damage
-        present = present_files(path, index)
-        names = sorted(name for name in present if self.with_optimizer or not name.startswith("optimizer_"))
-        if corruption := self._corruption(members_in(path, index, names), position, count):
-            return corruption
-        # These raise if a file makes no sense: not all damage is in what has a checksum.
-        _ = CheckpointReader(path, verify_checksums=False).metadata
-        for name in names[position::count]:
-            if name.endswith(".pt"):
-                read_mapped(path / name, weights_only=True, quiet=True)
-        return None
-
-    def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
-        mine = share_of(members, position, count) if self.verify_checksums else []
-        return find_corruption(mine)
+        names = files_to_check(index, file_systems.position, len(file_systems.here), self.with_optimizer)
+        damage, missing = files.look_at(path, index, names)
+        if damage is None and self.verify_checksums:
+            damage = find_corruption({path / n: index.files[n]["crc32"] for n in names if n not in missing})
+        return damage, missing
 
 
-def _damage_of(look: Callable[[], str | None]) -> str | None:
-    try:
-        return look()
-    except CheckpointError as error:
-        if files.is_fault_of_machine(error):
-            raise
-        return error.message
+def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:
+    """Return which files one of `count` ranks compares with their checksums: about as many bytes as each other one."""
+    taken, mine = [0] * count, []
+    wanted = [name for name in index.files if with_optimizer or not name.startswith("optimizer_")]
+    for name in sorted(wanted, key=lambda name: (-index.files[name]["size"], name)):
+        least = taken.index(min(taken))
+        taken[least] += index.files[name]["size"]
+        if least == position:
+            mine.append(name)
+    return mine
+
+
+_Saves = tuple[dict[str, str], dict[str, str], str | None]
+
+
+def _common_saves(found: list[_Saves | None]) -> tuple[list[str], dict[str, str], str | None, list[int]]:
+    """Return the checkpoints that all file systems have, the newest first; what is damaged; `newest`; who lacks all.
+
+    Args:
+        found: what the leaders of file systems have, by rank.
+    """
+    surveys = {rank: each for rank, each in enumerate(found) if each is not None}
+    lacking = [rank for rank, (saves, _, _) in surveys.items() if not saves]
+    damaged = {name: text for _, texts, _ in reversed(surveys.values()) for name, text in texts.items()}
+    # Hosts with folders of their own may have different checkpoints, or different saves under one name.
+    first, _, newest = surveys[0]
+    common = [name for name, save in first.items() if all(saves.get(name) == save for saves, _, _ in surveys.values())]
+    return common, damaged, newest, lacking if len(lacking) < len(surveys) else []
 
 
 def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:
@@ -240,45 +282,48 @@ def _list(damaged: Mapping[str, str]) -> str:
 
 
 def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:
-    text = f"`{chosen}` in {folder} is used instead of what `{files.NEWEST}` names{_list(damaged)}"
-    warn_user(text)
+    warn_user(f"`{chosen}` in {folder} is used instead of what `{files.NEWEST}` names{_list(damaged)}")
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def _load_partial(
-    folder: Path,
+    reader: IndexReader,
     model: DistributedModel,
     optimizer: WrappedOptimizer | None,
     strict: bool,
     states: bool,
     weights_only: bool | None,
 ) -> Any:
-    index = files.read_index(folder)
-    reader = CheckpointReader(folder, verify_checksums=False, weights_only=weights_only)  # they have been verified
+    index = reader.index
+    if optimizer is not None and index.precision != precision():
+        raise CheckpointError(
+            f"the checkpoint is of {_trained_in(index.precision)}, but this job has {_trained_in(precision())}",
+            hint="resume in the same precision, or start the optimizer anew with load_optimizer=False, which rounds the"
+            " weights",
+        )
     content = None
-    if found := [name for name in present_files(folder, index) if name.startswith("user_content.")]:
-        content = read_file(folder / found[0], "cpu", weights_only=weights_only)
+    if names := [name for name in index.files if name.startswith(USER_CONTENT) and (reader.folder / name).is_file()]:
+        content = read_file(reader.folder / names[0], "cpu", weights_only=weights_only)
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
     elif optimizer is not None:
         load_loss_scale(optimizer, reader)
     model.load_random_state(index.random)
-    _resume_partition(model, index)
-    if all(index.degrees.get(kind) == degree for kind, degree in degrees().items()):
+    # The automatic partition is the same as in the job that saved, if the degrees are (SMP v1's rule).
+    now = degrees()
+    same = {kind for kind, degree in now.items() if index.degrees.get(kind) == degree}
+    if model.pipeline is not None and index.partition is not None and same >= {"pipeline", "virtual pipeline"}:
+        model.pipeline.resumed = Assignment.from_json(index.partition)
+    if same == now.keys():
         model.activations.load(index.activations)
     return {} if content is None else content
 
 
-def _resume_partition(model: DistributedModel, index: files.Index) -> None:
-    """Make the automatic partition the same as in the job that saved, if the degrees are the same (SMP v1's rule)."""
-    if model.pipeline is None or index.partition is None:
-        return
-    now = {"pipeline": state.pp_size, "virtual pipeline": state.cfg.virtual_pipeline_degree}
-    if all(index.degrees.get(kind) == degree for kind, degree in now.items()):
-        model.pipeline.resumed = Assignment.from_json(index.partition)
+def _trained_in(precision: str) -> str:
+    return "float32 weights" if precision == "float32" else f"{precision} weights with float32 masters"
 
 
 def _load_full(
@@ -289,27 +334,20 @@ def _load_full(
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
     weights_only: bool | None,
 ) -> Any:
-    if not (folder / name).is_file():
+    path, content = folder / name, folder / f"{USER_CONTENT}_{name}"
+    if not path.is_file():
         partial = (folder / f"{name}{files.PARTIAL}").is_dir()
         raise CheckpointError(
-            f"there is no file {folder / name}",
+            f"there is no file {path}",
             hint=f"`{name}{files.PARTIAL}` is there: use partial=True" if partial else None,
         )
-    content = folder / f"user_content_{name}"
     # Hugging Face makes an empty file as a marker, which is no pickle.
     is_content = content.is_file() and content.stat().st_size > 0
     user_content = read_file(content, "cpu", weights_only=weights_only) if is_content else {}
-    saved = _state_of(folder / name, translate, weights_only)
-    load_model(model, StateReader(folder / name, saved), strict, prefix="")
-    return user_content
-
-
-def _state_of(
-    path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None, weights_only: bool | None
-) -> Mapping[str, Any]:
-    """Return the state dict of a file, mapped instead of read if the file's format allows it."""
     saved = read_mapped(path, weights_only=weights_only)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved
-    return {name: value for name, value in saved.items() if name != PARTIAL_KEY}
+    values = {key: value for key, value in saved.items() if key != PARTIAL_KEY}
+    load_model(model, StateReader(path, values), strict, prefix="")
+    return user_content

@@ -2,72 +2,62 @@
 
 All ranks together::
 
-    every rank     writes to a hidden folder what no lower rank on its file system holds
-    all            agree: if one failed, all clean up and raise
+    every rank     writes its share of what it holds to a hidden folder, counting sizes and checksums
+    rank 0         makes the index of what all have written; if one failed, all clean up and raise
     leaders        write the index, rename the folder             (one rank per file system)
-    all            agree
     leaders        write `newest`, remove checkpoints beyond `num_kept_partial_checkpoints`
 
-With `blocking=False` a thread does this with copies of the values (`background.py`), from the files on; what all ranks
-must say before is exchanged before.
-
-So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
-each; each file system gets what its own ranks need to resume, and the index lists where the rest is. The index and
-`pieces.json` are equal on all of them, and a name never stands for two contents: so whatever copies the hosts' folders
-into one, as SageMaker does with checkpoints in S3, makes one checkpoint of them.
+With `blocking=False` a thread does this with copies of the values (`background.py`). So an interrupted save is never
+visible and never harms an older checkpoint. Hosts may share the folder or have one each; each file system gets what its
+own ranks need to resume, and the index, equal on all of them, lists where the rest is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
+import io
 import os
 import shutil
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
-from smpkit.errors import UsageError
+from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints import objects, safetensors
-from smpkit.torch.checkpoints.background import (
-    Gather,
-    PendingSave,
-    Snapshot,
-    StoreGather,
-    finish_previous_save,
-    start,
-)
-from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
-from smpkit.torch.checkpoints.full_state import write_whole_file
-from smpkit.torch.checkpoints.integrity import crc_of, whole_file
-from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, with_names
-from smpkit.torch.checkpoints.save_load import read_file
-from smpkit.torch.checkpoints.state_entries import (
+from smpkit.torch.checkpoints import objects
+from smpkit.torch.checkpoints.agreement import agree, all_or_raise, work_together
+from smpkit.torch.checkpoints.background import PendingSave, Snapshot, finish_previous_save, start
+from smpkit.torch.checkpoints.entries import (
+    MODEL,
     StateEntry,
-    all_or_raise,
     degrees,
     model_entries,
     optimizer_entries,
+    precision,
     wrapped_model,
+    writers_of,
 )
+from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems, known_file_systems, make_folder
+from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.tensors import SUFFIX, write_tensors
+from smpkit.torch.checkpoints.whole import write_full
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.distributed.init import save_group
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import run_deferred_loads
 
 __all__ = ["USER_CONTENT", "save_checkpoint"]
 
-USER_CONTENT = "user_content.pt"
+USER_CONTENT = "user_content"
 
 
 def save_checkpoint(
@@ -103,62 +93,108 @@ def save_checkpoint(
         UsageError: there is no model, the tag is no file name, or ranks gave different tags.
     """
     files.check_tag(tag)
-    _check_kept(num_kept_partial_checkpoints)
+    kept: Any = num_kept_partial_checkpoints
+    if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
+        raise UsageError(f"num_kept_partial_checkpoints is {kept!r}", hint="use a whole number of at least 1, or None")
     if not blocking and not partial:
         raise UsageError(
             "blocking is False with partial=False: only partial checkpoints are saved in the background",
             hint="save with partial=True, or with blocking=True",
         )
     finish_previous_save()
-    job = _Job(wrapped_model(model), optimizer or state.optimizer, user_content)
+    wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
+    save = _begin(Path(path), tag, partial, kept)
+    if blocking:
+        with save.cleaned_up_on_failure():
+            part = all_or_raise(save.failure, lambda: save.prepare(wrapped, saved_optimizer, user_content, None))
+            if not partial:
+                write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
+            save.complete(part, _about(wrapped), None)
+        return None
+    snapshot, group = Snapshot(), save_group()
+    with save.cleaned_up_on_failure():
+        part = all_or_raise(save.failure, lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
+
+    job = _about(wrapped)
+
+    def finish() -> None:
+        snapshot.wait()
+        with save.cleaned_up_on_failure():
+            try:
+                save.complete(part, job, group)
+            except CheckpointError:
+                raise
+            except SmpkitError as error:  # of a wait for another rank
+                raise CheckpointError(f"{save.failure}; {error.message}", hint=error.hint) from error
+
+    return start(tag, finish)
+
+
+def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
+    """Check that all ranks make the same save, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    save = _begin(Path(path), tag, partial, failure)
-    try:
-        # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
-        all_or_raise(failure, run_deferred_loads)
-        if not partial:
-            write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
-        snapshot = None if blocking else Snapshot()
-        own = all_or_raise(failure, lambda: _prepare(save, job, snapshot))
-        contents = _Contents(
-            own, allgather(_Part.of(own, job.model)), job.model.random_state(), _partition_of(job.model)
-        )
-        if snapshot is None:
-            _complete(save, contents, failure, num_kept_partial_checkpoints, allgather)
-            return None
-        return start(tag, lambda: _complete_later(save, contents, failure, num_kept_partial_checkpoints, snapshot))
-    except BaseException:
-        # On every rank, not only the leader, which may be gone after a failure.
-        shutil.rmtree(save.staged, ignore_errors=True)
-        raise
+    known = known_file_systems(path)
+    # Before any file is touched: ranks with different tags would write to different folders.
+    difference, save_id, all_know = agree((tag, partial, files.new_save_id(), known is not None), _compare)
+    if difference is not None:
+        raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
+    if known is None or not all_know:
+        known = find_file_systems(path, save_id, failure)
+    return _Save(path, tag, partial, save_id, known, failure, kept)
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+def _compare(calls: list[tuple[str, bool, str, bool]]) -> tuple[str | None, str, bool]:
+    """Return how the calls of ranks differ, the id of the save, and whether all ranks know their file systems."""
+    tag, partial, save_id, _ = calls[0]
+    difference = next(
+        (
+            f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {call[0]!r} (partial={call[1]})"
+            for rank, call in enumerate(calls)
+            if call[:2] != (tag, partial)
+        ),
+        None,
+    )
+    return difference, save_id, all(knows for *_, knows in calls)
 
 
-def _check_kept(kept: object) -> None:
-    if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
-        raise UsageError(f"num_kept_partial_checkpoints is {kept!r}", hint="use a whole number of at least 1, or None")
+# --- one save ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What to save."""
+@dataclass
+class _Part:
+    """What one rank writes, and what the index says of that.
 
-    model: DistributedModel
-    optimizer: WrappedOptimizer | None
-    user_content: Any
+    Args:
+        contents: by the name of the file, what writes it; stays on this rank.
+        digests: of what it divides with other ranks that hold the same, by these ranks.
+        files, order: known when all is written.
+    """
+
+    contents: dict[str, Callable[[IO[bytes]], object]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    objects: dict[str, list[str]] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
+    activations: Mapping[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    order: int = 0
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save, as this rank sees it."""
+    """One save, as this rank sees it.
+
+    Args:
+        failure: with which its errors begin.
+        kept: how many complete partial checkpoints stay.
+    """
 
     path: Path
     tag: str
     partial: bool
     save_id: str
     file_systems: FileSystems
+    failure: str
+    kept: int | None
 
     @property
     def name(self) -> str:
@@ -170,285 +206,248 @@ class _Save:
         """The hidden folder that it is written to."""
         return files.staging_folder(self.path, self.name, self.save_id)
 
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank publishes the checkpoint on its file system; a full one is on that of rank 0 only."""
+        return self.file_systems.is_leader if self.partial else state.rank == 0
 
-@dataclass(frozen=True)
-class _File:
-    """A file that this rank writes: what is in it, and where that belongs, as in `pieces.json`."""
+    @contextlib.contextmanager
+    def cleaned_up_on_failure(self) -> Any:
+        """Remove what was written on every rank, not only the leader, which may be gone after a failure."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.staged, ignore_errors=True)
+            raise
 
-    name: str
-    content: Any
-    pieces: dict[str, Any] = field(default_factory=dict)
-    is_from_user: bool = False
+    def prepare(
+        self,
+        model: DistributedModel,
+        optimizer: WrappedOptimizer | None,
+        user_content: Any,
+        snapshot: Snapshot | None,
+    ) -> _Part:
+        """Make the hidden folder, and return what this rank writes there: copies, if there is a snapshot."""
+        if self.publishes:
+            make_folder(self.path)
+            with files.as_checkpoint_error(f"{self.path} cannot be written to"):
+                files.remove_leftovers(self.path, self.save_id)
+                self.staged.mkdir(exist_ok=True)
+        # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
+        run_deferred_loads()
+        part = _Part(activations=model.activations.saved())
+        if self.partial:
+            entries = model_entries(model)
+            if optimizer is not None:
+                entries += optimizer_entries(optimizer, model)
+            _add_entries(part, entries, self.file_systems, snapshot)
+        if self.publishes and user_content is not None:
+            content = _as_bytes(user_content) if snapshot else lambda file: objects.dump(user_content, file)
+            part.contents[self._content_name()] = content
+        if snapshot is not None:
+            snapshot.finish()
+        return part
 
+    def _content_name(self) -> str:
+        if not self.partial:
+            return f"{USER_CONTENT}_{self.tag}"
+        return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
-_Written = Mapping[str, tuple[int, int]]
-"""Sizes and checksums of files by their names."""
+    def complete(self, part: _Part, job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+        """Write this rank's files, and make the checkpoint visible when all ranks have.
 
-
-@dataclass(frozen=True)
-class _Part:
-    """What one rank writes, for the others."""
-
-    host: str
-    pieces: Mapping[str, Any]
-    activations: Mapping[str, str]
-    """What its layers do, by name."""
-
-    @classmethod
-    def of(cls, own: Sequence[_File], model: DistributedModel) -> _Part:
-        """Describe this rank's files."""
-        return cls(socket.gethostname(), merge_pieces(each.pieces for each in own), model.activations.saved())
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a checkpoint will hold, fixed before anything is written.
-
-    Args:
-        own: this rank's files.
-        parts: of all ranks.
-        random: of the index.
-        partition: of the index.
-    """
-
-    own: Sequence[_File]
-    parts: Sequence[_Part]
-    random: Mapping[str, int]
-    partition: str | None
-
-
-def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
-    """Check that all ranks make the same save, find out who writes where, and make the hidden folder."""
-    # Before any file is touched: ranks with different tags would write to different folders.
-    calls = allgather((tag, partial, files.new_save_id()))
-    for rank, (their_tag, their_partial, _) in enumerate(calls):
-        if (their_tag, their_partial) != (tag, partial):
-            raise UsageError(
-                f"rank {state.rank} saves {tag!r} (partial={partial}), but rank {rank} saves {their_tag!r} "
-                f"(partial={their_partial})",
-                hint="all ranks call smp.save_checkpoint with the same tag",
-            )
-    save_id = calls[0][2]  # rank 0's, on all ranks
-    save = _Save(path, tag, partial, save_id, find_file_systems(path, save_id, failure))
-    all_or_raise(failure, lambda: _stage(save))
-    return save
-
-
-def _stage(save: _Save) -> None:
-    if save.file_systems.is_leader:
-        with files.as_checkpoint_error(f"{save.path} cannot be written to"):
-            files.remove_leftovers(save.path, save.save_id)
-            save.staged.mkdir(exist_ok=True)
-
-
-def _prepare(save: _Save, job: _Job, snapshot: Snapshot | None) -> list[_File]:
-    """Return what this rank writes: its part of a partial checkpoint, and the user content."""
-    found: list[_File] = []
-    if save.partial:
-        found += _prepare_part(save, "model", model_entries(job.model), snapshot)
-    if save.partial and job.optimizer is not None:
-        entries = optimizer_entries(job.optimizer, job.model)
-        exact = [entry for entry in entries if not entry.is_of_half_precision]
-        found += _prepare_part(save, "optimizer", exact, snapshot)
-        if half := [entry for entry in entries if entry.is_of_half_precision]:
-            found += _prepare_part(save, "fp16_states", half, snapshot)
-    if save.file_systems.is_leader and job.user_content is not None:
-        name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
-        content = job.user_content if snapshot is None else snapshot.copy(job.user_content)
-        found.append(_File(name, content, is_from_user=True))
-    if snapshot is not None:
-        snapshot.finish()
-    return found
-
-
-def _prepare_part(save: _Save, kind: str, entries: Sequence[StateEntry], snapshot: Snapshot | None) -> Sequence[_File]:
-    """Return the files of the entries that this rank writes on its file system, if it writes any."""
-    own = [entry for entry in entries if save.file_systems.writer(entry.holders) == state.rank]
-    replicas = frozenset(rank for rank in range(state.size) if _pp_tp(rank) == _pp_tp(state.rank))
-    # There is a file for each pipeline and tensor-parallel rank, even an empty one.
-    if not own and save.file_systems.writer(replicas) != state.rank:
-        return []
-    name = f"{kind}_{_rank_info(kind)}"
-    tensors, others = _File(f"{name}{safetensors.SUFFIX}", {}, {}), _File(f"{name}.pt", {}, {})
-    names_of_memory: dict[object, str] = {}
-    for entry in own:
-        value = entry.value if snapshot is None else snapshot.copy(entry.value)
-        if safetensors.is_storable(value):
-            # A tied weight has one copy, under the first of its names.
-            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
-            file, key = tensors, names_of_memory.setdefault(memory, entry.name_in_file)
-        else:
-            file, key = others, entry.name
-        file.content[key] = value
-        file.pieces[entry.name] = describe(entry, file.name, key)
-    return [tensors, others] if others.content else [tensors]
-
-
-def _complete_later(save: _Save, contents: _Contents, failure: str, kept: int | None, snapshot: Snapshot) -> None:
-    """Write the copies, in the thread of a save in the background."""
-    with StoreGather(save.save_id, save.tag) as gather:
-        snapshot.wait()
-        _complete(save, contents, failure, kept, gather)
-
-
-def _complete(save: _Save, contents: _Contents, failure: str, kept: int | None, gather: Gather) -> None:
-    """Write this rank's files, and make the checkpoint visible when all ranks have."""
-    try:
-        own = all_or_raise(failure, lambda: (_write_files(save, contents.own), _highest_order(save)), gather)
-        written, orders = zip(*gather(own), strict=True)
-        order = 1 + max(orders)  # a count, not a time: clocks of restarted hosts can go back
-        # Publish only after all ranks have written: a rename makes the checkpoint visible.
-        all_or_raise(failure, lambda: _publish(save, contents, written, order), gather)
-    except BaseException:
-        shutil.rmtree(save.staged, ignore_errors=True)
-        raise
-    # From here on the checkpoint is visible, so a failure must not remove it.
-    unmarked = f"checkpoint `{save.tag}` is saved, but not marked as newest"
-    all_or_raise(unmarked, lambda: _mark_newest(save, kept), gather)
-
-
-def _write_files(save: _Save, own: Sequence[_File]) -> _Written:
-    """Write this rank's files; return the size and the checksum of each."""
-    return {each.name: _write(save.staged / each.name, each) for each in own}
-
-
-def _partition_of(model: DistributedModel) -> str | None:
-    assignment = model.pipeline.assignment if model.pipeline is not None else None
-    return None if assignment is None else str(assignment.to_json())
-
-
-def _rank_info(kind: str) -> str:
-    """Return what tells ranks apart in a file's name: with the replica's rank if replicas hold different parts."""
-    divided = state.cfg.sharded_data_parallel_degree > 1 or (kind != "model" and state.cfg.shard_optimizer_state)
-    coordinates = (*_pp_tp(state.rank), state.rdp_rank) if divided else _pp_tp(state.rank)
-    return "_".join(map(str, coordinates))
-
-
-def _pp_tp(rank: int) -> tuple[int, int]:
-    coordinates = state.mesh.coordinates(rank)
-    return coordinates.pp, coordinates.tp
-
-
-def _write(path: Path, file: _File) -> tuple[int, int]:
-    with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        if path.suffix == safetensors.SUFFIX:
-            return safetensors.write_tensors(path, file.content)
-        size = files.fsync_write(path, lambda written: objects.dump(file.content, written))
-        crc = crc_of(whole_file(path, 0)) if torch.serialization.get_crc32_options() else 0
-    if file.is_from_user:
-        read_file(path, "cpu")  # warns now of objects that would not be loaded
-    return size, crc or 0
-
-
-def _highest_order(save: _Save) -> int:
-    """Return the count of the newest checkpoint on this rank's file system."""
-    if not (save.partial and save.file_systems.is_leader):
-        return 0
-    return max((index.order for _, index in files.complete_partials(save.path)), default=0)
-
-
-def _publish(save: _Save, contents: _Contents, written: Sequence[_Written], order: int) -> None:
-    """Make the checkpoint visible on this rank's file system.
-
-    Args:
-        written: by each rank.
-        order: of the index.
-    """
-    # The folder is gone if another leader on this file system, which saw our marker late, has published it.
-    if not save.file_systems.is_leader or not save.staged.exists():
-        return
-    with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
-        if save.partial:
-            _finish_folder(save, contents, written, order)
-            files.publish_folder(save.staged, save.path / save.name)
-        else:
-            _publish_full(save)
-
-
-def _finish_folder(save: _Save, contents: _Contents, written: Sequence[_Written], order: int) -> None:
-    """Write `pieces.json` and the index of a partial checkpoint, including files on other file systems."""
-    sizes, checksums, names = _name_files(save.file_systems, written)
-    for rank in save.file_systems.here:
-        for name, final in names[rank].items():
-            (save.staged / name).rename(save.staged / final)
-    parts = [with_names(part.pieces, names[rank]) for rank, part in enumerate(contents.parts)]
-    pieces = json.dumps(merge_pieces(parts)).encode()
-    sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
-    checksums[PIECES] = zlib.crc32(pieces)
-    writers = [f"rank {rank} on {part.host}" for rank, part in enumerate(contents.parts)]
-    hosts = [
-        {PIECES: writers[leader]}
-        | {name: writers[rank] for rank in save.file_systems.ranks_led_by(leader) for name in names[rank].values()}
-        for leader in sorted(set(save.file_systems.leaders))
-    ]
-    index = files.Index(
-        tag=save.tag,
-        save_id=save.save_id,
-        order=order,
-        degrees=degrees(),
-        smpkit=metadata.version("smpkit"),
-        files=sizes,
-        hosts=hosts if len(hosts) > 1 else (),
-        random=contents.random,
-        partition=contents.partition,
-        activations={name: choice for part in contents.parts for name, choice in part.activations.items()},
-        checksums=checksums,
-    )
-    files.write_index(save.staged, index)
-    if {*itertools.chain(*written)} > {name for rank in save.file_systems.here for name in written[rank]}:
-        warn_user(
-            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
-            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
-            " all hosts share",
+        Args:
+            job: what the index says of it.
+        """
+        _, (index, is_divided) = work_together(
+            self.failure,
+            lambda go_on: _write_files(self, part, go_on),
+            lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
+            group,
         )
+        # Only after all ranks have written: a rename makes the checkpoint visible.
+        all_or_raise(self.failure, lambda: self._publish(index), group)
+        # From here on the checkpoint is visible, so a failure must not remove it: the hidden folder has been renamed.
+        unmarked = f"checkpoint `{self.tag}` is saved, but not marked as newest"
+        all_or_raise(unmarked, self._mark_newest, group)
+        if is_divided and state.rank == 0:
+            warn_user(
+                f"each host keeps the parts of its own ranks in a {self.path} of its own: these hosts can resume with"
+                " these degrees; for others, bring the files of all hosts together in one folder, or save on a file"
+                " system that all hosts share"
+            )
+
+    def _publish(self, index: str) -> None:
+        """Make the checkpoint visible on this rank's file system."""
+        if not self.publishes:
+            return
+        with files.as_checkpoint_error(f"{self.path / self.name} cannot be written"):
+            if self.partial:
+                files.publish_folder(self.staged, self.path / self.name, index)
+                return
+            content = self._content_name()
+            # The model last: until its rename, an older checkpoint of this tag is what a reader sees.
+            if (self.staged / content).exists():
+                (self.staged / content).replace(self.path / content)
+            else:
+                (self.path / content).unlink(missing_ok=True)  # an older save's does not belong to this model
+            (self.staged / self.tag).replace(self.path / self.tag)
+            files.sync_folder(self.path)
+            self.staged.rmdir()
+
+    def _mark_newest(self) -> None:
+        """Write `newest`, and only then remove old checkpoints."""
+        if not self.publishes:
+            return
+        with files.as_checkpoint_error(f"{self.path / files.NEWEST} cannot be written"):
+            files.atomic_write(self.path / files.NEWEST, lambda file: file.write(f"{self.name}\n".encode()))
+        if not self.partial or self.kept is None:
+            return
+        for name, _ in files.complete_partials(self.path)[self.kept :]:
+            # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
+            doomed = files.staging_folder(self.path, name, self.save_id)
+            with contextlib.suppress(OSError):
+                (self.path / name).rename(doomed)
+                shutil.rmtree(doomed)
 
 
-def _name_files(
-    file_systems: FileSystems, written: Sequence[_Written]
-) -> tuple[dict[str, int], dict[str, int], list[dict[str, str]]]:
-    """Return sizes and checksums of all files, and for each rank the final names of those that it has written.
+def _about(model: DistributedModel) -> dict[str, Any]:
+    """Return what an index says of the job at this moment."""
+    assignment = model.pipeline.assignment if model.pipeline is not None else None
+    return {
+        "degrees": degrees(),
+        "precision": precision(),
+        "smpkit": metadata.version("smpkit"),
+        "random": dict(model.random_state()),
+        "partition": None if assignment is None else str(assignment.to_json()),
+    }
 
-    Replicas on different hosts write files of the same name. Where the contents differ, as buffers and what scripts
-    save may, those that are not the first have the rank of their host's leader in their names.
+
+def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
+    """Write a rank's files; return the part with their sizes and checksums, without the contents."""
+    written = {}
+    for name, content in part.contents.items():
+        with files.as_checkpoint_error(f"{name} cannot be written"):
+            size, crc = files.fsync_write(save.staged / name, content, go_on)
+        if name.startswith(USER_CONTENT):
+            read_file(save.staged / name, "cpu")  # whoever resumes must be able to
+        place = {"rank": state.rank, "host": socket.gethostname(), "folder": save.file_systems.leader}
+        written[name] = {"size": size, "crc32": crc, **place}
+    order = files.next_order(save.path) if save.partial and save.publishes else 1
+    return replace(part, contents={}, files=written, order=order)
+
+
+def _as_bytes(content: Any) -> Callable[[IO[bytes]], object]:
+    """Return what writes an object as it is now."""
+    buffer = io.BytesIO()
+    objects.dump(content, buffer)
+    return lambda file: file.write(buffer.getbuffer())
+
+
+def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSystems, snapshot: Snapshot | None) -> None:
+    """Add this rank's share of what it holds: a file of tensors and one of other values, of the model and otherwise."""
+    first_names: dict[object, str] = {}
+    first = {entry.name: first_names.setdefault(_memory_of(entry), entry.name) for entry in entries}
+    by_name = {entry.name: entry for entry in entries}
+    items = [(name, _size_of(by_name[name]), by_name[name].holders) for name in first_names.values()]
+    writers = writers_of(items, file_systems.here)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    coordinates = state.mesh.coordinates(state.rank)
+    for entry in entries:
+        if writers.get(first[entry.name]) != state.rank:
+            continue
+        kind = "model" if entry.name.startswith(MODEL) else "optimizer"
+        stem = f"{kind}_{coordinates.pp}_{coordinates.tp}_{coordinates.rdp}"
+        if entry.shape is None:
+            values.setdefault(f"{stem}.pt", {})[entry.name] = entry.value
+            part.objects[entry.name] = [f"{stem}.pt"]
+            continue
+        # A tied weight has one copy, under the first of its names.
+        key = by_name[first[entry.name]].name_in_file
+        if key not in (file := tensors.setdefault(f"{stem}{SUFFIX}", {})):
+            file[key] = entry.value if snapshot is None else snapshot.copy(entry.name, entry.value)
+        part.tensors[entry.name] = {
+            "dtype": str(entry.value.dtype).removeprefix("torch."),
+            "shape": entry.shape,
+            "pieces": [[f"{stem}{SUFFIX}", key, each.offsets, each.sizes, each.local_start] for each in entry.chunks],
+        }
+    for name, content in tensors.items():
+        part.contents[name] = lambda file, content=content: write_tensors(file, content)  # type: ignore[misc]
+    for name, objects_in_file in values.items():
+        part.contents[name] = _as_bytes(objects_in_file)
+    part.digests = _digests_of(items, first)
+
+
+def _memory_of(entry: StateEntry) -> object:
+    """Return what the names of one tensor have in common."""
+    value = entry.value
+    if entry.shape is None or not value.numel():
+        return entry.name
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, entry.name.startswith(MODEL)
+
+
+def _size_of(entry: StateEntry) -> int:
+    return entry.value.nbytes if entry.shape is not None else 0
+
+
+def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, str]) -> dict[int, int]:
+    """Return for each set of ranks that hold the same, as a number, what they divide among them, likewise."""
+    ties: dict[str, list[str]] = {}
+    for name, first_name in first.items():
+        ties.setdefault(first_name, []).append(name)
+    divided: dict[frozenset[int], list[object]] = {}
+    for name, size, holders in sorted(items, key=lambda item: item[0]):
+        divided.setdefault(holders, []).append((ties[name], size))
+    shared = {holders: content for holders, content in divided.items() if len(holders) > 1}
+    return {
+        zlib.crc32(repr(sorted(holders)).encode()): zlib.crc32(repr(content).encode())
+        for holders, content in shared.items()
+    }
+
+
+def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
+    """Return the index of what all ranks have written, and whether a file system lacks something of it.
+
+    Raises:
+        CheckpointError: ranks that should hold the same do not: what they leave to each other would be missing.
     """
-    known: dict[str, tuple[int, int]] = {}
-    names = []
-    for leader, own in zip(file_systems.leaders, written, strict=True):
-        names.append({name: name for name in own})
-        for name, (size, crc) in own.items():
-            if known.setdefault(name, (size, crc)) != (size, crc):
-                path = Path(name)
-                names[-1][name] = f"{path.stem}.host_{leader}{path.suffix}"
-                known[names[-1][name]] = size, crc
-    return {name: size for name, (size, _) in known.items()}, {name: crc for name, (_, crc) in known.items()}, names
+    written: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    values: dict[str, list[str]] = {}
+    digests: dict[int, tuple[int, int]] = {}
+    for rank, part in enumerate(parts):
+        for holders, digest in part.digests.items():
+            other, expected = digests.setdefault(holders, (rank, digest))
+            if digest != expected:
+                raise CheckpointError(
+                    f"ranks {other} and {rank} hold the same part of the model, but not the same states of it",
+                    hint="replicas that train independently keep the same states of the same parameters, or are saved"
+                    " with smp.save",
+                )
+        written |= part.files
+        for name, spec in part.tensors.items():
+            tensors.setdefault(name, {**spec, "pieces": []})["pieces"] += spec["pieces"]
+        for name, files_of_object in part.objects.items():
+            values.setdefault(name, []).extend(files_of_object)
+    index = files.Index(
+        order=max(part.order for part in parts),
+        files=written,
+        tensors=tensors,
+        objects=values,
+        activations={name: choice for part in parts for name, choice in part.activations.items()},
+        **job,
+    )
+    return index.to_text(), _is_divided(index)
 
 
-def _publish_full(save: _Save) -> None:
-    content = f"user_content_{save.tag}"
-    # The model last: until its rename, an older checkpoint of this tag is what a reader sees.
-    if (save.staged / content).exists():
-        (save.staged / content).replace(save.path / content)
-    else:
-        (save.path / content).unlink(missing_ok=True)  # an older save's does not belong to this model
-    (save.staged / save.tag).replace(save.path / save.tag)
-    files.sync_folder(save.path)
-    save.staged.rmdir()
-
-
-def _mark_newest(save: _Save, kept: int | None) -> None:
-    """Write `newest`, and only then remove old checkpoints."""
-    if not save.file_systems.is_leader:
-        return
-    with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
-        files.atomic_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
-    if save.partial and kept is not None:
-        _prune(save, kept)
-
-
-def _prune(save: _Save, kept: int) -> None:
-    for name, _ in files.complete_partials(save.path)[kept:]:
-        # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
-        doomed = files.staging_folder(save.path, name, save.save_id)
-        with contextlib.suppress(OSError):
-            (save.path / name).rename(doomed)
-            shutil.rmtree(doomed)
+def _is_divided(index: files.Index) -> bool:
+    """Return whether the files of one file system lack a chunk that those of another have."""
+    num_folders = len({entry["folder"] for entry in index.files.values()})
+    if num_folders < 2:
+        return False
+    folders: dict[object, set[int]] = {}
+    for name, spec in index.tensors.items():
+        for file, _, offsets, *_ in spec["pieces"]:
+            folders.setdefault((name, tuple(offsets)), set()).add(index.files[file]["folder"])
+    return any(len(holding) < num_folders for holding in folders.values())

@@ -54,9 +54,9 @@ def load(
     """Load what `save` wrote for this rank, under any of the names that releases of SMP v1 used.
 
     Reads with `weights_only=True`: tensors, plain values, and objects of classes that are known to be harmless or that
-    the script's own source files define. Other objects come as placeholders, and a warning names them. If you trust a
-    file, pass `pickle_load_args={"weights_only": False}`, or a `pickle_module`. The file is read into memory, not
-    mapped (`{"mmap": True}` does that), because the script may overwrite it while it uses the result.
+    the script's own source files define. An object of another class is an error that names it. If you trust a file,
+    pass `pickle_load_args={"weights_only": False}`, or a `pickle_module`. The file is read into memory, not mapped
+    (`{"mmap": True}` does that), because the script may overwrite it while it uses the result.
 
     Args:
         back_compat: accepted for SMP v1 scripts; the older names are always tried.
@@ -73,11 +73,11 @@ def load(
     return read_file(path, map_location, pickle_module, **(pickle_load_args or {}))
 
 
-def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> int:
-    """Write `obj` completely or not at all; return the size in bytes.
+def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
+    """Write `obj` completely or not at all.
 
     Args:
-        pickle_module: torch.save's; objects then lie among the rest, and one that is refused makes a file unreadable.
+        pickle_module: torch.save's; what it writes may need a reader that trusts the file.
     """
 
     def write(file: IO[bytes]) -> None:
@@ -87,7 +87,7 @@ def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pi
             torch.save(obj, file, pickle_module, pickle_protocol)
 
     with as_checkpoint_error(f"{path} cannot be written"):
-        return atomic_write(path, write)
+        atomic_write(path, write)
 
 
 def read_file(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smpkit.torch.compat import cuda_on_cpu, initialization, trainer
+from smpkit.drop_in import after_import
+from smpkit.torch.compat import cuda_on_cpu
 
 __all__ = ["prepare"]
 
@@ -10,9 +11,7 @@ __all__ = ["prepare"]
 def prepare() -> None:
     """Set up what old scripts need beside the API (called by `import smdistributed.modelparallel.torch`).
 
-    `cuda` means the CPU on a machine without a GPU, Hugging Face's `Trainer` is corrected when it is loaded, and what
-    constructors of modules make is remembered.
+    `cuda` means the CPU on a machine without a GPU, and Hugging Face's `Trainer` is corrected when it is loaded.
     """
     cuda_on_cpu.install()
-    trainer.install()
-    initialization.install()
+    after_import.install()

@@ -23,11 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.machinery
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -42,9 +39,8 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
 
-__all__ = ["SmpTrainer", "install"]
+__all__ = ["SmpTrainer", "replace_trainer"]
 
-_MODULE: Final = "transformers.trainer"
 _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_", "MV2_", "PMIX_")
 """Prefixes of variables from which accelerate concludes that this process is one of several."""
 
@@ -199,53 +195,12 @@ def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup
     return torch.cat([padding, value] if pad_first else [value, padding], dim)
 
 
-# --- put in place when transformers is imported -----------------------------------------------------------------------
+# --- put in place when `transformers.trainer` has been imported -------------------------------------------------------
 
 
-def install() -> None:
-    """Replace `Trainer` once its module is loaded, which may be later or going on right now."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder())
-    elif "Trainer" not in vars(module):  # it is importing smdistributed, which called us, and defines its class later
-        module.__class__ = _LoadingModule
-
-
-def _replace(module: ModuleType) -> None:
+def replace_trainer(module: ModuleType) -> None:
+    """Replace `Trainer` in its module (called by `smpkit.drop_in.after_import`)."""
     original = vars(module)["Trainer"]
     if not issubclass(original, SmpTrainer):
         names = {"__module__": original.__module__, "__qualname__": "Trainer", "__doc__": original.__doc__}
-        module.__dict__["Trainer"] = type("Trainer", (SmpTrainer, original), names)
-
-
-class _LoadingModule(ModuleType):
-    """Replaces the class when somebody first reads it from outside, which is after the module is complete."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "Trainer" and name in super().__getattribute__("__dict__"):
-            self.__class__ = ModuleType  # type: ignore[assignment]
-            _replace(self)
-        return ModuleType.__getattribute__(self, name)  # not `super()`: the class may just have changed
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if vars(module).get("is_sagemaker_mp_enabled", bool)():
-            _replace(module)
-
-
-class _Finder:
-    """Finds the module as Python would, and has the class replaced when it is loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.origin is None:
-            return spec
-        return importlib.util.spec_from_file_location(name, spec.origin, loader=_Loader(name, spec.origin))
+        vars(module)["Trainer"] = type("Trainer", (SmpTrainer, original), names)

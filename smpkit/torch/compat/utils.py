@@ -17,9 +17,5 @@ def get_distribution_axis(param: torch.Tensor) -> int | None:
 
 
 def rmsg(message: str) -> str:
-    """Return a message with this rank's place before it."""
-    return (
-        f"[rank {state.rank}: pp {state.pp_rank}, tp {state.tp_rank}, rdp {state.rdp_rank}] {message}"
-        if state.initialized
-        else message
-    )
+    """Return a message with this rank before it."""
+    return f"[rank {state.rank}] {message}" if state.initialized else message

@@ -15,14 +15,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
 __all__ = [
     "CallWrapper",
     "ModuleCall",
-    "ModuleSetting",
     "OriginalCall",
     "expose_original_forwards",
     "on_module_created",
@@ -31,17 +30,6 @@ __all__ = [
 OriginalCall = Callable[..., Any]
 CallWrapper = Callable[[OriginalCall], OriginalCall]
 """Wraps a call in another."""
-
-
-@runtime_checkable
-class ModuleSetting(Protocol):
-    """A call wrapper that the user set for one module, and that a module that replaces it can take over."""
-
-    def __call__(self, original: OriginalCall, /) -> OriginalCall:
-        """Wrap the module's call."""
-
-    def for_module(self, module: nn.Module) -> ModuleSetting:
-        """Return the same settings for another module."""
 
 
 class ModuleCall:

@@ -133,19 +133,17 @@ def failed() -> bool:
 def add_error_context(error: Exception, **context: str) -> None:
     """Add to an error where it was raised, such as `module="layers.1"`, while it propagates.
 
-    Of two contexts of a kind the inner one stays. The traceback shows it (from Python 3.11 on), and so do the errors of
-    the other ranks. Communication errors have a context of their own.
+    Of two contexts of a kind the inner one stays. The traceback shows it, and so do the errors of the other ranks.
+    Communication errors have a context of their own.
     """
     if isinstance(error, DeadlineError | RemoteError):
         return
-    contexts = {**context, **getattr(error, _CONTEXT_ATTRIBUTE, {})}
-    others = [note for note in getattr(error, "__notes__", ()) if note != _note(getattr(error, _CONTEXT_ATTRIBUTE, {}))]
+    contexts: dict[str, str] = getattr(error, _CONTEXT_ATTRIBUTE, {})
+    for note in [f"raised in {_context_text(contexts)}"] if contexts else []:
+        error.__notes__.remove(note)
+    contexts = {**context, **contexts}
     setattr(error, _CONTEXT_ATTRIBUTE, contexts)
-    vars(error)["__notes__"] = [*others, _note(contexts)]  # Python 3.10 has no `add_note`
-
-
-def _note(contexts: Mapping[str, str]) -> str:
-    return f"raised in {_context_text(contexts)}"
+    error.add_note(f"raised in {_context_text(contexts)}")
 
 
 def _context_text(contexts: Mapping[str, str]) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -38,12 +36,9 @@ _NO_DEVICE: Final = ("", "-1", "NoDevFiles")
 """First entries that mean no GPU: CUDA stops reading at an entry that names none."""
 _NCCL_THAT_SHARES: Final = (2, 30)
 """The first version of nccl that lets ranks share a GPU."""
-_OLDEST_DRIVER: Final = {11: "450", 12: "525", 13: "580"}
-"""By CUDA's major version."""
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 """The driver's device files, one for each GPU."""
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class GpuInfo:
         expected: why it should have one, as far as the rank itself knows.
         cpu_reason: the variable by which it uses the CPU on purpose.
         unused: a GPU's device file beside a build of torch that knows no GPUs.
-        facts: about the driver and torch, for errors.
+        facts: about torch, for errors.
         hint: what to do where a GPU is missing.
         shared_nccl: the version of nccl, where `SMPKIT_SHARED_GPU_NCCL=1` is set.
     """
@@ -226,8 +221,7 @@ def _is_for_gpus() -> bool:
 
 def _facts(environ: Mapping[str, str]) -> str:
     """Return, for errors, what decides whether torch can use a GPU."""
-    driver = _driver()
-    parts = [_build(), f"the driver is {driver}" if driver else "the version of the driver is unknown"]
+    parts = [_build()]
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
     if _is_for_gpus():
@@ -245,20 +239,8 @@ def _build() -> str:
     return f"torch {torch.__version__} is built without CUDA (torch.version.cuda is None)"
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, which belongs to the host and may be too old for CUDA in the image."""
-    try:
-        text = DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)*\b", text)
-    return found[0] if found else None
-
-
 def _hint() -> str:
     on_purpose = f"if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"
     if torch.version.cuda is None:
         return f"install a build of torch for CUDA; {on_purpose}"
-    oldest = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
-    needed = f" (CUDA {torch.version.cuda} needs {oldest} or newer)" if oldest else ""
-    return f"update the driver{needed}, or install a build of torch for an older CUDA; {on_purpose}"
+    return f"update the driver, or install a build of torch for an older CUDA; {on_purpose}"

@@ -49,6 +49,7 @@ class Groups:
         self._backend: str | None = None
         """Backend of the groups made from now on; None: that of the default group."""
         self._objects: dist.ProcessGroup | None = None
+        self._saves: dist.ProcessGroup | None = None
         self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._padding_groups: list[dist.ProcessGroup] = []
         """Groups of this rank alone, see `_align_group_counts`."""
@@ -85,6 +86,13 @@ class Groups:
                         dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc="objects")
                     )
         return self._objects
+
+    def for_saves(self) -> dist.ProcessGroup:
+        """Return a group of all ranks, over gloo, for a thread that saves beside training; all ranks call this."""
+        if self._saves is None:
+            with self._network():
+                self._saves = _checked(dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc="saves"))
+        return self._saves
 
     def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group of some ranks, all of which call this, in the same order as their other such calls."""
@@ -148,7 +156,8 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        groups = [*self._by_ranks.values(), *self._channels.values(), *self._padding_groups, *objects]
+        saves = [] if self._saves is None else [self._saves]
+        groups = [*self._by_ranks.values(), *self._channels.values(), *self._padding_groups, *objects, *saves]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 

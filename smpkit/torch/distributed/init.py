@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import json
@@ -109,6 +108,12 @@ def shared_store(name: str) -> Store:
     """Return a part of the store that all ranks share, for keys that begin with a name of their own."""
     assert _world is not None, "smp.init() has been called"
     return PrefixStore(name, _world.store)
+
+
+def save_group() -> dist.ProcessGroup:
+    """Return the group in which all ranks agree on a save beside training; all of them call this."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.for_saves()
 
 
 def shutdown() -> None:
@@ -242,22 +247,11 @@ def _at_exit() -> None:
     _shut_down()
     if error is not None:
         # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
+        # What the script registered with `atexit` before `smp.init()` does not run then.
         traceback.print_exception(error)
-        _exit_with_failure()
-
-
-def _exit_with_failure() -> None:
-    """Make this process end with code 1, once everything else that runs at exit has run."""
-    # Python's own handlers cannot change the code, and `os._exit` here would skip those that were registered before
-    # ours. So the C library calls `_exit(1)` when Python has ended, with what it passes to a handler, 1, as the code.
-    try:
-        libc = ctypes.CDLL(None)
-        register, leave = libc.__cxa_atexit, libc._exit
-    except (OSError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    register(ctypes.cast(leave, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
 # --- the groups -------------------------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         groups = world.groups.for_mesh(mesh, launch.rank)
         state.begin(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
-            watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
+            watcher.watch(failure_store)
         if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
         recorder.start()
@@ -322,8 +316,7 @@ def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta)
     """
     world.num_exchanges += 1
     gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
-    process = [watcher.process_namespace(), os.getpid()]
-    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info, "process": process})
+    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info})
     launch, key = world.launch, f"facts/{world.num_exchanges}"
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
@@ -357,13 +350,6 @@ def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
             else:
                 failure_store.ack()
         raise
-
-
-def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
-    """Return the pids of the other ranks that this process can see."""
-    here = facts[rank]["process"][0]
-    places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
-    return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
 
 
 def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:

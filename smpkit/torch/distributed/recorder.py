@@ -4,10 +4,9 @@ While a step runs, an event is a tuple appended to a list, and stays one until i
 GPU work is timed by the GPU: a span lies between two events of its stream, whose times are read when the step has
 ended, so that nothing in it waits. The host, which only launches the work, would time the launch.
 
-In the folder of a run (`SMPKIT_RUN_DIR`) a sample of the steps is recorded: the first ones, then fewer and fewer
-(`run_meter.Sampling`). In the folder that `SMPKIT_EVENTS_DIR` names, all are, up to `SMPKIT_EVENTS_STEPS` (1000), so
-that a job of days does not fill the disk: an action or message takes about 120 bytes. Without either nothing is
-written, but the same sample is summed up.
+A sample of the steps is recorded: the first ones (`SMPKIT_EVENTS_STEPS`), then fewer and fewer (`run_meter.Sampling`),
+so that a job of days does not fill the disk: an action or message takes about 60 bytes. They are written to the folder
+of a run (`SMPKIT_RUN_DIR`) or the one that `SMPKIT_EVENTS_DIR` names; without either they are only summed up.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ from smpkit.observe.events import (
 from smpkit.observe.runs import EVENTS, RUN_DIR
 from smpkit.observe.status import STATUS_DIR
 from smpkit.observe.summary import KindBytes
-from smpkit.observe.summary_text import amount
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.remedy import best_remedy
 from smpkit.plan.schedule.actions import Schedule, to_json
@@ -60,6 +58,7 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.held_memory import Held, HeldMemory
 from smpkit.torch.distributed.profiler import Profiler, profiler_of
 from smpkit.torch.distributed.run_meter import WARM_UP, RunMeter, Sampling, parts_of
+from smpkit.units import amount
 
 __all__ = [
     "EVENTS_DIR",
@@ -86,11 +85,12 @@ _T = TypeVar("_T")
 EVENTS_DIR: Final = "SMPKIT_EVENTS_DIR"
 """The folder for the files of events, on every host; nothing is recorded without it."""
 EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
-"""How many steps are recorded."""
+"""How many of the first steps are recorded; later ones now and then."""
 QUIET: Final = "SMPKIT_SUMMARY"
 """`0`: print no block at the end of a run."""
 
-_DEFAULT_STEPS: Final = 1000
+_MANY_STEPS: Final = 1000
+"""How many of the first steps are recorded for somebody who has asked for events."""
 _NOTICEABLE: Final = 1.02
 """By how much more a rank must hold than its status page says for the page to be written again."""
 _FORWARD, _BACKWARD = Kind.FORWARD.value, Kind.BACKWARD.value
@@ -149,29 +149,26 @@ class Recorder:
 
     Args:
         writer: the file of this rank; None: nothing is written.
-        max_steps: how many steps to record.
-        sampling: chooses the steps to record; None: all, up to `max_steps`.
+        sampling: chooses the steps to record.
         profiler: profiles some of them.
     """
 
     def __init__(
         self,
         writer: EventWriter | None,
-        max_steps: int,
-        sampling: Sampling | None = None,
+        sampling: Sampling,
         profiler: Profiler | None = None,
     ) -> None:
         self._writer = writer
         self._profiler = profiler
         self._mark: AbstractContextManager[Any] | None = None
-        self._max_steps = max_steps
         self._sampling = sampling
-        self._recording = sampling is None or sampling.first > 0
+        self._recording = sampling.first > 0
         self._is_training = False
         self._shown = 0
         self.has_failed = False
         """Whether the latest step has ended with an exception."""
-        self.meter = RunMeter(is_exact=not devices.is_asynchronous(state.device))
+        self.meter = RunMeter()
         self.most = MostHeld()
         self._peers = state.group(CommGroup.PP_GROUP)
         self._step = -1
@@ -302,11 +299,8 @@ class Recorder:
             self._clear()
         if was_recording or self._recording:
             self._listen()
-            if self._sampling is not None:
-                # Else what the device has left to do of the step before, such as the optimizer's part, counts here.
-                devices.wait_for_stream(state.device)
-        if self._sampling is None and self._step == self._max_steps:
-            self._write([(Mark, (f"recording ended after {self._max_steps} steps", time.perf_counter_ns()))])
+            # Else what the device has left to do of the step before, such as the optimizer's part, counts here.
+            devices.wait_for_stream(state.device)
         if self._profiler is not None:
             self._profiler.before(self._step)
         self._began_ns = time.perf_counter_ns()
@@ -322,8 +316,7 @@ class Recorder:
         mark.__exit__(None, None, None)
 
     def _is_wanted(self, name: str) -> bool:
-        wanted = self._step < self._max_steps if self._sampling is None else self._sampling.next(name)
-        return wanted or (self._profiler is not None and self._profiler.wants(self._step))
+        return self._sampling.next(name) or (self._profiler is not None and self._profiler.wants(self._step))
 
     def end_step(self) -> None:
         """Write the events of the step, after a wait for the GPU."""
@@ -442,7 +435,7 @@ class Recorder:
             _log.warning("recording ended: events cannot be written: %s", error.strerror)
             with suppress(OSError):
                 self._writer.close()
-            self._writer, self._sampling = None, self._sampling or Sampling()
+            self._writer = None
 
     def _clear(self) -> None:
         self._rows, self._works, self._actions, self._messages, self._backwards = [], [], [], [], []
@@ -501,13 +494,15 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     variables = os.environ if environ is None else environ
     status.open_page(state.rank, variables)
     text = variables.get(EVENTS_STEPS)
-    steps = _DEFAULT_STEPS if text is None else _steps(text)
+    if text is not None:
+        sampling = Sampling(_steps(text))
+    else:
+        sampling = Sampling(_MANY_STEPS) if variables.get(EVENTS_DIR) else Sampling()
     writer = _writer(variables)
-    sampling = None if variables.get(EVENTS_DIR) else Sampling() if text is None else Sampling(steps)
     if writer is None and variables.get(QUIET) == "0" and not variables.get(STATUS_DIR):
         sampling = Sampling(0)  # nobody is told of what steps did
     profiler = None if writer is None else profiler_of(variables, writer.path.parent)
-    _recorder = Recorder(writer, steps, sampling, profiler)
+    _recorder = Recorder(writer, sampling, profiler)
     if stop not in state.reset_hooks:
         state.reset_hooks.append(stop)
 
@@ -545,26 +540,18 @@ def note_training(size: Callable[_P, tuple[int, int]], *args: _P.args, **kwargs:
 
 
 def timed_optimizer(update: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Time the optimizer: after each step where the host's clock can, else after those that are recorded."""
+    """Time the optimizer after the steps that are recorded."""
 
     @functools.wraps(update)
     def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         recorder = _recorder
-        if recorder is None:
-            return update(*args, **kwargs)
-        meter = recorder.meter
-        if meter.is_exact:
-            start_ns = time.perf_counter_ns()
-            result = update(*args, **kwargs)
-            meter.add_optimizer(start_ns, time.perf_counter_ns())
-            return result
-        if not recorder.active:
+        if recorder is None or not recorder.active:
             return update(*args, **kwargs)
         devices.wait_for_stream(state.device)
         start_ns = time.perf_counter_ns()
         result = update(*args, **kwargs)
         devices.wait_for_stream(state.device)
-        meter.add_optimizer(start_ns, time.perf_counter_ns())
+        recorder.meter.add_optimizer(start_ns, time.perf_counter_ns())
         return result
 
     return timed

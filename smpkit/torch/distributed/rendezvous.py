@@ -1,7 +1,7 @@
 """The rendezvous: connect all ranks to one key-value store, from which torch.distributed starts.
 
-Three cases: the launcher serves a store (torchrun); rank 0 serves one at `MASTER_ADDR:MASTER_PORT`; or no address is
-given (`mpirun -np 8 python script.py` on one host), and rank 0 takes a free port and publishes it in a small file.
+The launcher serves a store (torchrun), or rank 0 does at `MASTER_ADDR:MASTER_PORT`. Ranks of one host need neither
+variable (`mpirun -np 8 python script.py`): theirs are torch's own defaults, 127.0.0.1 and 29500.
 
 A store has no authentication. So the one of a job on one host listens at the loopback address alone, nothing in any
 store is unpickled, and every rank checks that the store it has found is its own job's.
@@ -11,17 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-import secrets
 import socket
-import stat
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
@@ -33,9 +25,6 @@ from smpkit.torch.core.context import DEFAULT_PORT, Launch
 __all__ = ["connect_store", "gather"]
 
 _LOOPBACK: Final = "127.0.0.1"
-_POLL_SECONDS: Final = 0.05
-_CONNECT_SECONDS: Final = 10
-"""For a connection to a port of this host."""
 
 
 def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store:
@@ -53,13 +42,16 @@ def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store
     """
     if launch.world_size == 1:
         return HashStore()
-    if launch.master_address is None:
-        return _connect_on_this_host(launch, port, timeout)
+    address = _LOOPBACK if launch.single_host and not launch.agent_store else launch.master_address
+    if address is None:
+        raise UsageError(
+            f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
+            hint="pass the host of rank 0, for example `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...`",
+        )
     chosen = launch.master_port or DEFAULT_PORT
     if launch.agent_store:
-        store = _tcp_store(launch, launch.master_address, chosen, serve=False, timeout=timeout)
+        store = _tcp_store(launch, address, chosen, serve=False, timeout=timeout)
     else:
-        address = _LOOPBACK if launch.single_host else launch.master_address
         store = _tcp_store(launch, address, port or chosen, serve=launch.rank == 0, timeout=timeout)
     _check_job(store, launch, timeout)
     return store
@@ -142,7 +134,8 @@ def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout:
         if serve:
             raise LaunchError(
                 f"rank 0 cannot listen at {where}: {_first_line(error)}",
-                hint="set MASTER_PORT (or `ddp_port`) to a free port, and MASTER_ADDR to the host of rank 0",
+                hint="set MASTER_PORT (or `ddp_port`) to a free port, one for each job, and MASTER_ADDR to the "
+                "host of rank 0",
             ) from error
         raise DeadlineError(
             f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 at {where}: {_first_line(error)}",
@@ -178,104 +171,3 @@ def _check_job(store: Store, launch: Launch, timeout: timedelta) -> None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-# --- one host, without an address -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _StoreAddress:
-    """What rank 0 publishes for the other ranks of its host: its port, and a token that identifies this job."""
-
-    port: int
-    pid: int
-    token: str
-
-
-def _connect_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> Store:
-    if not launch.single_host:
-        raise UsageError(
-            f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
-            hint="pass the host of rank 0, for example `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...`",
-        )
-    path = _address_path(launch)
-    if launch.rank == 0:
-        return _serve_on_this_host(launch, port, path, timeout)
-    return _find_on_this_host(launch, path, timeout)
-
-
-def _address_path(launch: Launch) -> Path:
-    # Launchers that do not name their job at least start all ranks of a host from one process.
-    job = launch.job_id or f"parent {os.getppid()}"
-    key = hashlib.sha256(f"{launch.launcher}\0{job}\0{launch.world_size}".encode()).hexdigest()[:24]
-    return Path(tempfile.gettempdir()) / f"smpkit-{os.getuid()}-{key}.json"
-
-
-def _serve_on_this_host(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
-    store = _tcp_store(launch, _LOOPBACK, port or 0, serve=True, timeout=timeout)
-    store_address = _StoreAddress(store.port, os.getpid(), secrets.token_hex(16))
-    store.set("smpkit/token", store_address.token)
-    with _published(path, store_address):
-        gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
-    return store
-
-
-@contextlib.contextmanager
-def _published(path: Path, store_address: _StoreAddress) -> Iterator[None]:
-    """Keep the address at `path` as long as the block runs."""
-    # Under a fresh name, and never following a link that somebody put there; then renamed, so that a reader sees a
-    # whole address or none.
-    fresh = path.with_suffix(f".{secrets.token_hex(8)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(vars(store_address), file)
-    fresh.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _find_on_this_host(launch: Launch, path: Path, timeout: timedelta) -> Store:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        store_address = _read_address(path)
-        store = None if store_address is None else _connect(launch, store_address)
-        if store is not None:
-            gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
-            return store
-        time.sleep(_POLL_SECONDS)
-    raise DeadlineError(
-        f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 to say where it listens",
-        hint="does rank 0 call smp.init() too? Otherwise set MASTER_ADDR and MASTER_PORT",
-    )
-
-
-def _read_address(path: Path) -> _StoreAddress | None:
-    """Return the address at `path`, if this user wrote it and the process that did is alive."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    with os.fdopen(descriptor) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            return None  # in a shared temporary folder somebody else could have put it there
-        try:
-            store_address = _StoreAddress(**json.load(file))
-            os.kill(store_address.pid, 0)
-        except (ValueError, TypeError, OSError):
-            return None  # left behind by a job that died
-    return store_address
-
-
-def _connect(launch: Launch, store_address: _StoreAddress) -> Store | None:
-    """Connect, and check that the process there is the one that wrote the address."""
-    connect = timedelta(seconds=_CONNECT_SECONDS)
-    try:
-        # Try the port first: the store's client would retry for seconds on a closed one.
-        socket.create_connection((_LOOPBACK, store_address.port), _CONNECT_SECONDS).close()
-        store = TCPStore(_LOOPBACK, store_address.port, launch.world_size, False, connect, wait_for_workers=False)
-        return store if store.get("smpkit/token").decode() == store_address.token else None
-    except (dist.DistError, OSError):
-        return None

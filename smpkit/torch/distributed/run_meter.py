@@ -1,7 +1,7 @@
 """Sum up a rank's training steps for the block at the end of a run: how many, how long, and where their time went.
 
-Each step is timed by two readings of the clock. What happens inside is taken from the steps that are recorded, which
-are few (`Sampling`), so that the sum costs next to nothing; and scaled to the average step.
+The average step is timed by the clock at the begin of the first one and at the end of the last. What happens inside is
+taken from the steps that are recorded, which are few (`Sampling`), so that the sum costs next to nothing.
 
 A step lasts from the begin of its call to the begin of the next one that trains: what a script does in between, the
 optimizer above all, is part of it. So the parts of a step add up to the time that it took.
@@ -10,6 +10,7 @@ optimizer above all, is part of it. So the parts of a step add up to the time th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -26,8 +27,6 @@ WARM_UP: Final = 2
 _FIRST: Final = 20
 _EVERY: Final = 50
 _TENFOLD_FROM: Final = 5000
-_UNSETTLED: Final = 3 * 256
-"""How many times are kept before they are added up, three for each step."""
 
 
 @dataclass
@@ -115,47 +114,10 @@ def parts_of(
     return StepParts(compute, bubble + (rest if is_pipeline else 0), handed + worked, stall, 0 if is_pipeline else rest)
 
 
-@dataclass
-class _Sums:
-    """Sums over training steps."""
-
-    steps: int = 0
-    whole: int = 0
-    """From begin to begin, in nanoseconds."""
-    call: int = 0
-    """Of the step function."""
-    optimizer: int = 0
-
-    def add(self, steps: int, whole: int, call: int, optimizer: int) -> None:
-        self.steps += steps
-        self.whole += whole
-        self.call += call
-        self.optimizer += optimizer
-
-    def __add__(self, other: _Sums) -> _Sums:
-        pairs = ((getattr(self, name), getattr(other, name)) for name in _Sums.__dataclass_fields__)
-        return _Sums(*(one + two for one, two in pairs))
-
-
-@dataclass
-class _Group:
-    """Steps that are averaged together."""
-
-    all: _Sums = field(default_factory=_Sums)
-    recorded: _Sums = field(default_factory=_Sums)
-    parts: list[StepParts] = field(default_factory=list)
-    """Of the recorded ones."""
-
-
 class RunMeter:
-    """Sums up the steps of this rank.
+    """Sums up the training steps of this rank."""
 
-    Args:
-        is_exact: the host's clock times the work, as it does without a GPU; else only recorded steps, which wait for
-            the device, say how long calls took.
-    """
-
-    def __init__(self, *, is_exact: bool) -> None:
+    def __init__(self) -> None:
         self.started = time.time()
         """Seconds since 1970."""
         self.num_steps = 0
@@ -163,14 +125,15 @@ class RunMeter:
         self.samples = 0
         """In a step of this rank, as of the last one that was recorded; 0 if unknown."""
         self.tokens = 0
-        self.is_exact = is_exact
-        self._start, self._rest = _Group(), _Group()
-        self._times: list[int] = []
-        """The latest steps, which `_settle` adds up: of each its begin, its end, and the time of its optimizer."""
-        self._parts: dict[int, StepParts] = {}
-        """By number, from 1, those among them that were recorded."""
-        self._last_ns = 0
-        """The end of the latest step, or of its optimizer."""
+        self._begins_ns: list[int] = []
+        """Of the first steps, up to the first one after the warm-up."""
+        self._end_ns = 0
+        """Of the latest step, or of its optimizer."""
+        self._warm_up: Counter[str] = Counter()
+        """Sums over the recorded ones among the first steps: how many, and their times in nanoseconds."""
+        self._rest: Counter[str] = Counter()
+        self._is_recorded = False
+        """Whether the latest step was."""
 
     def add_step(self, start_ns: int, end_ns: int, parts: StepParts | None) -> None:
         """Add a training step.
@@ -180,74 +143,40 @@ class RunMeter:
             parts: of a recorded step, whose end is the device's.
         """
         self.num_steps += 1
-        times = self._times
-        times += (start_ns, end_ns, 0)
-        self._last_ns = end_ns
+        if self.num_steps <= WARM_UP + 1:
+            self._begins_ns.append(start_ns)
+        self._end_ns, self._is_recorded = end_ns, parts is not None
         if parts is not None:
-            self._parts[self.num_steps] = parts
-        if len(times) > _UNSETTLED:
-            self._settle()
+            self._latest().update(steps=1, call=end_ns - start_ns, **vars(parts))
 
     def add_optimizer(self, start_ns: int, end_ns: int) -> None:
         """Add the time of the optimizer after the latest step."""
-        if self._times:
-            self._times[-1] += end_ns - start_ns
-            self._last_ns = end_ns
+        if self.num_steps:
+            self._end_ns = end_ns
+            if self._is_recorded:
+                self._latest().update(optimizer=end_ns - start_ns)
 
-    def finish(self, end_ns: int | None = None) -> None:
-        """Close the last step, at a time or where its optimizer ended."""
-        self._settle(self._last_ns if end_ns is None else end_ns)
-
-    def _settle(self, end_ns: int | None = None) -> None:
-        """Add up the latest steps, but the last one only if its end is given: it lasts until the next one begins."""
-        times = self._times
-        starts, ends, optimizers = times[::3], times[1::3], times[2::3]
-        first = self.num_steps - len(starts) + 1
-        closed = [*starts[1:], *([] if end_ns is None else [end_ns])][: len(starts)]
-        split = max(0, min(len(closed), WARM_UP + 1 - first))
-        for group, begin, end in ((self._start, 0, split), (self._rest, split, len(closed))):
-            if begin < end:
-                call = sum(ends[begin:end]) - sum(starts[begin:end])
-                group.all.add(end - begin, closed[end - 1] - starts[begin], call, sum(optimizers[begin:end]))
-        for number in [each for each in self._parts if each < first + len(closed)]:
-            group, at = self._start if number <= WARM_UP else self._rest, number - first
-            group.recorded.add(1, closed[at] - starts[at], ends[at] - starts[at], optimizers[at])
-            group.parts.append(self._parts.pop(number))
-        del times[: 3 * len(closed)]
+    def _latest(self) -> Counter[str]:
+        return self._warm_up if self.num_steps <= WARM_UP else self._rest
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def step_seconds(self) -> float | None:
         """How long a step takes on average, in seconds; None before the first one has ended."""
-        sums = self._settled.all
-        return max(1, sums.whole) / sums.steps * 1e-9 if sums.steps else None
+        if not self.num_steps:
+            return None
+        skipped = WARM_UP if self.num_steps >= 2 * WARM_UP else 0
+        return max(1, self._end_ns - self._begins_ns[skipped]) / (self.num_steps - skipped) * 1e-9
 
     def split(self) -> Split:
-        """Divide the average step; nothing before the first one."""
-        group = self._settled
-        sums = group.all
-        if not sums.steps:
+        """Divide the average step, as the recorded ones were; nothing before the first one."""
+        whole = self.step_seconds
+        if whole is None:
             return Split()
-        timed = sums if self.is_exact or not group.recorded.steps else group.recorded
-        whole, call = max(1, sums.whole) / sums.steps, timed.call / timed.steps
-        optimizer = timed.optimizer / timed.steps
-        fits = min(1.0, whole / max(1.0, call + optimizer))
-        call, optimizer = call * fits, optimizer * fits
-        parts = {name: sum(getattr(each, name) for each in group.parts) for name in StepParts.__dataclass_fields__}
-        known = sum(parts.values())
-        scaled = {name: call * value / known if known else 0.0 for name, value in parts.items()}
-        scaled["other"] = whole - optimizer - sum(value for name, value in scaled.items() if name != "other")
-        return Split(optimizer=optimizer * 1e-9, **{name: max(0.0, value) * 1e-9 for name, value in scaled.items()})
-
-    @property
-    def _settled(self) -> _Group:
-        """The steps without those of the start, if there are enough others."""
-        self._settle()
-        if self._rest.all.steps >= WARM_UP:
-            return self._rest
-        return _Group(
-            self._start.all + self._rest.all,
-            self._start.recorded + self._rest.recorded,
-            self._start.parts + self._rest.parts,
-        )
+        sums = self._rest if self.num_steps >= 2 * WARM_UP and self._rest else self._warm_up + self._rest
+        # A recorded step waits for the device, and so may take longer than the average one.
+        seconds = 1e-9 / max(1, sums["steps"])
+        seconds *= min(1.0, whole / max(1e-9, seconds * (sums["call"] + sums["optimizer"])))
+        parts = {name: sums[name] * seconds for name in ("compute", "bubble", "communication", "stall", "optimizer")}
+        return Split(**parts, other=max(0.0, whole - sum(parts.values())))

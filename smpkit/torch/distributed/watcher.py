@@ -6,19 +6,19 @@ after which torch kills the process without saying who waited for whom. So where
 one thread that checks, about once a second::
 
     the failure store            another rank, or a thread of this one, has published a failure
-    processes on this machine    another rank's process has ended without publishing one (killed, or out of memory)
     nccl's own errors            another machine closed its connection, or an operation passed its deadline
 
-It publishes the failure, and ends the kernels of this rank. The CUDA call returns, and the next wait for another rank,
-or the error that torch raises, becomes the diagnosed failure (`deadline.waiting`).
+The thread publishes the failure, and ends the kernels of this rank. The CUDA call returns, and the next wait for
+another rank, or the error that torch raises, becomes the diagnosed failure (`deadline.waiting`).
+
+A rank that is killed publishes nothing: what started it (smpkit's launcher, torchrun, mpirun) sees that, names it and
+ends the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
@@ -28,34 +28,20 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 
-__all__ = ["process_namespace", "stop", "watch"]
+__all__ = ["stop", "watch"]
 
 _POLL_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 5.0
 """For the thread to return from its present call."""
-_PROCESSES = Path("/proc")
 
 _watcher: _Watcher | None = None
 
 
-def process_namespace() -> str | None:
-    """Return a key that is equal for processes that see each other's pids; None where Linux does not tell."""
-    try:
-        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}"
-    except OSError:
-        return None
-
-
-def watch(failure_store: FailureStore, processes: Mapping[int, int]) -> None:
-    """Watch until `stop`, if the ranks' devices are connected; else every wait is one of the host, with a deadline.
-
-    Args:
-        processes: by rank, the pids of the other ranks on this machine.
-    """
+def watch(failure_store: FailureStore) -> None:
+    """Watch until `stop`, if the ranks' devices are connected; else every wait is one of the host, with a deadline."""
     global _watcher  # noqa: PLW0603 - one per process, like the default process group
     if failure_store.size > 1 and any(backends.device_backends(group) for group in failure_store.groups()):
-        _watcher = _Watcher(failure_store, processes)
+        _watcher = _Watcher(failure_store)
 
 
 def stop() -> None:
@@ -67,16 +53,10 @@ def stop() -> None:
 
 
 class _Watcher:
-    """The thread that watches.
+    """The thread that watches."""
 
-    Args:
-        failure_store: where ranks publish why they fail.
-        processes: by rank, the pids of the other ranks on this machine.
-    """
-
-    def __init__(self, failure_store: FailureStore, processes: Mapping[int, int]) -> None:
+    def __init__(self, failure_store: FailureStore) -> None:
         self._failure_store: FailureStore | None = failure_store
-        self._processes = dict(processes)
         self._reads_store = True
         self._server_ended = False
         self._stopped = threading.Event()
@@ -104,9 +84,7 @@ class _Watcher:
 
     def _check(self, failure_store: FailureStore) -> bool:
         """Check once; return whether the job has failed."""
-        found = (
-            self._stored_failure(failure_store) or self._dead_rank(failure_store) or self._device_error(failure_store)
-        )
+        found = self._stored_failure(failure_store) or self._device_error(failure_store)
         if found is None or self._stopped.is_set():
             return False
         deadline.fail_this_process(found)
@@ -129,21 +107,6 @@ class _Watcher:
         self._server_ended = server is not None and server.kind == "ended"
         return None if first is None else deadline.error_of(first)
 
-    def _dead_rank(self, failure_store: FailureStore) -> SmpkitError | None:
-        """Return an error if another rank's process has ended and its script has not."""
-        for rank in [rank for rank, pid in self._processes.items() if not _is_alive(pid)]:
-            del self._processes[rank]
-            try:
-                status = failure_store.statuses([rank]).get(rank)
-                if status is not None and status.kind == "ended":
-                    continue
-                text = f"rank {failure_store.rank} lost rank {rank}, whose process ended without a word"
-                first = failure_store.record_failure(RankStatus(failure_store.rank, "failed", text))
-            except (dist.DistError, RuntimeError):
-                continue  # the store is gone: `_stored_failure` reports that
-            return deadline.error_of(first)
-        return None
-
     def _device_error(self, failure_store: FailureStore) -> SmpkitError | None:
         """Return an error if an operation between GPUs has failed, or passed its deadline."""
         for group in failure_store.groups():
@@ -157,14 +120,3 @@ class _Watcher:
                 seconds = failure_store.timeout.total_seconds() if is_late else 0.0
                 return deadline.diagnose(what, peers, "timeout" if is_late else f"{backend.name()}: {error}", seconds)
         return None
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; a zombie, which waits for its parent, does not."""
-    try:
-        text = (_PROCESSES / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return False
-    except OSError:  # it exists, and may not be read
-        return True
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -33,7 +33,6 @@ __all__ = [
     "ValueChanges",
     "changed_arguments",
     "changed_through_view_error",
-    "changes_in_place",
     "held_everywhere_error",
     "unrecorded_change_error",
     "versions_of",
@@ -45,14 +44,6 @@ Change = tuple[int, TensorSpec]
 """The number of a tensor among the arguments of a call that changes it in place, and what it is afterwards."""
 
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
-
-
-def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation changes its first argument: its values, its shape or its `requires_grad`."""
-    # `__iadd__` and its like: those that are `__add__` without the letter.
-    if func is torch.Tensor.__setitem__ or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")):
-        return True
-    return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -93,16 +93,16 @@ def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
     """Check the present wait; return whether to go on watching."""
     if stage is None:
         return False
-    since, failure_store = stage.transport.waiting_since, deadline.failure_store()
+    since, failure_store = stage.transport.hosts.waiting_since, deadline.failure_store()
     if since is None or failure_store is None or time.monotonic() - since < _compare_after_seconds():
         return True
     try:
         error = _compare(stage, ranks, failure_store)
     except (dist.DistError, RuntimeError):  # the store is shutting down: the wait itself will fail
         return True
-    if error is None or stage.transport.waiting_since != since:  # the wait has ended in the meantime
+    if error is None or stage.transport.hosts.waiting_since != since:  # the wait has ended in the meantime
         return True
-    stage.transport.failure = error
+    stage.transport.hosts.failure = error
     deadline.fail_all_ranks(error)
     return False
 

@@ -1,72 +1,55 @@
 """Run the microbatches of a step over the ranks of a pipeline, in the order of the schedule.
 
 The first microbatch of a new kind of step runs straight through all ranks and is recorded. From its transfers each rank
-derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`). After
-the second step the schedule is made again from measured times, and tried (`replan.py`).
+derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`).
 
 Once a microbatch goes another way than the recorded one, steps of its kind have no schedule any more: their
 microbatches run one after the other, in program order, which cannot deadlock whatever path each of them takes.
 
 A rank that a microbatch visits more than once must be able to suspend it in the middle of the user's code and work on
-another one meanwhile::
+another one meanwhile (`coroutine.py`)::
 
     rank 0   [embedding of 0]  suspended               [head of 0]
                              [embedding of 1]  suspended         [head of 1]
-
-Each live microbatch then runs in a thread of its own (`MicrobatchCoroutine`), but only one thread runs at a time:
-coroutines, with interruption and without concurrency.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
-from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-from smpkit.errors import DeadlineError, UsageError
+from smpkit.errors import UsageError
 from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.receives import LOOKAHEAD
-from smpkit.torch.core import devices, offloader, status
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core import offloader, status
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
+from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
 from smpkit.torch.pipeline.message_order import backward_timetable
-from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, drop_graph, reserve
-from smpkit.torch.pipeline.output_specs import OutputSpecs
-from smpkit.torch.pipeline.random_streams import RandomStreams
-from smpkit.torch.pipeline.replan import Meter, Trial, replan
+from smpkit.torch.pipeline.outputs import OutputSpecs
+from smpkit.torch.pipeline.results import Results, drop_graph, reserve
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current
-from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
+from smpkit.torch.pipeline.step_plan import PlannedAction, StepPlan, graph_of
 from smpkit.torch.pipeline.transport import MessageRecorder
 
-__all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor", "MicrobatchCoroutine"]
+__all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor"]
 
 MAX_KINDS: Final = 256
 """Kinds of step (functions, shapes, modes) whose plans are kept."""
 MAX_OUTPUT_SPECS: Final = 1 << 14
 """Kinds of call that are kept for a kind of step."""
-
-_REPLAN_AFTER: Final = 2
-"""Steps before the schedule is made again. The first one also warms up caches; the last of them is measured."""
 
 _UNSCHEDULED: Final = (
     "a microbatch took another way than the first one of its kind: {how}. Steps of this kind follow no schedule from"
@@ -89,12 +72,10 @@ class _StepKind:
     """What is known of a kind of step."""
 
     output_specs: OutputSpecs
-    is_recorded: bool = False
     plan: StepPlan | None = None
-    """None: its microbatches run one after the other."""
-    schedule: Schedule | None = None
-    trial: Trial[StepPlan] | None = None
-    num_steps: int = 0
+    """None until a microbatch has been recorded, and once one has taken another way."""
+    has_diverged: bool = False
+    """Whether its microbatches run one after the other, for good."""
     footprint: int = 0
     """The sizes of the blocks of host memory that one microbatch's activations take."""
 
@@ -119,8 +100,37 @@ class Executor:
 
     @property
     def schedules(self) -> dict[Hashable, Schedule]:
-        """The latest schedule of each kind of step that is known and has one."""
-        return {kind: known.schedule for kind, known in self._kinds.items() if known.schedule is not None}
+        """The schedule of each kind of step that is known and has one."""
+        return {kind: known.plan.schedule for kind, known in self._kinds.items() if known.plan is not None}
+
+    def run(
+        self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
+    ) -> list[Any]:
+        """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
+
+        Args:
+            kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
+            before_last_backward: called just before this rank's last backward of the step.
+        """
+        known = self._known(kind)
+        self.stage.output_specs = known.output_specs
+        step = _Step(self.stage, body, count, before_last_backward, self.recorder)
+        self.stage.begin_step(step.microbatches)
+        if known.plan is None and not known.has_diverged:
+            self._record(known, step, count)
+        plan = known.plan
+        self.last_schedule = None if plan is None else plan.schedule
+        self._reserve_host_memory(known, count)
+        if plan is None:
+            step.run_in_program_order()
+        else:
+            step.run_plan(plan)
+        assert step.results is not None, "forwards are left"
+        outputs = step.results.share()
+        self.stage.transport.end_step()  # sent tensors may be changed from here on
+        if any(microbatch.diverged for microbatch in step.microbatches):
+            self._give_up_schedule(known, step.microbatches)
+        return outputs
 
     def _known(self, kind: Hashable) -> _StepKind:
         """Return what is known of a kind of step, within bounds: shapes of data may vary without end.
@@ -134,86 +144,222 @@ class Executor:
             del self._kinds[next(iter(self._kinds))]
         if len(known.output_specs) > MAX_OUTPUT_SPECS:
             # Shapes vary within this kind of step. Results are broadcast in program order: record the step again.
-            known.output_specs = OutputSpecs()
-            known.trial = None
-            known.is_recorded = known.is_recorded and known.plan is None
+            known.output_specs, known.plan = OutputSpecs(), None
         return known
 
-    def run(
-        self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
-    ) -> list[Any]:
-        """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
+    def _record(self, known: _StepKind, step: _Step, count: int) -> None:
+        """Record the first microbatch of a kind of step, which runs straight through all ranks, and plan the step."""
+        microbatch, kept = step.microbatches[0], _kept_tensors(self.stage)
+        with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
+            step.run_forward(0)
+        # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
+        reserve(self.stage, step.outputs[0], count)
+        known.footprint = offloader.current().footprint()
+        _refuse_kept_tensors(kept, microbatch)
+        schedule = self._policy.schedule(graph_of(microbatch), count)
+        check(schedule)
+        known.plan = StepPlan.of(microbatch, schedule)
+        self._reserve_host_memory(known, count)
+        self.stage.transport.connect(microbatch.transfers)
 
-        Args:
-            kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
-            before_last_backward: called just before this rank's last backward of the step.
-        """
-        started = time.perf_counter()
-        known = self._known(kind)
-        self.stage.output_specs = known.output_specs
-        meter = Meter() if known.num_steps == _REPLAN_AFTER - 1 else None
-        step = _StepRunner(self.stage, body, count, before_last_backward, self.recorder, meter)
-        self.stage.begin_step(step.microbatches)
-        if not known.is_recorded:
-            # Record the first microbatch of this kind: its forward runs straight through all ranks.
-            microbatch = step.microbatches[0]
-            kept = _kept_tensors(self.stage)
-            with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
-                step.run_forward(0)
-            # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
-            reserve(self.stage, step.outputs[0], count)
-            known.footprint = offloader.current().footprint()
-            _refuse_kept_tensors(kept, microbatch)
-            schedule = self._policy.schedule(graph_of(microbatch), count)
-            check(schedule)
-            known.plan, known.is_recorded = StepPlan.of(microbatch, schedule), True
-            self._reserve_host_memory(known, known.plan, count)
-            self.stage.transport.connect(microbatch.transfers)
-        plan = known.plan if known.trial is None else known.trial.next
-        self.last_schedule = None if plan is None else plan.schedule
-        self._reserve_host_memory(known, plan, count)  # a trial may hold more microbatches
-        if plan is None:
-            step.run_in_program_order()
-        else:
-            known.schedule = plan.schedule
-            step.run_plan(plan)
-        assert step.output_broadcast is not None, "forwards are left"
-        outputs = step.output_broadcast.finish()
-        self.stage.transport.end_step()  # sent tensors may be changed from here on
-        known.num_steps += 1
-        if known.trial is not None:
-            self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
-        if True in [microbatch.diverged for microbatch in step.microbatches]:
-            self._give_up_schedule(known, step.microbatches)
-        elif plan is not None:
-            self._choose_next_plan(known, plan, meter, time.perf_counter() - started)
-        return outputs
-
-    def _reserve_host_memory(self, known: _StepKind, plan: StepPlan | None, count: int) -> None:
+    def _reserve_host_memory(self, known: _StepKind, count: int) -> None:
         """Reserve host memory for the microbatches that a plan holds at a time; without a plan, for all of them."""
-        live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
+        live = count if known.plan is None else known.plan.schedule.peak_live_microbatches[self.stage.rank]
         offloader.current().reserve(known.footprint * live)
 
     def _give_up_schedule(self, known: _StepKind, microbatches: Sequence[Microbatch]) -> None:
         """Let steps of a kind run in program order for good: a microbatch has left the record."""
         # Nothing will ever arrive in the receives that were posted for the record's transfers.
-        self.stage.transport.forget_posted(len(microbatches))
-        known.trial = known.plan = None
+        self.stage.transport.hosts.forget_posted(len(microbatches))
+        known.plan, known.has_diverged = None, True
         if not self._has_warned:
             self._has_warned = True
             how, line = next(each.departure for each in microbatches if each.departure is not None)
             warn_user(_UNSCHEDULED.format(how=how), line or script_line())
 
-    def _choose_next_plan(self, known: _StepKind, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
-        """Choose the plan of the next step of this kind: the next of a trial, or a new one from measured times."""
-        if known.trial is not None:
-            known.trial.note(seconds)
-            if known.trial.is_over:
-                known.plan, known.trial = known.trial.winner(self.stage), None
-        elif meter is not None and self._policy.can_replan(plan.schedule):
-            schedule = replan(self.stage, plan.schedule, self._policy.replanned, meter)
-            if schedule is not plan.schedule:
-                known.trial = Trial(plan, replace(plan, schedule=schedule), seconds)
+
+class _Step:
+    """One step while it runs."""
+
+    def __init__(
+        self,
+        stage: StageContext,
+        body: Callable[[int], Any],
+        count: int,
+        before_last_backward: Callable[[], None],
+        recorder: ActionRecorder | None,
+    ) -> None:
+        self.stage = stage
+        self.body = body
+        self.microbatches = [Microbatch(stage, index) for index in range(count)]
+        self.outputs: dict[int, Any] = {}
+        self.results: Results | None = None
+        """What the step returns, once all forwards have run."""
+        self._coroutines: dict[int, MicrobatchCoroutine] = {}
+        self._recorder = recorder
+        self._is_watched = status.current_page() is not None
+        self._offloader = offloader.current()
+        self._before_last_backward = before_last_backward
+        self._num_backwards = 0
+        """How many backwards and weight halves have begun."""
+        self._num_expected = 0
+        """How many there will be; known when all forwards have run."""
+        self._num_split = 0
+        """How many segments of a microbatch have a weight half."""
+
+    def run_in_program_order(self) -> None:
+        """Run all forwards, then all backwards, microbatch after microbatch."""
+        transport = self.stage.transport
+        transport.follow(None)  # messages on channels go in program order, too
+        for index in range(len(self.microbatches)):
+            self.run_forward(index)
+        transfers = {each.index: each.transfers for each in self.microbatches if each.has_backward}
+        transport.follow(lambda: backward_timetable(transfers, self.stage.rank))
+        for microbatch in self.microbatches:
+            self._finish_backward(microbatch)
+
+    def run_plan(self, plan: StepPlan) -> None:
+        """Run this rank's actions; receives are posted a little ahead of the action that needs them."""
+        self.stage.transport.follow(lambda: plan.timetable, over=self.outputs)
+        self._offloader.follow(plan.schedule.actions[plan.rank])
+        for microbatch in self.microbatches:
+            if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
+                microbatch.record = plan.record
+        self._num_split = len(plan.split)
+        forward = self._resume_forward if plan.has_revisits else self.run_forward
+        # gloo sends data only once the receive is posted: post it before its value is needed.
+        self._post(plan.actions[:LOOKAHEAD])
+        has_waited = False
+        for number, action in enumerate(plan.actions):
+            self._post(plan.actions[number + LOOKAHEAD : number + LOOKAHEAD + 1])
+            if action.receives and not has_waited:
+                has_waited = True
+                # A rank that is about to wait has the time now. Between actions, or the buffers would be made in
+                # whatever mode the step's code has set.
+                self._post(plan.actions[number : plan.num_ahead])
+            microbatch = self.microbatches[action.microbatch]
+            if microbatch.diverged:
+                # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
+                # that is the same on all ranks: else they deadlock.
+                continue
+            if action.kind is not Kind.FORWARD:
+                self._backward(action.kind, microbatch, action.segment, action.is_split)
+            elif action.microbatch not in self.outputs:
+                forward(action.microbatch, action.segment)
+        self._run_rest(forward)
+
+    def _run_rest(self, forward: Callable[[int, int], None]) -> None:
+        """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
+        for microbatch in self.microbatches:
+            while microbatch.index not in self.outputs:
+                forward(microbatch.index, microbatch.num_own_segments)
+        for microbatch in self.microbatches:
+            if not microbatch.released:
+                self._finish_backward(microbatch)
+
+    def _post(self, actions: Sequence[PlannedAction]) -> None:
+        """Start the receives of actions that come soon."""
+        for action in actions:
+            microbatch = self.microbatches[action.microbatch]
+            if not microbatch.diverged and (action.kind is not Kind.FORWARD or action.microbatch not in self.outputs):
+                for message in action.receives:
+                    self.stage.transport.post(message)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def run_forward(self, index: int, _segment: int = 0) -> None:
+        """Run a microbatch's forward from end to end, unless it has run."""
+        if index not in self.outputs:
+            output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
+            self._keep_output(index, output)
+
+    def _resume_forward(self, index: int, segment: int) -> None:
+        """Run a segment of a microbatch's forward, which has a thread of its own."""
+        microbatch = self.microbatches[index]
+        coroutine = self._coroutines.get(index)
+        if coroutine is None:
+            coroutine = MicrobatchCoroutine(lambda: self.body(index), self.stage.random, self.stage.device)
+            self._coroutines[index] = coroutine
+            microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
+        self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
+        if coroutine.done:
+            # It holds the step, which holds it: what it has made would stay until Python looks for cycles.
+            microbatch.before_wait = None
+            self._keep_output(index, self._coroutines.pop(index).output)
+
+    def _keep_output(self, index: int, output: Any) -> None:
+        """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
+        self.outputs[index] = output
+        self.microbatches[index].end_forward(output)
+        if len(self.outputs) == len(self.microbatches):
+            outputs = [self.outputs[index] for index in range(len(self.outputs))]
+            self.results = Results(self.stage, self.microbatches, outputs)
+            segments = [each.segments[self.stage.rank] for each in self.microbatches]
+            self._num_expected = sum(segments) + len(segments)
+            self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
+
+    # --- backward ------------------------------------------------------------------------------------------------
+
+    def _finish_backward(self, microbatch: Microbatch) -> None:
+        """Run what is left of a microbatch's backward, last segment first, and release it."""
+        if microbatch.has_backward:
+            for segment in reversed(range(microbatch.num_own_segments)):
+                if segment not in microbatch.backward_work.done:
+                    self._backward(Kind.BACKWARD, microbatch, segment, is_split=False)
+        microbatch.release()
+
+    def _backward(self, kind: Kind, microbatch: Microbatch, segment: int, is_split: bool) -> None:
+        """Run the backward of a segment, or its weight half: an empty action where it ran in one."""
+        work = microbatch.backward_work
+        if kind is Kind.BACKWARD or is_split:
+            self._num_backwards += 1
+            if self._num_backwards == self._num_expected:
+                self._before_last_backward()
+        if kind is Kind.BACKWARD:
+            self._run_action(kind, segment, microbatch, work.run, segment, is_split)
+        else:
+            self._run_action(kind, segment, microbatch, work.run_weights, segment)
+        if len(work.done) > microbatch.segments[self.stage.rank] and not work.weight_backwards:
+            microbatch.release()  # all of this rank's backward has run
+            if kind is Kind.WEIGHT:
+                drop_graph(self.stage, self.outputs.get(microbatch.index))
+
+    def _run_action(
+        self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
+    ) -> _T:
+        """Run an action of a microbatch."""
+        if self._is_watched:
+            status.begin_action(kind, microbatch.index)
+        self._offloader.begin_action(kind, segment, microbatch.index)
+        if kind is Kind.FORWARD:
+            Current.microbatch = microbatch
+        start_ns = 0 if self._recorder is None else time.perf_counter_ns()
+        try:
+            result = do(*arguments)
+        except Exception as error:
+            self._explain(error, kind, segment, microbatch)
+            raise
+        finally:
+            Current.microbatch = None
+        if self._recorder is not None:
+            # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
+            self.stage.synchronize()
+            self._recorder(kind.value, segment, microbatch.index, start_ns, time.perf_counter_ns())
+        return result
+
+    def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
+        """Add to an error what ran, and say whether it is this rank's alone."""
+        inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
+        add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
+        hooked = []
+        if kind is Kind.FORWARD and not self.stage.failed_alone:
+            hooked = self.stage.remote_modules_with_hooks()
+        if hooked:
+            # A list or dict that they fill is empty here, and the error would not mention ranks.
+            add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
+        if kind is not Kind.FORWARD:  # no rank but this one runs this backward
+            self.stage.failed_alone = True
+        _refuse_kept_graph(error, microbatch)
 
 
 def _kept_tensors(stage: StageContext) -> dict[tuple[str, str], tuple[torch.Tensor, int]]:
@@ -256,314 +402,3 @@ def _refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
             hint="return it from the module's forward and hand it back as an argument, as nn.LSTM does, or put the"
             " calls into one module on one rank (smp.set_partition)",
         ) from error
-
-
-class _StepRunner:
-    """One step while it runs."""
-
-    def __init__(
-        self,
-        stage: StageContext,
-        body: Callable[[int], Any],
-        count: int,
-        before_last_backward: Callable[[], None],
-        recorder: ActionRecorder | None,
-        meter: Meter | None,
-    ) -> None:
-        self.stage = stage
-        self.body = body
-        self.microbatches = [Microbatch(stage, index) for index in range(count)]
-        self.outputs: dict[int, Any] = {}
-        self.coroutines: dict[int, MicrobatchCoroutine] = {}
-        self.output_broadcast: OutputBroadcast | None = None
-        self._transport, self._outbox = stage.transport, stage.transport.outbox
-        self._recorder = recorder
-        self._meter = meter
-        self._is_timed = stage.transport.awaits_data = recorder is not None or meter is not None
-        self._is_watched = status.current_page() is not None
-        self._offloader = offloader.current()
-        self._before_last_backward = before_last_backward
-        self._num_backwards = 0
-        """How many backwards and weight halves have begun."""
-        self._num_expected = 0
-        """How many there will be; known when all forwards have run."""
-        self._num_split = 0
-        """How many segments of a microbatch have a weight half."""
-        self._is_output_broadcast_due = False
-        """Whether all forwards have run, and the broadcast of the outputs has not begun."""
-
-    def run_forward(self, index: int, _segment: int = 0) -> None:
-        """Run a microbatch's forward from end to end."""
-        output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
-        self._keep_output(index, output)
-
-    def run_in_program_order(self) -> None:
-        """Run all forwards, then all backwards, microbatch after microbatch."""
-        transport = self.stage.transport
-        transport.follow(None)  # messages on channels go in program order, too
-        for index in range(len(self.microbatches)):
-            if index not in self.outputs:
-                self.run_forward(index)
-        self._begin_output_broadcast()
-        if transport.has_channels:
-            transfers = {each.index: each.transfers for each in self.microbatches if each.has_backward}
-            transport.follow(backward_timetable(transfers, self.stage.rank))
-        for microbatch in self.microbatches:
-            self._finish_backward(microbatch)
-
-    def run_plan(self, plan: StepPlan) -> None:
-        """Run this rank's actions; receives are posted a little ahead of the action that needs them."""
-        self.stage.transport.messages = plan.messages
-        if self.stage.transport.has_channels:
-            self.stage.transport.follow(plan.timetable, over=self.outputs)
-        self._offloader.follow(plan.actions)
-        for microbatch in self.microbatches:
-            if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
-                microbatch.record = plan.record
-        self._num_split = len(plan.split)
-        # Post receives before their values are needed: gloo sends data only once the receive is posted.
-        for first in plan.arrivals[:LOOKAHEAD]:
-            self._post(first)
-        microbatches, outputs = self.microbatches, self.outputs
-        forward = self._resume_forward if plan.has_revisits else self.run_forward
-        has_waited = postponed = False
-        for kind, segment, index, is_split, receives, ahead, is_posted_ahead in plan.planned:
-            if ahead and not (is_posted_ahead and has_waited):
-                self._post(ahead)
-            if receives and not has_waited:
-                has_waited = True
-                # A rank that is about to wait has the time now. Between actions, or the buffers would be made in
-                # whatever mode the step's code has set.
-                for messages in plan.arrivals[: plan.num_ahead]:
-                    self._post(messages)
-            # Broadcast the outputs after the last forward. But if the action that follows it needs no receive, it is a
-            # backward that another rank waits for: run that one action first.
-            if self._is_output_broadcast_due and (receives or postponed):
-                self._begin_output_broadcast()
-            postponed = self._is_output_broadcast_due
-            microbatch = microbatches[index]
-            if microbatch.diverged:
-                # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
-                # that is the same on all ranks: else they deadlock.
-                continue
-            if kind is not Kind.FORWARD:
-                self._backward(kind, microbatch, segment, is_split)
-            elif index not in outputs:
-                forward(index, segment)
-        self._run_rest(forward)
-        self.stage.transport.messages = {}
-
-    def _run_rest(self, forward: Callable[[int, int], None]) -> None:
-        """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
-        for microbatch in self.microbatches:
-            while microbatch.index not in self.outputs:
-                forward(microbatch.index, microbatch.num_own_segments)
-        if self.output_broadcast is None:
-            self._begin_output_broadcast()
-        for microbatch in self.microbatches:
-            if not microbatch.released:
-                self._finish_backward(microbatch)
-
-    def _post(self, messages: Sequence[Message]) -> None:
-        """Start the receives of an action that comes soon."""
-        for message in messages:
-            microbatch = self.microbatches[message.microbatch]
-            if not microbatch.diverged and (message.backward or message.microbatch not in self.outputs):
-                self._transport.post(message)
-
-    def _resume_forward(self, index: int, segment: int) -> None:
-        """Run a segment of a microbatch's forward, which has a thread of its own."""
-        microbatch = self.microbatches[index]
-        coroutine = self.coroutines.get(index)
-        if coroutine is None:
-            coroutine = MicrobatchCoroutine(lambda: self.body(index), self.stage.random, self.stage.device)
-            self.coroutines[index] = coroutine
-            microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
-        self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
-        if coroutine.done:
-            # It holds the step, which holds it: what it has made would stay until Python looks for cycles.
-            microbatch.before_wait = None
-            self._keep_output(index, self.coroutines.pop(index).output)
-
-    def _keep_output(self, index: int, output: Any) -> None:
-        """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
-        self.outputs[index] = output
-        self.microbatches[index].end_forward(output)
-        if len(self.outputs) == len(self.microbatches):
-            self._is_output_broadcast_due = True
-            segments = [each.segments[self.stage.rank] for each in self.microbatches]
-            self._num_expected = sum(segments) + len(segments)
-            self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
-
-    def _begin_output_broadcast(self) -> None:
-        self._is_output_broadcast_due = False
-        outputs = [self.outputs[index] for index in range(len(self.outputs))]
-        self.output_broadcast = OutputBroadcast(self.stage, self.microbatches, outputs)
-
-    def _finish_backward(self, microbatch: Microbatch) -> None:
-        """Run what is left of a microbatch's backward, last segment first, and release it."""
-        if microbatch.has_backward:
-            for segment in reversed(range(microbatch.num_own_segments)):
-                if segment not in microbatch.backward_work.done:
-                    self._backward(Kind.BACKWARD, microbatch, segment, is_split=False)
-        microbatch.release()
-
-    def _backward(self, kind: Kind, microbatch: Microbatch, segment: int, is_split: bool) -> None:
-        """Run the backward of a segment, or its weight half: an empty action where it ran in one."""
-        work = microbatch.backward_work
-        if kind is Kind.BACKWARD or is_split:
-            self._num_backwards += 1
-            if self._num_backwards == self._num_expected:
-                self._before_last_backward()
-        if kind is Kind.BACKWARD:
-            self._run_action(kind, segment, microbatch, work.run, segment, is_split)
-        else:
-            self._run_action(kind, segment, microbatch, work.run_weights, segment)
-        if len(work.done) > microbatch.segments[self.stage.rank] and not work.weight_backwards:
-            microbatch.release()  # all of this rank's backward has run
-            if kind is Kind.WEIGHT:
-                drop_graph(self.stage, self.outputs.get(microbatch.index))
-
-    def _run_action(
-        self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
-    ) -> _T:
-        """Run an action of a microbatch."""
-        if self._is_watched:
-            status.begin_action(kind, microbatch.index)
-        self._offloader.begin_action(kind, segment, microbatch.index)
-        if kind is Kind.FORWARD:
-            Current.microbatch = microbatch
-        start_ns, waited_ns = (time.perf_counter_ns(), self._transport.waited_ns) if self._is_timed else (0, 0)
-        try:
-            result = do(*arguments)
-        except Exception as error:
-            self._explain(error, kind, segment, microbatch)
-            raise
-        finally:
-            Current.microbatch = None
-        if self._outbox.waiting:
-            self._outbox.poll()  # send what the device has finished copying meanwhile
-        if self._is_timed:
-            self._report(kind, segment, microbatch.index, start_ns, waited_ns)
-        return result
-
-    def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
-        """Add to an error what ran, and say whether it is this rank's alone."""
-        inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
-        add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
-        hooked = []
-        if kind is Kind.FORWARD and not self.stage.failed_alone:
-            hooked = self.stage.remote_modules_with_hooks()
-        if hooked:
-            # A list or dict that they fill is empty here, and the error would not mention ranks.
-            add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
-        if kind is not Kind.FORWARD:  # no rank but this one runs this backward
-            self.stage.failed_alone = True
-        _refuse_kept_graph(error, microbatch)
-
-    def _report(self, kind: Kind, segment: int, index: int, start_ns: int, waited_ns: int) -> None:
-        """Report the times of an action to the recorder and the meter."""
-        # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
-        self.stage.synchronize()
-        end_ns = time.perf_counter_ns()
-        if self._meter is not None:
-            self._meter.note(kind, segment, end_ns - start_ns - (self._transport.waited_ns - waited_ns))
-        if self._recorder is not None:
-            self._recorder(kind.value, segment, index, start_ns, end_ns)
-
-
-class MicrobatchCoroutine:
-    """The run of `body` in a thread of its own, which `suspend` interrupts and `resume` continues.
-
-    Only one of the two threads runs at a time. Both see the same modes, hooks, autocast and CUDA stream, which torch
-    keeps by thread, and the same context variables.
-
-    Args:
-        body: what to run.
-        random: the generators belong to the process: a suspended body saves their state and finds it again.
-        device: its current stream is that of the thread that makes this object.
-    """
-
-    def __init__(self, body: Callable[[], Any], random: RandomStreams, device: torch.device) -> None:
-        self.done = False
-        self.output: Any = None
-        self._body = body
-        self._random = random
-        self._torch_thread_state = _torch_thread_state(device)
-        self._context = contextvars.copy_context()
-        self._resumed = threading.Semaphore(0)
-        self._yielded = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="smpkit-microbatch", daemon=True)
-
-    def resume(self) -> None:
-        """Run until the body suspends itself or ends; raises what it raised."""
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._resumed.release()
-        # Without a timeout: waits of the body for other ranks have deadlines, and its own code may take any time.
-        self._yielded.acquire()
-        if self.done:
-            self._thread.join()  # until then it holds what the body has made
-        if self._error is not None:
-            raise self._error
-
-    def suspend(self) -> None:
-        """Let the thread that resumed the body run, until it resumes the body again; called inside the body."""
-        kept = self._random.state()
-        self._yielded.release()
-        if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
-            raise DeadlineError("a suspended microbatch was never resumed")
-        self._random.restore(kept)
-
-    def _main(self) -> None:
-        self._resumed.acquire()
-        try:
-            with self._torch_thread_state():
-                self.output = self._context.run(self._body)
-        except BaseException as error:
-            self._error = error  # `resume` raises it in the thread that waits
-        self.done = True
-        self._yielded.release()
-
-
-def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that gives another thread this one's thread-local state of torch.
-
-    Torch has no public function for it; its autograd engine copies such state in C++ (`at::ThreadLocalState`).
-    """
-    grad = torch.is_grad_enabled()
-    kinds = {device.type, "cpu"}
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    caches = torch.is_autocast_cache_enabled()
-    stream = devices.current_stream(device)
-    # The default device is one of these modes (torch.set_default_device, `with torch.device(...)`).
-    function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    dispatch_modes = _dispatch_modes()
-    # Only the innermost hooks on saved tensors have an effect.
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    hooked = contextlib.nullcontext if hooks is None else functools.partial(saved_tensors_hooks, *hooks)
-
-    @contextlib.contextmanager
-    def thread_state() -> Iterator[None]:
-        for kind, enabled, dtype in autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(caches)
-        if any(enabled for _, enabled, _ in autocast):
-            # The caller's autocast is still open: only its end may empty the cache, not one that the body ends.
-            torch.autocast_increment_nesting()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(devices.on_stream(stream))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(hooked())
-            # Push modes last: what the lines above do is not an operation of the step.
-            for mode in dispatch_modes:
-                push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode)
-            for mode in function_modes:
-                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-                stack.callback(torch.overrides._pop_mode)
-            yield
-
-    return thread_state

@@ -29,10 +29,9 @@ from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.output_specs import MISSING, make_placeholders
+from smpkit.torch.pipeline.outputs import MISSING, make_placeholders
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
-from smpkit.torch.pipeline.stage_parameters import parameters_as_stage_tensors
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
 from smpkit.torch.pipeline.units import install
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
@@ -66,8 +65,6 @@ def record_on_fakes(
         pp_ranks_by_parameter(root, placement),
     )
     install(root, placement, stage)
-    if stage.parameter_owners:
-        stage.random.replace_arguments(parameters_as_stage_tensors)
     return [_recorded(stage, assignment, call) for call in calls]
 
 
@@ -75,8 +72,7 @@ def _recorded(stage: StageContext, assignment: Assignment, call: Callable[[], ob
     microbatch = _FakeMicrobatch(stage)
     Current.microbatch = microbatch
     try:
-        with stage.random.between_units():
-            call()
+        stage.random.call_between_units(call)
     finally:
         Current.microbatch = None
     return RecordedGraph(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind
@@ -20,16 +20,16 @@ from smpkit.torch.core.tensor_spec import TensorSpec
 
 __all__ = [
     "TRANSFERS_PER_MICROBATCH",
+    "Message",
     "P2PTransfer",
     "Timetable",
-    "TimetableEntry",
     "TransferRecord",
     "backward_timetable",
     "timetable_of",
 ]
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
-"""Numbers of transfers, the highest of which is that of a measurement (`replan.py`)."""
+"""Numbers of transfers."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class TransferRecord:
     """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
 
 
-@dataclass(frozen=True)
-class TimetableEntry:
+class Message(NamedTuple):
     """A value, or its gradient (`backward`), that travels once in a step."""
 
     microbatch: int
@@ -71,12 +70,17 @@ class TimetableEntry:
     def receiver(self) -> int:
         return self.transfer.source if self.backward else self.transfer.target
 
+    @property
+    def number(self) -> int:
+        """Its own among the messages of a step; that of a gradient follows that of the value."""
+        return (self.microbatch * TRANSFERS_PER_MICROBATCH + self.transfer.number) * 2 + self.backward
+
 
 @dataclass(frozen=True)
 class Timetable:
     """What one rank sends and receives in a step."""
 
-    entries: tuple[TimetableEntry, ...]
+    messages: tuple[Message, ...]
     """In the order that all ranks follow."""
     blocks: Mapping[int, int]
     """By number of bytes, the largest number of received values and gradients of that size alive at a time."""
@@ -104,17 +108,17 @@ def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int
         for place, spans in enumerate(simulate(schedule).spans)
         for number, span in enumerate(spans)
     )
-    entries = []
+    messages = []
     for _, sender, number in ends:
         action = schedule.actions[sender][number]
         if action.kind is not Kind.WEIGHT:  # nothing travels by it
             backward = action.kind is Kind.BACKWARD
-            entries += [
-                TimetableEntry(action.microbatch, transfer, backward)
+            messages += [
+                Message(action.microbatch, transfer, backward)
                 for transfer in sent[sender, backward, action.segment]  # in the order of their numbers
                 if rank in (transfer.source, transfer.target)
             ]
-    return Timetable(tuple(entries), _blocks(schedule.actions[rank], entries, received, sent, rank))
+    return Timetable(tuple(messages), _blocks(schedule.actions[rank], messages, received, sent, rank))
 
 
 def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int) -> Timetable:
@@ -123,7 +127,7 @@ def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int
     Args:
         transfers: by microbatch that has a backward, in their order.
     """
-    entries = []
+    messages = []
     for index, each in transfers.items():
         arrivals: defaultdict[tuple[int, int], list[P2PTransfer]] = defaultdict(list)
         for transfer in each:
@@ -132,23 +136,21 @@ def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int
         # Last segment first. What a segment sends has higher numbers than what it received, so the gradients of all
         # that it has sent come before those that it sends itself.
         for received in sorted(arrivals.values(), key=lambda received: -received[-1].number):
-            entries += [
-                TimetableEntry(index, transfer, True)
-                for transfer in received
-                if rank in (transfer.source, transfer.target)
+            messages += [
+                Message(index, transfer, True) for transfer in received if rank in (transfer.source, transfer.target)
             ]
-    return Timetable(tuple(entries), {})
+    return Timetable(tuple(messages), {})
 
 
 def _blocks(
     actions: Sequence[Action],
-    entries: Sequence[TimetableEntry],
+    messages: Sequence[Message],
     received: Mapping[tuple[bool, int], list[P2PTransfer]],
     sent: Mapping[tuple[int, bool, int], list[P2PTransfer]],
     rank: int,
 ) -> dict[int, int]:
     """Simulate the receives of a rank as `Transport` begins them; return the peak number of blocks of each size."""
-    positions = {entry: position for position, entry in enumerate(entries)}
+    positions = {message: position for position, message in enumerate(messages)}
     last = {action.microbatch: number for number, action in enumerate(actions)}
     begun = 0
     live: Counter[tuple[int, int]] = Counter()
@@ -161,12 +163,12 @@ def _blocks(
                 *received.get((backward, action.segment), ()),
                 *sent.get((rank, backward, action.segment), ()),
             ):
-                until = max(until, positions[TimetableEntry(action.microbatch, transfer, backward)] + 1)
+                until = max(until, positions[Message(action.microbatch, transfer, backward)] + 1)
             # Before a message is sent or taken, `Transport` begins all receives that come before it.
-            for entry in entries[begun:until]:
-                size = entry.transfer.spec.num_bytes
-                if entry.receiver == rank and size:
-                    live[entry.microbatch, size] += 1
+            for message in messages[begun:until]:
+                size = message.transfer.spec.num_bytes
+                if message.receiver == rank and size:
+                    live[message.microbatch, size] += 1
                     in_use = sum(count for (_, num_bytes), count in live.items() if num_bytes == size)
                     most[size] = max(most[size], in_use)
             begun = max(begun, until)

@@ -17,19 +17,17 @@ from ctypes import c_uint16, c_uint32, c_uint64
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
-from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer
+from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, spec_of
+from smpkit.torch.pipeline.message_order import Message
 
 __all__ = [
     "LEFT",
     "NO_GRADIENT",
-    "Message",
     "MessageLabel",
-    "SentMessage",
     "Tag",
+    "Use",
     "aligned",
     "describe_message",
     "is_none_gradient",
@@ -38,6 +36,7 @@ __all__ = [
     "packed_bytes",
     "unpack",
     "unpack_copies",
+    "usable",
 ]
 
 
@@ -48,38 +47,16 @@ class Tag:
     """The size of an object; the object itself comes under the next tag."""
     CALL_TRACES: Final = OBJECT + 2
     """As OBJECT."""
-    TRACE_CHECKSUMS: Final = OBJECT + 4
-    COSTS: Final = OBJECT + 5
-    HEADERS: Final = OBJECT + 6
+    INPUTS: Final = OBJECT + 4
+    """As OBJECT."""
+    CHECKSUMS: Final = OBJECT + 6
+    OUTPUTS: Final = OBJECT + 7
+    HEADERS: Final = OBJECT + 8
     """Of messages on channels."""
-    INPUTS_REST: Final = (1 << 30) + (1 << 24)
-    """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""
-    OUTPUTS: Final = (1 << 30) + (2 << 24)
-    """As INPUTS_REST."""
-    INPUTS_HEAD: Final = (1 << 30) + (3 << 24)
-    """Plus its size."""
 
 
-class Message:
-    """A value that travels from rank to rank in a step, or its gradient (`backward`).
-
-    Args:
-        rank: this one, which sends or receives it.
-        peer_index: the index of the action that takes or sends it over there, in the list of that rank; None: not
-            known.
-    """
-
-    __slots__ = ("backward", "microbatch", "peer", "peer_index", "tag", "transfer")
-
-    def __init__(
-        self, rank: int, microbatch: int, transfer: P2PTransfer, backward: bool, peer_index: int | None = None
-    ) -> None:
-        self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
-        self.peer = transfer.source if rank == transfer.target else transfer.target
-        self.peer_index = peer_index
-        self.tag = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
-        """Its own among those of a step: `Transport` adds what earlier steps have used up."""
-
+Use = Callable[[torch.Tensor], torch.Tensor]
+"""Applied to a received tensor."""
 
 MessageLabel = str | Message
 """What a message is, for errors."""
@@ -107,26 +84,6 @@ _SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
     torch.complex64: _SINGLE,
     torch.complex128: _DOUBLE,
 }
-
-
-class SentMessage:
-    """A message under way; keeps its tensor alive, since others read it and nobody reports when.
-
-    Args:
-        work: of the message, or of the header of one that takes a channel.
-    """
-
-    __slots__ = ("header", "on_channel", "tensor", "version", "what", "work")
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, what: MessageLabel) -> None:
-        self.work = work
-        self.tensor = tensor
-        self.version = 0 if tensor.is_inference() else tensor._version
-        """The version of the tensor when it was sent: it must not change in place before it has arrived."""
-        self.what = what
-        self.on_channel: tuple[dist.Work, torch.Tensor] | None = None
-        """The message after its header, and its bytes."""
-        self.header: torch.Tensor | None = None
 
 
 def describe_message(what: MessageLabel) -> str:
@@ -212,3 +169,11 @@ def is_none_gradient(received: torch.Tensor, spec: TensorSpec) -> bool:
     read_word, bits, word = sentinel
     # Compare the first word in Python: nearly every message differs there, and a torch operation costs ten times more.
     return read_word(received.data_ptr()).value == bits and bool((received.view(-1).view(word) == bits).all())
+
+
+def usable(received: torch.Tensor, spec: TensorSpec, use: Use | None) -> torch.Tensor:
+    """Return a received tensor with the memory layout that it had on the sender, after `use`."""
+    if spec.order is not None:
+        # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
+        received = as_layout(received, spec.shape, spec.order, spec.stride).detach()
+    return received if use is None else use(received)

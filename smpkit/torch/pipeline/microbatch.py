@@ -27,6 +27,7 @@ from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
+    dense_spec_of,
     describe,
     map_tensors,
     spec_of_unwrapped,
@@ -43,26 +44,30 @@ from smpkit.torch.pipeline.changes import (
     ValueChanges,
     changed_arguments,
     changed_through_view_error,
-    changes_in_place,
     held_everywhere_error,
     unrecorded_change_error,
     versions_of,
 )
-from smpkit.torch.pipeline.inferred_outputs import infer_output, with_strides_of
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
-from smpkit.torch.pipeline.output_specs import (
+from smpkit.torch.pipeline.outputs import (
     MISSING,
     CachedCall,
     Mode,
     describe_difference,
     has_same_specs,
+    infer_output,
     make_placeholders,
     replicated_spec_of,
     spec_of_leaf,
-    specs_in,
+    with_strides_of,
 )
-from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
-from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
+from smpkit.torch.pipeline.parameters import (
+    parameter_change_error,
+    refuse_made_of_weights,
+    refuse_nonresident,
+    value_of_weight,
+)
+from smpkit.torch.pipeline.stage_tensor import StageTensor, changes_in_place, make_stage_tensor, refuse_foreign_graph
 from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Microbatch"]
 
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 """Around the engine's own questions to tensors, which are not operations of the step."""
 
@@ -102,7 +108,6 @@ class Microbatch:
     """Called where a new segment begins: lets other work of this rank go first."""
     unit_wrapper: CallWrapper | None = None
     """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
-    _weights: StageParameters | None = None
     _in_hooks = 0
     _consumer = ""
     """The latest call, which needs what is transferred."""
@@ -122,15 +127,10 @@ class Microbatch:
         """By rank, whether it has sent in its present segment: its next receive begins a new one."""
         self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
         """While this microbatch is recorded: number, value and version of all that this rank has sent."""
+        self._weights: dict[int, tuple[torch.Tensor, StageTensor]] = {}
+        """By id, the weights (and views of weights) that it has used as values, and those values."""
         self.changes = ValueChanges(stage, self.segments)
         self.backward_work = BackwardWork(stage.transport, index)
-
-    @property
-    def weights(self) -> StageParameters:
-        """The parameters that it has used as values."""
-        if self._weights is None:
-            self._weights = StageParameters(self.stage, self.segments)
-        return self._weights
 
     @property
     def num_segments(self) -> tuple[int, ...]:
@@ -232,8 +232,8 @@ class Microbatch:
                 if stream is not None:
                     stage.random.skip(name)  # as on the owner, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
-                    received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
-                    stage.output_specs.remember(call, *received)
+                    what = f"the transfer of the first output of `{name}`"
+                    stage.output_specs.remember(call, *stage.transport.hosts.receive_object(owner, what))
                 spec = call.output_spec
                 if type(spec) is TensorSpec:
                     result = make_stage_tensor(spec, stage.device, owner)
@@ -298,19 +298,33 @@ class Microbatch:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise vmap_error(self._consumer)
         key = [target, *mode_key]
+        given: tuple[Any, ...] | None = None if kwargs else args
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = self.weights.as_argument_on(owner, tensor)
-            if type(tensor) is StageTensor:
-                key.append(tensor.spec)
-                return self._transfer_once(tensor, owner)
-            key.append(replicated_spec_of(tensor))
-            return tensor
+            nonlocal given
+            if type(tensor) is not StageTensor:
+                weight = self.stage.weight_of(tensor)
+                if weight is None:
+                    refuse_made_of_weights(tensor, self.stage)
+                    key.append(replicated_spec_of(tensor))
+                    return tensor
+                given = None  # it may have to be sent each time
+                if self.stage.holds(owner, weight):
+                    key.append(dense_spec_of(tensor))
+                    return tensor
+                tensor = self._value_of_weight(tensor, weight)
+            key.append(tensor.spec)
+            return self._transfer_once(tensor, owner)
 
-        given = None if kwargs else args
         args = describe(args, key, visit)
         kwargs = describe(kwargs, key, visit) if kwargs else kwargs
         return self.stage.output_specs.add_call(target, mode_key, given, tuple(key)), args, kwargs
+
+    def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
+        """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""
+        if id(tensor) not in self._weights:
+            self._weights[id(tensor)] = tensor, value_of_weight(tensor, weight, self.stage, self.segments)
+        return self._weights[id(tensor)][1]
 
     def _begin_new_call(
         self, call: CachedCall, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -322,7 +336,7 @@ class Microbatch:
         """
         output_specs = self.stage.output_specs
         if function is not None:
-            inferred = infer_output(function, args, kwargs, self.stage.device)
+            inferred = infer_output(function, args, kwargs, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
                 output_specs.remember_inferred(call, inferred)
                 return
@@ -332,6 +346,12 @@ class Microbatch:
         # have made the same call.
         self._diverge(f"`{self._consumer}` was called in a way in which the first one did not call it")
         output_specs.look_up(call)
+
+    def _spec_without_data(self, tensor: torch.Tensor) -> TensorSpec | None:
+        """Return what all ranks know of a value that one of them holds; None for one that all of them hold."""
+        if type(tensor) is StageTensor:
+            return tensor.spec
+        return None if self.stage.weight_of(tensor) is None else dense_spec_of(tensor)
 
     def _usual_arguments(self, call: CachedCall, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
@@ -353,8 +373,8 @@ class Microbatch:
                 if type(known) is not tuple or known[0] is not kind or known[1] != argument:
                     return None
             elif (
-                not isinstance(argument, torch.Tensor)
-                or id(argument) in self.stage.parameter_owners
+                kind not in _PLAIN
+                or self.stage.weight_of(argument) is not None
                 or replicated_spec_of(argument) != arguments[number]
             ):
                 return None
@@ -402,7 +422,9 @@ class Microbatch:
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
         known, is_one = call.output_spec, type(output) is torch.Tensor
         if call.is_inferred and not (is_one and output.stride() == known.stride):
-            output = with_strides_of(iter(specs_in(known)), output)
+            output = with_strides_of(known, output)
+        if not is_one:
+            refuse_nonresident(name, output)
         if known is MISSING and any(tensor.is_nested for tensor in tensors_in(output)):
             raise UsageError(
                 f"`{name}` returned a nested tensor, which has no shape that other pipeline ranks could know",
@@ -414,7 +436,7 @@ class Microbatch:
         output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if known is MISSING:
             self.stage.output_specs.remember(call, output_spec, changes)
-            self.stage.transport.broadcast_object((output_spec, changes))
+            self.stage.transport.hosts.send_object((output_spec, changes))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
                 f"`{name}` returned {describe_difference(known, output_spec)} for arguments of the same shapes",
@@ -595,6 +617,8 @@ class Microbatch:
                     root.refuse_stale()
                     if root.grad_fn is not None:
                         refuse_foreign_graph(root.grad_fn)
+                else:
+                    refuse_made_of_weights(root, self.stage)
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     given = None if start is None else self._local_value(start)
@@ -613,6 +637,6 @@ class Microbatch:
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
         self.backward_work.release()
-        self._weights = None
+        self._weights.clear()
         self._sent_versions.clear()
         self.released = True

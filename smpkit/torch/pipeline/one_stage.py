@@ -67,9 +67,9 @@ class OneStage:
     ) -> list[Any]:
         """Run the microbatches one after the other."""
         random = self.random
-        if random is None or self._root is None:
+        if random is None or self._root is None or not self._root.training:
             return self._run_all(body, calls, step)
-        with random.training_step(training=self._root.training):
+        with random.training_step(training=True):
             return random.call_between_units(self._run_all, body, calls, step)
 
     def _run_all(

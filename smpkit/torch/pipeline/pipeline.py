@@ -23,18 +23,13 @@ from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup, object_from
 from smpkit.torch.distributed.recorder import current_recorder
-from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
+from smpkit.torch.pipeline.inputs import Inputs
+from smpkit.torch.pipeline.parameters import SharedTensor, mark_nonresident_parameters, shared_tensors
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
-from smpkit.torch.pipeline.stage_parameters import (
-    TiedTensor,
-    find_tied,
-    mark_nonresident_parameters,
-    parameters_as_stage_tensors,
-)
 from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
@@ -99,7 +94,7 @@ class Pipeline:
         self._transport = Transport(group, ranks, device, channels)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
-        self._tied: list[TiedTensor] = []
+        self._shared: list[SharedTensor] = []
         self.assignment: Assignment | None = None
         self.facts: ModelFacts | None = None
         """Of the whole model, which planning takes; None before the first step."""
@@ -109,9 +104,7 @@ class Pipeline:
         """The error that has ended a step."""
         # One rank of the job: where data is sharded wrongly, it is so everywhere.
         reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
-        self._input_broadcast = InputBroadcast(
-            self._transport, state.pp_rank, state.pp_size, state.device, reports=reports
-        )
+        self._inputs = Inputs(self._transport.hosts, state.pp_rank, state.pp_size, state.device, reports=reports)
 
     @property
     def random(self) -> RandomStreams | None:
@@ -136,7 +129,7 @@ class Pipeline:
                 hint="let such an exception end the script, and resume from a checkpoint: messages of that step are"
                 " still under way",
             )
-        return self._input_broadcast.broadcast(call, arguments)
+        return self._inputs.share(call, arguments)
 
     @property
     def peak_live_microbatches(self) -> int | None:
@@ -170,17 +163,16 @@ class Pipeline:
             self.assignment = self._agree_on_assignment(TrialStep(body, call.args, call.kwargs))
             seed = common_seed()
             facts = None if self.facts is None else self.facts.to_json()
-            self._transport.broadcast_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
+            self._transport.hosts.send_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
         else:
-            text, facts, seed = self._transport.receive_object(0, "the partition assignment")
+            text, facts, seed = self._transport.hosts.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
             self.facts = None if facts is None else ModelFacts.from_json(facts)
         pp_rank_of_unit = self.assignment.partition_of
         self._on_placement(self._root, pp_rank_of_unit)
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)
-        # Tied tensors are found by their memory, which `keep_local_parameters` frees where other ranks hold it.
-        self._tied = find_tied(self._root, placement)
+        self._shared = shared_tensors(self._root, placement)
         keep_local_parameters(self._root, placement, state.device)
         mark_nonresident_parameters(placement)
         stage = StageContext(
@@ -190,14 +182,9 @@ class Pipeline:
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
             {id(each.parameter): each.pp_ranks for each in placement},
-            _broadcast_from_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, pp_rank_of_unit, stage)
         self._parameters = list(self._root.parameters())
-        if stage.parameter_owners:
-            # Operations between units see parameters of other ranks as stage tensors. The mode that gives such
-            # operations their random streams replaces the arguments, since it sees them all.
-            stage.random.replace_arguments(parameters_as_stage_tensors)
         watch_for_divergence(stage, state.group(CommGroup.PP_GROUP))
         self._executor = Executor(stage, Policy.of(state.cfg))
         if (recorder := current_recorder()) is not None:
@@ -294,14 +281,13 @@ class Pipeline:
             # The mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their own.
             return random.call_between_units(body, call)
 
-        versions = [tied.version for tied in self._tied]
+        versions = [shared.version for shared in self._shared]
         with random.training_step(training=self._root.training):
             outputs = self._executor.run(kind, streamed, len(calls), self._before_last_backward)
-        for tied, version in zip(self._tied, versions, strict=True):
-            if tied.version != version:
+        for shared, version in zip(self._shared, versions, strict=True):
+            if shared.version != version:
                 self._executor.stage.failed_alone = True
-                raise tied.in_place_error(state.pp_rank)
-        self._input_broadcast.end_step()
+                shared.refuse_change(state.pp_rank)
         return outputs
 
     def _before_last_backward(self) -> None:
@@ -337,11 +323,3 @@ class Pipeline:
         if stage.failed_alone and not isinstance(error, DeadlineError | RemoteError):
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
-
-
-def _broadcast_from_first_pipeline(text: str) -> str:
-    """Return the text of the first of the pipelines that tensor parallelism joins.
-
-    Each of them measures other times, and their tensor-parallel collectives meet only if all follow one schedule.
-    """
-    return object_from(0, text, state.process_group(CommGroup.TP_GROUP), "the schedule of the first pipeline")

@@ -6,10 +6,10 @@ was drawn inside. A rank that skips the module goes on from there too: dropout i
 schedule, and what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it
 exactly, because checkpointing restores the caller's stream. `stream_seeds` says which number that is.
 
-[Note: open and closed streams] Operations between units (`F.dropout` in a module that lies on several ranks) are calls
-too: a torch function mode makes each of them one. Such a caller's stream is *open*. Inside a unit the stream is
-*closed*: operations draw from it at native speed. The lowest bit of a seed says that its stream is this rank's own and
-closed: where a rank has its own samples, a unit begins with such a seed.
+[Note: open and closed streams] Operations between units that draw (`F.dropout` in a module that lies on several ranks)
+are calls too: a torch function mode makes each of them one. Such a caller's stream is *open*. Inside a unit the stream
+is *closed*: operations draw from it at native speed. The lowest bit of a seed says that its stream is this rank's own
+and closed: where a rank has its own samples, a unit begins with such a seed.
 
 A recomputation in backward enters the mode again, so operations between units have the same streams then.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
-from smpkit.torch.pipeline.changes import changes_in_place
-from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, is_operation
+from smpkit.torch.pipeline.parameters import refuse_as_data
+from smpkit.torch.pipeline.stage_tensor import StageTensor
 
 __all__ = [
     "DRAWING",
@@ -50,16 +50,15 @@ DRAWING: Final = frozenset(
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
 
-ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
-"""Returns other positional arguments for an operation between units; None: those that it has."""
-
+_WATCHED: Final = DRAWING | {"__set__"}
+"""What the mode looks at; torch shows the setter of `data` to modes alone."""
+_STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _Kept = tuple[Any, int | None]
 """What the end of a call needs: the mode that was taken away, and the caller's next seed."""
 _BENEATH: Final = object()
 """Instead of the mode, where it stays."""
-_MAX_NAMES: Final = 1 << 12
 
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
@@ -95,8 +94,6 @@ class RandomStreams:
         self._seeds = Seeds.for_this_rank()
         self._names: dict[str, int] = {}
         self._operation_streams = _OperationStreams(self)
-        self._training_step = _TrainingStep(self)
-        self._replacement: ArgumentReplacement | None = None
 
     def state(self) -> _Generators:
         """Return the states of the generators."""
@@ -108,33 +105,33 @@ class RandomStreams:
         if state[1] is not None and self._device is not None:
             self._device.set_state(state[1])
 
-    def training_step(self, *, training: bool) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def training_step(self, *, training: bool) -> Iterator[None]:
         """Seed the generators while a training step runs, and restore their states afterwards."""
-        return self._training_step if training else _NOTHING
-
-    def begin_step(self) -> None:
-        """Begin the streams of the next training step."""
+        if not training:
+            yield
+            return
+        kept = self.state()
         self.step += 1
         self._mixed_step = mix(mix(0, self.seed), self.step)
         self.active = True
-
-    def between_units(self) -> contextlib.AbstractContextManager[object]:
-        """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
-        return self._operation_streams if self.active or self._replacement is not None else _NOTHING
+        try:
+            yield
+        finally:
+            self.active = False
+            self.restore(kept)
 
     def call_between_units(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function in the context of `between_units`."""
-        if not self.active and self._replacement is None:
-            return function(*args)
+        """Call a function whose operations get streams, in this thread; see [Note: open and closed streams]."""
         _push_mode(self._operation_streams)
         try:
             return function(*args)
         finally:
             _pop_mode()
 
-    def replace_arguments(self, replacement: ArgumentReplacement) -> None:
-        """Call `replacement` for the arguments of each operation between units."""
-        self._replacement = replacement
+    def draws_by_calls(self) -> bool:
+        """Return whether an operation that draws now is a call of its own: the stream is open."""
+        return self.active and not self.num_closed and not _CPU.initial_seed() & 1
 
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
@@ -202,26 +199,8 @@ class RandomStreams:
                 self._device.manual_seed(later)
 
 
-class _TrainingStep:
-    """Keeps the states of the generators during a training step; no `contextmanager`, which takes longer."""
-
-    def __init__(self, random: RandomStreams) -> None:
-        self._random = random
-        self._kept: _Generators | None = None
-
-    def __enter__(self) -> None:
-        self._kept = self._random.state()
-        self._random.begin_step()
-
-    def __exit__(self, *_: object) -> None:
-        self._random.active = False
-        kept, self._kept = self._kept, None
-        assert kept is not None
-        self._random.restore(kept)
-
-
 class _OperationStreams(TorchFunctionMode):
-    """Gives operations between units streams of their own."""
+    """Gives operations between units streams of their own, where they draw random numbers."""
 
     def __init__(self, random: RandomStreams) -> None:
         super().__init__()
@@ -230,39 +209,15 @@ class _OperationStreams(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        random, on_stage_tensor = self._random, args and type(args[0]) is StageTensor and len(types) == 1
-        if on_stage_tensor and not kwargs and (microbatch := Current.microbatch) is not None:
-            if (name := _PLAIN_NAMES.get(func)) is None:
-                name = _plain_name_of(func)
-            if name:  # most operations
-                return microbatch.run_plain_operation(func, name, args, {})
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if on_stage_tensor and name not in DRAWING:  # it needs no other arguments
+        if name in _WATCHED:
+            if name == "__set__":
+                refuse_as_data(func, args)
+            elif self._random.draws_by_calls():
+                return self._random.run(name, True, func, args, kwargs or {})
+        if types == _STAGE_TENSORS:  # a shortcut: torch's dispatcher would call this next
             return StageTensor.__torch_function__(func, types, args, kwargs)
-        if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
-            args = replaced
-        if name not in DRAWING or not random.active:
-            # A shortcut: torch's dispatcher would call this next.
-            if len(types) == 1 and types[0] is StageTensor:
-                return StageTensor.__torch_function__(func, types, args, kwargs)
-            return func(*args, **kwargs)
-        if random.num_closed or _CPU.initial_seed() & 1:
-            return func(*args, **kwargs)
-        return random.run(name, True, func, args, kwargs)
-
-
-_PLAIN_NAMES: Final[dict[Any, str]] = {}
-"""The names of operations that have only to be run, and empty ones for others: what an operation is does not change."""
-
-
-def _plain_name_of(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", "")
-    if len(_PLAIN_NAMES) >= _MAX_NAMES:  # the functions that libraries make anew have no end
-        _PLAIN_NAMES.clear()
-    is_plain = name not in DRAWING and is_operation(func) and not changes_in_place(func, name, {})
-    _PLAIN_NAMES[func] = plain = name if is_plain else ""
-    return plain
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def call_without_operation_streams(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:

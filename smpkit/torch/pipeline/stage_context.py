@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
 
 from smpkit.torch.core import devices
-from smpkit.torch.pipeline.output_specs import OutputSpecs
+from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.transport import Transport
 
@@ -32,8 +32,6 @@ class StageContext:
         transport: the way to the other ranks.
         random: streams of random numbers.
         pp_ranks: by id of a parameter of the model, the ranks that hold it.
-        from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
-            to it; called on pp_rank 0. None: there is one pipeline.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class StageContext:
         transport: Transport,
         random: RandomStreams,
         pp_ranks: Mapping[int, frozenset[int]],
-        from_first_pipeline: Callable[[str], str] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -62,7 +59,6 @@ class StageContext:
         """How many steps have begun."""
         self.microbatches: Sequence[Microbatch] = ()
         """Those of the step that runs, or ran last."""
-        self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
         self.failed_alone = False
         """Whether code that only this rank runs has raised: the other ranks do not know, and wait."""
         self.modules: dict[str, nn.Module] = {}
@@ -95,6 +91,12 @@ class StageContext:
     def remote_modules_with_hooks(self) -> list[str]:
         """Return the names of other ranks' modules that have forward hooks, which run on those ranks."""
         return [name for name, module in self.remote_modules.items() if module._forward_hooks]
+
+    def weight_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight that a tensor is, or is a view of; None if it is none, or every rank holds it."""
+        if id(tensor) in self.parameter_owners:
+            return tensor
+        return tensor._base if id(tensor._base) in self.parameter_owners else None
 
     def holds(self, rank: int, parameter: torch.Tensor) -> bool:
         """Return whether a rank holds a parameter."""

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DECIDING_VALUES",
+    "FROM_SHAPE",
     "INDEXING",
+    "NUMBER_FUNCTIONS",
     "PROPERTIES",
-    "SHAPE_FUNCTIONS",
     "Current",
     "StageTensor",
+    "changes_in_place",
     "current_microbatch",
-    "is_operation",
     "make_stage_tensor",
     "microbatch_between_units",
     "refuse_foreign_graph",
@@ -39,6 +40,9 @@ __all__ = [
 T = torch.Tensor
 _NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 _STRIDED: Final = torch.strided
+_PLAIN_NAMES: Final[dict[Any, str]] = {}
+"""The names of operations on data that change nothing in place, unless keyword arguments say so."""
+_MAX_NAMES: Final = 1 << 12
 _make_wrapper: Final[Callable[..., Any]] = torch.Tensor._make_wrapper_subclass
 
 
@@ -105,6 +109,8 @@ class StageTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not kwargs and (plain := _PLAIN_NAMES.get(func)) is not None:  # most operations
+            return (Current.microbatch or current_microbatch()).run_plain_operation(func, plain, args, {})
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -117,7 +123,9 @@ class StageTensor(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        return (Current.microbatch or current_microbatch()).run_operation(func, name, args, kwargs)
+        if len(_PLAIN_NAMES) < _MAX_NAMES and not changes_in_place(func, name, {}):
+            _PLAIN_NAMES[func] = name
+        return current_microbatch().run_operation(func, name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -165,6 +173,14 @@ class StageTensor(torch.Tensor):
         raise UsageError(
             "a value of another pipeline rank cannot be saved inside the step", hint="return it and save what you get"
         )
+
+
+def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation changes its first argument: its values, its shape or its `requires_grad`."""
+    # `__iadd__` and its like: those that are `__add__` without the letter.
+    if func is torch.Tensor.__setitem__ or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
 
 def make_stage_tensor(
@@ -246,7 +262,7 @@ SHAPE_FUNCTIONS: Final = frozenset(
 )
 """Functions of shape, dtype and device alone."""
 
-_PYTHON_VALUE_FUNCTIONS: Final = frozenset(
+NUMBER_FUNCTIONS: Final = frozenset(
     {
         T.item,
         T.tolist,
@@ -282,6 +298,8 @@ _NEW_FROM_SHAPE: Final = frozenset(
     }
 )
 """Functions that make a tensor from another's shape and dtype: every rank makes it itself."""
+
+FROM_SHAPE: Final = SHAPE_FUNCTIONS | _NEW_FROM_SHAPE
 
 _INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
 _REFUSED: Final[dict[Any, str]] = {
@@ -389,15 +407,10 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
 
 _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
-    **dict.fromkeys(_PYTHON_VALUE_FUNCTIONS, _for_python),
+    **dict.fromkeys(NUMBER_FUNCTIONS, _for_python),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
 """How functions are answered that are not plain operations on data."""
-
-
-def is_operation(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch is an operation on data like any other."""
-    return func not in _HANDLERS and getattr(func, "__name__", "") not in {"__get__", "__set__", ""}

@@ -27,7 +27,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
-from smpkit.torch.pipeline.output_specs import active_collectors, add_collected, collector_key, returning_collected
+from smpkit.torch.pipeline.outputs import active_collectors, add_collected, collector_key, returning_collected
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, microbatch_between_units
@@ -164,7 +164,7 @@ class _OwnedCall(ModuleCall):
             if microbatch is not None and not stage.inside_unit:
                 if microbatch.unit_wrapper is not None:
                     original = microbatch.unit_wrapper(original)
-                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
+                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `outputs.py`.
                 collectors = None if self._get_collectors is None else self._get_collectors()
                 mode: object = self._module.training
                 if collectors:
@@ -242,8 +242,8 @@ def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
     for tensor in tensors_in(arguments):
         if isinstance(tensor, StageTensor):
             return tensor.owner
-        if stage is not None and (owner := stage.parameter_owners.get(id(tensor))) is not None:
-            return owner
+        if stage is not None and (weight := stage.weight_of(tensor)) is not None:
+            return stage.parameter_owners[id(weight)]
     return None
 
 
@@ -309,6 +309,6 @@ def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: Sta
     for tensor in tensors_in((args, kwargs)):
         if type(tensor) is StageTensor:
             num_bytes[tensor.owner] = num_bytes.get(tensor.owner, 0) + tensor.spec.num_bytes
-        elif isinstance(tensor, nn.Parameter) and (owner := stage.parameter_owners.get(id(tensor))) is not None:
-            return owner
+        elif (weight := stage.weight_of(tensor)) is not None:
+            return stage.parameter_owners[id(weight)]
     return max(num_bytes, key=lambda owner: (num_bytes[owner], owner))

@@ -13,7 +13,6 @@ All three give the same gradients to the bit, so the choice may change between a
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -51,11 +50,6 @@ class ModuleCheckpoint:
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)
-
-    def for_module(self, module: nn.Module) -> ModuleCheckpoint:
-        other = copy.copy(self)
-        other.module = module
-        return other
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         return self._checkpointed(original, args, kwargs, self._keeper)

@@ -7,16 +7,16 @@ ranks with other models would wait for each other.
 steps, or bring batches of different shapes, would meet in collectives that do not fit: they would hang, or go on with
 wrong values. One small message tells::
 
-    [ checksum of the call and its shapes | of values | of all collectives so far | a random number ]
+    [ checksum of the call and its shapes | of values | a random number ]
 
-The third differs where ranks took different paths through the model in the call before.
+A forward takes the same way on all ranks: where ranks branch differently, they wait in different collectives until the
+deadline, whose error names both.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -29,71 +29,59 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of, tensors_in
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects, object_from
-from smpkit.torch.placement.delayed import is_delayed
-from smpkit.torch.placement.shards import shard_of
-from smpkit.torch.placement.unwritten import checksum_of_bits
-from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 from smpkit.torch.tensor_parallel.module import global_shape
 
-__all__ = ["CallConsistencyCheck", "ModelComparison", "common_seed", "compare_models"]
+__all__ = ["CallConsistencyCheck", "common_seed", "compare_models", "weights_of_first_rank"]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def compare_models(root: nn.Module, names: Sequence[str], fresh: Sequence[bool] = ()) -> ModelComparison:
+def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bool]) -> tuple[int, Sequence[bool]]:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
 
     Args:
         names: of the modules that tensor parallelism is about to treat.
-        fresh: which of those that it replaces may get fresh weights, as this rank sees it.
+        fresh: by name, whether those that it replaces get fresh weights, as this rank sees it.
+
+    Returns:
+        The seed of the first rank, and which modules get fresh weights there: its weights become those of all.
 
     Raises:
-        UsageError: parameters or those modules differ.
+        UsageError: parameters or those modules differ, or weights were loaded on another rank than the first.
     """
     group = state.process_group(CommGroup.TP_GROUP)
     parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
-    own_description = [*parameters, *(f"distributed module {name}" for name in names)]
-    own = own_description, _parameter_checksums(root), torch.initial_seed(), [*fresh]
+    description = [*parameters, *(f"distributed module {name}" for name in names)]
+    own = description, torch.initial_seed(), [*fresh.values()]
     reports = gather_objects(own, group, "the comparison of models between tensor-parallel ranks")
-    first, first_rank = reports[0][0], dist.get_global_rank(group, 0)
-    for rank, (their_description, *_) in zip(dist.get_process_group_ranks(group), reports, strict=True):
-        if their_description != first:
+    first_rank, (first, seed, first_fresh) = dist.get_global_rank(group, 0), reports[0]
+    for rank, (theirs, _, their_fresh) in zip(dist.get_process_group_ranks(group), reports, strict=True):
+        if theirs != first:
             raise UsageError(
                 f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
-                f" {_first_difference(first, their_description)}",
+                f" {_first_difference(first, theirs)}",
                 hint="build the same model on every rank",
             )
-    same_weights = all(each[1] == reports[0][1] for each in reports)
-    # What one rank has loaded is to be kept.
-    fresh = tuple(map(all, zip(*(each[3] for each in reports), strict=True)))
-    return ModelComparison(same_weights, reports[0][2], fresh)
+        for name, here, there in zip(fresh, first_fresh, their_fresh, strict=True):
+            if here and not there:
+                raise UsageError(
+                    f"weights were loaded into `{name or 'the model'}` on rank {rank}, but not on rank {first_rank},"
+                    " whose weights become those of the tensor-parallel group",
+                    hint="load them on every rank, or after smp.DistributedModel",
+                )
+    return seed, first_fresh
 
 
-@dataclass(frozen=True)
-class ModelComparison:
-    """Which weights the ranks of a tensor-parallel group divide between them.
-
-    Args:
-        same_weights: whether all models have equal values, so nothing needs to be sent; else those of tp_rank 0 are
-            taken.
-        seed: that of tp_rank 0, with which delayed weights are initialised.
-        fresh: which replaced modules get fresh weights: those of which all ranks say so.
-    """
-
-    same_weights: bool
-    seed: int
-    fresh: tuple[bool, ...] = ()
-
-    def first(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
-        if self.same_weights:
-            return whole
-        group = state.process_group(CommGroup.TP_GROUP)
-        tensor = whole.detach().to(state.device, copy=True).contiguous()
-        with waiting("the weights of tp_rank 0", group):
-            dist.broadcast(tensor, group=group, group_src=0)
-        return tensor
+def weights_of_first_rank(whole: torch.Tensor) -> torch.Tensor:
+    """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
+    if state.tp_size == 1:
+        return whole
+    group = state.process_group(CommGroup.TP_GROUP)
+    tensor = whole.detach().to(state.device, copy=True).contiguous()
+    with waiting("the weights of tp_rank 0", group):
+        dist.broadcast(tensor, group=group, group_src=0)
+    return tensor.to(whole.device)
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
@@ -101,13 +89,6 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
         if left != right:
             return f"`{left}` against `{right}`"
     return f"{len(first)} against {len(second)} parameters and distributed modules"
-
-
-def _parameter_checksums(root: nn.Module) -> list[int]:
-    """Return a checksum of each parameter; 0 for delayed ones, and for pieces, which differ between the ranks."""
-    return [
-        0 if is_delayed(each) or shard_of(each) is not None else checksum_of_bits(each) for each in root.parameters()
-    ]
 
 
 def common_seed() -> int:
@@ -145,7 +126,7 @@ class CallConsistencyCheck:
             The first rank's `number`.
 
         Raises:
-            UsageError: says what differs, and between which ranks; or that their exchanges before this call differed.
+            UsageError: says what differs, and between which ranks.
         """
         if state.tp_size == 1:
             return number
@@ -158,21 +139,13 @@ class CallConsistencyCheck:
             values = _checksum_of_values(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
         # On the host where the group can send from there, so that no GPU is waited for.
-        own = torch.tensor([zlib.crc32(description.encode()), values, checksum_of_collectives(), number], device="cpu")
+        own = torch.tensor([zlib.crc32(description.encode()), values, number], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
             own = own.to(state.device)
         by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(by_rank, own, group=group)
-        calls, checksums, exchanges, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
-        if other := _first_mismatch(exchanges):
-            checksum_of_collectives(reset=True)
-            raise UsageError(
-                f"{_rank_pair(other)} made different exchanges before {name}: they took different paths through the"
-                " model in the call before, so its results are wrong",
-                hint="conditions and random choices in a model's forward must come out alike on all ranks of a"
-                " tensor-parallel group",
-            )
+        calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
         if _first_mismatch(calls):
             _raise_call_mismatch(description)
         if other := _first_mismatch(checksums):

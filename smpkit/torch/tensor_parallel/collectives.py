@@ -36,9 +36,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
 __all__ = [
-    "add_to_checksum",
     "all_to_all",
-    "checksum_of_collectives",
     "copy_to_tp",
     "gather_from_tp",
     "gather_to_tp",
@@ -196,9 +194,9 @@ def _copy_forward(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    _compare_shape("all-reduce", x)
     summed = x.clone(memory_format=torch.contiguous_format)  # the reduction is in place, and x may be kept for backward
     group = tp_group()
-    _add_call_to_checksum(1, x)
     with waiting(f"all-reduce of {list(x.shape)} between tensor-parallel ranks", group):
         dist.all_reduce(summed, group=group)
     return summed
@@ -206,10 +204,10 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
 
 def start_all_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
     """Start an all-gather, outside of autograd; the function that is returned waits for it and returns the result."""
+    _compare_shape("all-gather", x)
     group, mine = tp_group(), x.contiguous()
     gathered = x.new_empty((state.tp_size, *x.shape))
     what = f"all-gather of {list(x.shape)} between tensor-parallel ranks"
-    _add_call_to_checksum(2, x)
     with waiting(what, group):
         work = _all_gather_single(gathered.view(-1), mine.view(-1), group=group, async_op=True)
 
@@ -223,10 +221,10 @@ def start_all_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
 
 def start_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
     """Start a reduce-scatter, outside of autograd; the returned function waits for it and returns the result."""
+    _compare_shape("reduce-scatter", x)
     group, parts = tp_group(), _parts_as_rows(x, dim)
     part = x.new_empty(parts.shape[1:])
     what = f"reduce-scatter of {list(x.shape)} between tensor-parallel ranks"
-    _add_call_to_checksum(3, x)
     with waiting(what, group):
         work = _reduce_scatter_single(part.view(-1), parts.view(-1), group=group, async_op=True)
 
@@ -253,9 +251,9 @@ def _own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
+    _compare_shape("all-to-all", x)
     group, parts = tp_group(), _parts_as_rows(x, split_dim)
     received = torch.empty_like(parts)
-    _add_call_to_checksum(4, x)
     with waiting(f"all-to-all of {list(x.shape)} between tensor-parallel ranks", group):
         dist.all_to_all_single(received.view(-1), parts.view(-1), group=group)
     return _concat_rows(received, concat_dim)
@@ -284,39 +282,39 @@ def _concat_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.movedim(0, dim).flatten(dim, dim + 1)
 
 
-# --- a checksum of what was sent --------------------------------------------------------------------------------------
+# --- what is compared before it is sent -------------------------------------------------------------------------------
 
 
-_checksum = 0
+_compared: Final[set[tuple[str, torch.Size, torch.dtype]]] = set()
 
 
-def checksum_of_collectives(*, reset: bool = False) -> int:
-    """Return a checksum of the kinds and shapes of all collectives so far; equal on all ranks of a group, or wrong.
+def _compare_shape(kind: str, x: torch.Tensor) -> None:
+    """Compare what is sent between the ranks, the first time that a shape is sent so.
 
-    gloo accepts a message that is shorter than expected, and one of the same length from another call, so ranks that
-    got out of step can go on with wrong values. The checksums are compared when the next step begins (agreement.py).
+    gloo accepts a message that is shorter than expected. If only one rank has sent its shape before, it does not take
+    part; then the collective fails that the others wait in, and each rank's error names the call and its shape.
 
-    Args:
-        reset: begin anew afterwards.
+    Raises:
+        UsageError: the shapes differ.
     """
-    global _checksum  # noqa: PLW0603 - one per process, like the groups that it counts calls of
-    before = _checksum
-    if reset:
-        _checksum = 0
-    return before
-
-
-def add_to_checksum(number: int) -> None:
-    """Add a random number that all ranks draw alike: ranks that got out of step draw another."""
-    _add_numbers_to_checksum(5, number)
-
-
-def _add_call_to_checksum(kind: int, x: torch.Tensor) -> None:
-    _add_numbers_to_checksum(kind, x.element_size(), *x.shape)
-
-
-def _add_numbers_to_checksum(*numbers: int) -> None:
-    global _checksum  # noqa: PLW0603
-    if not _checksum:
-        state.reset_hooks.append(lambda: checksum_of_collectives(reset=True))
-    _checksum = hash((_checksum, *numbers))  # numbers only: their hashes are the same in all processes
+    key = (kind, x.shape, x.dtype)
+    if key in _compared:
+        return
+    if not _compared:  # after smp.shutdown() the same process may join other ranks
+        state.reset_hooks.append(_compared.clear)
+    group = tp_group()
+    # A message of one size, whatever the rank of the tensor: at most 12 dimensions, the rest is -1.
+    own = torch.full((12,), -1, dtype=torch.int64, device=x.device)
+    own[: min(x.dim(), 12)] = torch.tensor(x.shape[:12], device=x.device)
+    by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
+    with waiting(f"comparison of shapes ({list(x.shape)} here) between tensor-parallel ranks", group):
+        dist.all_gather(by_rank, own, group=group)
+    shapes = [[size for size in each.tolist() if size >= 0] for each in by_rank]
+    if any(shape != shapes[0] for shape in shapes):
+        ranks = dist.get_process_group_ranks(group)
+        listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))
+        raise UsageError(
+            f"the tensor-parallel ranks brought batches of different shapes: {listed}",
+            hint="give every rank as many samples of the same length: `drop_last=True`, padding to a fixed length",
+        )
+    _compared.add(key)

@@ -90,7 +90,7 @@ def cross_entropy(
 def _losses(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Layout
 ) -> torch.Tensor:
-    has_own_samples = boundary in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    has_own_samples = boundary is Layout.SHARD_BATCH
     samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
     _check_shapes(logits, labels, samples)
     # Logits are those of all samples of the group, labels those of this rank's samples.
@@ -180,7 +180,7 @@ def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | Non
     longest = shard_range(num_classes, 0, state.tp_size)[1]
     if logits.shape[-1] < longest:
         logits = functional.pad(logits, (0, longest - logits.shape[-1]))
-    has_own_samples = (boundary or default_layout()) in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    has_own_samples = (boundary or default_layout()) is Layout.SHARD_BATCH
     whole = collectives.all_to_all(logits, 0, -1) if has_own_samples else collectives.gather_from_tp(logits, -1)
     return whole.narrow(-1, 0, num_classes)
 

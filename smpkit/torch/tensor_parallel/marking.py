@@ -19,9 +19,10 @@ from smpkit.torch.core.module_call import on_module_created
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.delayed import delay_param_initialization
 
-__all__ = ["Marking", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
+__all__ = ["Marking", "loaded_modules", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
 
 _ATTRIBUTE: Final = "_smp_tensor_parallelism"
+_LOADED: Final = "_smp_weights_were_loaded"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,24 @@ def marking_of(module: nn.Module) -> Marking | None:
 
 
 def _mark(module: nn.Module, marking: Marking) -> None:
+    if marking_of(module) is None:
+        module.register_load_state_dict_post_hook(_note_loading)  # type: ignore[no-untyped-call]
     # An attribute, so that copies of the module have it too (`nn.TransformerEncoder` copies its layer).
     object.__setattr__(module, _ATTRIBUTE, marking)
+
+
+def _note_loading(module: nn.Module, _: object) -> None:
+    object.__setattr__(module, _LOADED, True)
+
+
+def loaded_modules(root: nn.Module) -> set[int]:
+    """Return the ids of marked modules into which weights were loaded: by `load_state_dict`, or `from_pretrained`."""
+    loaded: set[int] = set()
+    for module in root.modules():
+        path: Any = getattr(getattr(module, "config", None), "_name_or_path", None)
+        if _LOADED in vars(module) or path:
+            loaded.update(map(id, module.modules()))
+    return loaded
 
 
 @contextlib.contextmanager

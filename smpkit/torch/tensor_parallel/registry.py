@@ -21,15 +21,12 @@ from smpkit.torch.core.arguments import check_callable
 __all__ = [
     "CallArguments",
     "ReplacementRule",
-    "Rewrite",
     "TensorOrFactory",
     "Translation",
     "argument_names",
     "arguments_of",
     "qualified_name",
     "register",
-    "register_rewrite",
-    "rewrite_for",
     "rule_for",
     "tp_register",
     "tp_register_with_module",
@@ -104,26 +101,8 @@ class ReplacementRule:
         return _import_class(self.distributed) if isinstance(self.distributed, str) else self.distributed
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    """How modules that no rule names are made tensor parallel: in place, their class and names unchanged.
-
-    Args:
-        applies: whether a module can be treated so; called without importing its library.
-        distribute: splits the parameters of the module and what it holds; called with the keyword arguments of
-            `smp.tensor_parallelism` as second argument. Nothing in the module is replaced again afterwards.
-        refusal: returns why one module cannot be treated; None if it can.
-    """
-
-    applies: Callable[[nn.Module], bool]
-    distribute: Callable[[nn.Module, Mapping[str, Any]], None]
-    refusal: Callable[[nn.Module], str | None] | None = None
-
-
 _rules: dict[str, ReplacementRule] = {}
 """By qualified name of the original class; the last registration counts."""
-
-_rewrites: list[Rewrite] = []
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -158,11 +137,6 @@ def _record_arguments(kind: type[nn.Module]) -> None:
 
     setattr(recording, _RECORDED, True)
     kind.__init__ = recording  # type: ignore[method-assign]
-
-
-def register_rewrite(rewrite: Rewrite) -> None:
-    """Let marked modules that no rule names be rewritten in place; the first that applies is taken."""
-    _rewrites.append(rewrite)
 
 
 def tp_register(
@@ -263,11 +237,6 @@ def qualified_name(kind: type) -> str:
 def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
     return _rules.get(qualified_name(type(module)))
-
-
-def rewrite_for(module: nn.Module) -> Rewrite | None:
-    """Return how to rewrite a module in place; None if nothing applies."""
-    return next((rewrite for rewrite in _rewrites if rewrite.applies(module)), None)
 
 
 def _import_class(name: str) -> type[nn.Module]:

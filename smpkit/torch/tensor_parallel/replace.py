@@ -2,19 +2,19 @@
 
 ::
 
-    find      the outermost marked modules that are supported; the distributed ones are made, without memory
-    compare   the tensor-parallel ranks: they must do the same next, to the same weights
+    find      the outermost marked modules that are supported; the distributed ones are constructed, without memory
+    compare   the tensor-parallel ranks: they must do the same next, to models of the same shapes
     replace   parameter by parameter, each becomes this rank's piece, so no rank ever holds two whole models
     install   where a parent has the old module as a child, it gets the new one
 
 A distributed module is called as the one that it replaced, and keeps its weights, its partition and what was frozen.
-Models with a plan of their own (`Rewrite`: Hugging Face's `_tp_plan`) are divided in place instead.
+Hugging Face models with a plan of their own (`_tp_plan`) are divided in place instead.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,38 +24,34 @@ from torch import nn
 
 from smpkit.errors import ConfigError, UnsupportedError, UsageError
 from smpkit.torch.core.announce import announce
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.placement.delayed import (
-    delay_param_initialization,
-    initial_values,
-    initialize,
-    is_delayed,
-    set_initializer,
-)
+from smpkit.torch.placement.delayed import delay_param_initialization, initialize, is_delayed, set_initializer
 from smpkit.torch.placement.manual import inherit_partition
-from smpkit.torch.tensor_parallel.agreement import ModelComparison, compare_models
-from smpkit.torch.tensor_parallel.hf_plan.apply import apply_tp_plan, has_tp_plan
-from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
+from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.tensor_parallel.agreement import compare_models, weights_of_first_rank
+from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, loaded_modules, marking_of
 from smpkit.torch.tensor_parallel.module import DistributedModule, global_shape, load_shard
+from smpkit.torch.tensor_parallel.plan import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.registry import (
     ReplacementRule,
-    Rewrite,
     Translation,
     argument_names,
     arguments_of,
-    register_rewrite,
-    rewrite_for,
     rule_for,
     with_overrides,
 )
-from smpkit.torch.tensor_parallel.replaced import record_replacement
 
-__all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
+__all__ = [
+    "applied_rule_of",
+    "distribute",
+    "distribute_without_weights",
+    "refuse_replaced_parameters",
+    "replacement_stubs",
+]
 
 
-def distribute(
-    root: nn.Module, *, at_degree_1: bool = False, fresh: Callable[[nn.Module], bool] = lambda _: False
-) -> nn.Module:
+def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: bool | None = None) -> nn.Module:
     """Replace what is marked in a model and return the model: another object only if it was replaced as a whole.
 
     Modules keep their weights where a translation is known, and else draw new ones that depend on the seed and their
@@ -64,10 +60,12 @@ def distribute(
     Args:
         at_degree_1: whether one rank has distributed modules, too, so that a model has the same modules and names at
             every degree.
-        fresh: whether a module that is replaced is to draw new weights though a translation is known.
+        fresh_weights: whether modules that are replaced draw new weights though a translation is known; None: in
+            scripts of SMP v1 without `_match_weights`, where no weights were loaded into them.
 
     Raises:
-        UsageError: the model differs between tensor-parallel ranks, or a marked module cannot be made as registered.
+        UsageError: the model differs between tensor-parallel ranks, a marked module cannot be constructed as
+            registered, or it is checkpointed already.
     """
     if state.tp_size == 1 and not at_degree_1:
         return root
@@ -75,23 +73,27 @@ def distribute(
     finder.visit(root, "")
     if state.tp_size == 1:
         # What is divided in place has its own modules and names at every degree.
-        finder.targets = [target for target in finder.targets if target.rewrite is None]
+        finder.targets = [target for target in finder.targets if target.rule is not None]
         if not finder.targets:
             return root
+    for name in _checkpointed(finder.targets):
+        raise UsageError(
+            f"`{name or 'the model'}` is checkpointed, and tensor parallelism replaces it",
+            hint="call smp.set_activation_checkpointing after smp.DistributedModel",
+        )
     # Before anything is sent for a single module: ranks that found other modules would wait for each other.
     names = [*finder.skipped, *(target.name for target in finder.targets)]
-    comparison = compare_models(
-        root, names, [_may_be_fresh(target) and fresh(target.module) for target in finder.targets]
-    )
-    for target, is_fresh in zip(finder.targets, comparison.fresh, strict=True):
+    seed, fresh = compare_models(root, names, _fresh_by_name(root, finder.targets, fresh_weights))
+    for target, is_fresh in zip(finder.targets, fresh, strict=True):
         target.is_fresh = is_fresh
-        if target.rewrite is not None:
+        if target.rule is None:
             for parameter in target.module.parameters():
                 if not is_delayed(parameter):
-                    parameter.data = comparison.first(parameter.data)
-            target.rewrite.distribute(target.module, target.marking.config)
+                    parameter.data = weights_of_first_rank(parameter.data)
+            apply_tp_plan(target.module)
         else:
-            _replace(root, target, comparison)
+            _fill(target, target.rule.to_distributed, seed)
+            _replace(target, target.rule)
     if state.rank == 0:
         announce(_report(finder))
     # Last: until here the old modules are in the model, and translations and the report read them there.
@@ -102,16 +104,20 @@ def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return the model and the report.
 
     Raises:
-        UsageError: a marked module cannot be made as registered.
+        UsageError: a marked module cannot be constructed as registered.
     """
     finder = _Finder(root)
     finder.visit(root, "")
+    report = [*_report(finder)]
+    report += [
+        f"  not checkpointed in this plan: `{name}`, which is replaced" for name in _checkpointed(finder.targets)
+    ]
     for target in finder.targets:
-        if target.rewrite is not None:
-            target.rewrite.distribute(target.module, target.marking.config)
+        if target.rule is None:
+            apply_tp_plan(target.module)
         else:
-            _replace(root, target, None)
-    return _install_replacements(root, finder.targets), list(_report(finder))
+            _replace(target, target.rule)
+    return _install_replacements(root, finder.targets), report
 
 
 def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, ReplacementRule]]:
@@ -126,13 +132,50 @@ def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modu
             yield target.name, target.module, target.replacement, target.rule
 
 
+_RULE: Final = "_smp_replacement_rule"
+
+
 def applied_rule_of(module: nn.Module) -> ReplacementRule | None:
     """Return the rule by which a distributed module replaced another; None if it replaced none."""
-    rule: ReplacementRule | None = vars(module).get(_ENTRY)
+    rule: ReplacementRule | None = vars(module).get(_RULE)
     return rule
 
 
-_ENTRY: Final = "_smp_entry"
+# --- what was set before wrapping -------------------------------------------------------------------------------------
+
+_REPLACED: Final = "_smp_replaced"
+"""On a parameter of a module that was replaced: its name in the model."""
+
+
+def refuse_replaced_parameters(optimizer: Any) -> None:
+    """Refuse an optimizer of parameters that tensor parallelism has replaced, or with states of whole ones.
+
+    Raises:
+        UsageError: it was constructed before smp.DistributedModel.
+    """
+    hint = "make the optimizer of `model.parameters()` after smp.DistributedModel"
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    names = [getattr(each, _REPLACED) for each in parameters if hasattr(each, _REPLACED)]
+    kind = type(optimizer).__name__
+    if names:
+        others = f" and {len(names) - 1} other parameters of its" if names[1:] else ""
+        raise UsageError(
+            f"{kind} was made before smp.DistributedModel, which has replaced `{names[0]}`{others}", hint=hint
+        )
+    for parameter in parameters:  # those that are divided in place
+        shard, values = shard_of(parameter), (optimizer.state.get(parameter) or {}).values()
+        shapes = {tuple(each.shape) for each in values if isinstance(each, torch.Tensor)}
+        if shard is not None and shard.shape != shard.local_shape and shard.shape in shapes:
+            raise UsageError(f"{kind} has states of parameters that smp.DistributedModel has divided", hint=hint)
+
+
+def _checkpointed(targets: Iterable[_Target]) -> Iterator[str]:
+    """Yield the names of checkpointed modules that are replaced: the setting would go with them."""
+    for target in targets:
+        if target.rule is not None:
+            for name, module in target.module.named_modules(prefix=target.name):
+                if ModuleCall.of(module).checkpointing is not None:
+                    yield name
 
 
 # --- find what is replaced --------------------------------------------------------------------------------------------
@@ -140,14 +183,13 @@ _ENTRY: Final = "_smp_entry"
 
 @dataclass
 class _Target:
-    """A module that will be replaced or rewritten; `name` is where it is first."""
+    """A module that will be replaced by its rule or, without one, divided in place; `name` is where it is first."""
 
     name: str
     module: nn.Module
     marking: Marking
     rule: ReplacementRule | None = None
     replacement: nn.Module | None = None
-    rewrite: Rewrite | None = None
     is_fresh: bool = False
     """Whether it draws new weights, instead of translating those of the module."""
 
@@ -160,7 +202,7 @@ class _Finder:
         self.skipped: dict[str, str] = {}
         """Why a marked module stays as it is, by name."""
         self.num_custom = sum(isinstance(module, DistributedModule) for module in root.modules())
-        """How many distributed modules the script itself has made."""
+        """How many distributed modules the script itself has constructed."""
         self._seen: set[int] = set()
         self._modules_using: dict[int, set[int]] = defaultdict(set)
         """Which modules (by id) have a parameter (by id) of their own."""
@@ -182,29 +224,27 @@ class _Finder:
 
     def _distributes(self, module: nn.Module, name: str, marking: Marking) -> bool:
         """Record the module as a target, or in `skipped` why it is none; unsupported classes are skipped silently."""
-        rule, rewrite = rule_for(module), rewrite_for(module)
-        if rule is None and rewrite is None:
+        rule, has_plan = rule_for(module), has_tp_plan(module)
+        if rule is None and not has_plan:
             return False
-        reason = self._why_excluded(module) or self._why_tied(module)
+        tied = self._why_tied(module)
+        reason = self._why_excepted(module) or tied
         if reason is None and rule is not None:
             try:
                 reason = rule.refusal(module) if rule.refusal is not None else None
-                made = _make(module, rule, marking) if reason is None else None
+                if reason is None:
+                    self.targets.append(_Target(name, module, marking, rule, _construct(module, rule, marking)))
+                    return True
             except (ConfigError, UnsupportedError) as error:
                 reason = _error_text(error)
-            if reason is None:
-                self.targets.append(_Target(name, module, marking, rule=rule, replacement=made))
-                return True
-        # A rewrite leaves out the parts that the user excepted, so only ties to other modules rule it out.
-        if rewrite is not None and self._why_tied(module) is None:
-            reason = rewrite.refusal(module) if rewrite.refusal is not None else None
-            if reason is None:
-                self.targets.append(_Target(name, module, marking, rewrite=rewrite))
-                return True
+        # A plan leaves out the parts that the user excepted, so only ties to other modules rule it out.
+        if has_plan and tied is None:
+            self.targets.append(_Target(name, module, marking))
+            return True
         self.skipped[name] = f"{type(module).__name__} `{name or 'model'}`: {reason}"
         return False
 
-    def _why_excluded(self, module: nn.Module) -> str | None:
+    def _why_excepted(self, module: nn.Module) -> str | None:
         if any((marking := marking_of(each)) is not None and not marking.enabled for each in module.modules()):
             return "a part of it is excepted from tensor parallelism"
         return None
@@ -222,42 +262,97 @@ def _error_text(error: ConfigError | UnsupportedError) -> str:
     return "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else error.message
 
 
-def _make(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Module:
-    """Make the distributed module, without memory for its weights and without drawing random numbers."""
+def _construct(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Module:
+    """Construct the distributed module, without memory for its weights and without drawing random numbers."""
     kind = rule.distributed_class
     args, kwargs = with_overrides(kind, arguments_of(module, rule), marking.config)
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
-    # On the host, whatever the user's default device is: weights get memory in `_load_shards`, not before. The fork
+    # On the host, whatever the user's default device is: weights get memory in `_fill`, not before. The fork
     # leaves the script's random numbers as they were.
     with torch.device("cpu"), torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
         return kind(*args, **kwargs)
 
 
-def _may_be_fresh(target: _Target) -> bool:
-    return target.rule is not None and not target.rule.keeps_weights
+def _fresh_by_name(root: nn.Module, targets: Iterable[_Target], asked: bool | None) -> dict[str, bool]:
+    """Return which targets draw fresh weights, as this rank sees it."""
+    as_v1 = state.is_v1_script and not state.cfg.match_weights
+    loaded = loaded_modules(root) if asked is None and as_v1 else set()
+
+    def is_fresh(target: _Target) -> bool:
+        if target.rule is None or target.rule.keeps_weights:
+            return False
+        return as_v1 and loaded.isdisjoint(map(id, target.module.modules())) if asked is None else asked
+
+    return {target.name: is_fresh(target) for target in targets}
 
 
 # --- replace it -------------------------------------------------------------------------------------------------------
 
 
-def _replace(root: nn.Module, target: _Target, comparison: ModelComparison | None) -> None:
-    """Make a distributed module equal to the one that it replaces; without a comparison, all but its weights."""
-    module, rule, replacement = target.module, target.rule, target.replacement
-    assert rule is not None
+def _fill(target: _Target, translation: Translation | None, seed: int) -> None:
+    """Give a distributed module this rank's pieces of the weights of the one that it replaces, or weights of its own.
+
+    Weights of its own depend on the seed and its name, and on nothing else. A module without memory yet
+    (`smp.delay_param_initialization`) gets these when the model is placed.
+
+    Raises:
+        UsageError: the translation yields a name or a shape that the distributed module does not have.
+    """
+    name, module, replacement = target.name, target.module, target.replacement
     assert replacement is not None
-    if comparison is not None:
-        if target.is_fresh:
-            draw_fresh_weights(target.name, module, replacement, comparison.seed)
-        else:
-            load_replacement_weights(root, target.name, module, replacement, rule.to_distributed, comparison)
+
+    def draw(wanted: Collection[int], device: torch.device) -> None:
+        initialize(replacement, [each for each in replacement.parameters() if id(each) in wanted], device, seed, name)
+
+    if any(map(is_delayed, module.parameters())):
+        set_initializer(replacement, draw)
+        return
+    device = next((each.device for each in module.parameters()), state.device)
+    if translation is not None and not target.is_fresh:
+        whole = {key: value.detach() for key, value in module.state_dict(keep_vars=True).items()}
+        _load_shards(replacement, whole, translation, device)
+    draw({id(each) for each in replacement.parameters() if is_delayed(each)}, device)
+
+
+def _load_shards(
+    replacement: nn.Module, whole: Mapping[str, torch.Tensor], translation: Translation, device: torch.device
+) -> None:
+    """Fill the parameters and buffers of a distributed module that a translation yields, one by one."""
+    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
+    saved = replacement.state_dict(keep_vars=True)
+    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
+    done: set[int] = set()
+    for name, tensor_or_factory in translation(whole, replacement):
+        tensor = own_tensors.get(name)
+        if tensor is None:
+            raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        value = tensor_or_factory() if callable(tensor_or_factory) else tensor_or_factory
+        if value.shape != global_shape(tensor):
+            raise UsageError(
+                f"a translation made `{name}` of {type(replacement).__name__} {list(value.shape)},"
+                f" not {list(global_shape(tensor))}"
+            )
+        load_shard(tensor, weights_of_first_rank(value))
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def _replace(target: _Target, rule: ReplacementRule) -> None:
+    """Give a distributed module all but the weights of the one that it replaces."""
+    module, replacement = target.module, target.replacement
+    assert replacement is not None
     _keep_frozen(module, replacement)
     inherit_partition(target.name, module, replacement)
     replacement.train(module.training)
     wrap_forward(replacement, rule.forward_hook, rule.return_hook)
-    object.__setattr__(replacement, _ENTRY, rule)
+    object.__setattr__(replacement, _RULE, rule)
     if rule.finish is not None:
         rule.finish(module, replacement)
-    record_replacement(target.name, module, replacement, rule.to_distributed)
+    for name, parameter in module.named_parameters(prefix=target.name):
+        setattr(parameter, _REPLACED, name)
 
 
 def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
@@ -298,137 +393,6 @@ def _disable_fast_path(parent: nn.Module) -> None:
     # In evaluation torch's fused kernel would read the weights of the children, now pieces, without calling them.
     if isinstance(parent, nn.TransformerEncoderLayer):
         parent.activation_relu_or_gelu = 0
-
-
-# --- the weights of the one that is replaced --------------------------------------------------------------------------
-
-
-def load_replacement_weights(
-    root: nn.Module,
-    name: str,
-    module: nn.Module,
-    replacement: nn.Module,
-    translation: Translation | None,
-    comparison: ModelComparison,
-) -> None:
-    """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
-
-    Where `module` has no memory yet, `replacement` gets its own when the model is placed. Without a translation it
-    draws weights of its own, by the seed and its name.
-
-    Args:
-        root: the model, `name` that of `module` in it.
-    """
-    source = _OriginalState(root, name, module, comparison.seed)
-    is_delayed_source = source.is_delayed
-    if translation is not None:
-
-        def fill(wanted: Collection[int], device: torch.device) -> None:
-            source.device = device
-            _load_shards(replacement, source, translation, wanted, comparison)
-
-        set_initializer(replacement, fill)
-    if not is_delayed_source:
-        initialize(replacement, list(replacement.parameters()), _device_of(module), comparison.seed, name)
-
-
-def draw_fresh_weights(name: str, module: nn.Module, replacement: nn.Module, seed: int) -> None:
-    """Give `replacement` the weights that its own initialisers draw; without memory in `module`, when it is placed."""
-
-    def draw(wanted: Collection[int], device: torch.device) -> None:
-        initialize(replacement, [each for each in replacement.parameters() if id(each) in wanted], device, seed, name)
-
-    if any(map(is_delayed, module.parameters())):
-        set_initializer(replacement, draw)
-    else:
-        draw({id(each) for each in replacement.parameters()}, _device_of(module))
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((each.device for each in module.parameters()), state.device)
-
-
-def _load_shards(
-    replacement: nn.Module,
-    source: _OriginalState,
-    translation: Translation,
-    wanted: Collection[int],
-    comparison: ModelComparison,
-) -> None:
-    """Fill the buffers of a distributed module, and those of its parameters whose ids are wanted, one by one.
-
-    Raises:
-        UsageError: the translation makes a name or a shape that the distributed module does not have.
-    """
-    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
-    saved = replacement.state_dict(keep_vars=True)
-    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
-    done: set[int] = set()
-    for name, made in translation(source, replacement):
-        tensor = own_tensors.get(name)
-        if tensor is None:
-            raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
-        if id(tensor) in done or (isinstance(tensor, nn.Parameter) and id(tensor) not in wanted):
-            continue
-        whole = made() if callable(made) else made
-        if whole.shape != global_shape(tensor):
-            raise UsageError(
-                f"a translation made `{name}` of {type(replacement).__name__} {list(whole.shape)},"
-                f" not {list(global_shape(tensor))}"
-            )
-        _load(tensor, comparison.first(whole), source.device)
-        done.add(id(tensor))
-
-
-def _load(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
-    load_shard(tensor, whole)
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
-
-
-class _OriginalState(Mapping[str, torch.Tensor]):
-    """The state dict of a module that is to be replaced; delayed weights are initialised when they are read."""
-
-    def __init__(self, root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
-        self.device = state.device
-        self._root = root
-        self._seed = seed
-        self._values: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
-        self._owners: dict[int, tuple[str, nn.Module]] = {}
-        for owner_name, owner in module.named_modules(prefix=name):
-            for parameter in owner.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), (owner_name, owner))
-        self._last: dict[int, torch.Tensor] = {}
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether a weight has no memory yet."""
-        return any(is_delayed(each) for each in self._values.values())
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        value = self._values[key]
-        if is_delayed(value):
-            return self._initialized(value)
-        return value.detach()
-
-    def _initialized(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter is initialised with.
-
-        The parameters of one module are initialised together, and kept until one of another module is read: the
-        translations read weight by weight, and no more than one module is ever held whole.
-        """
-        name, owner = self._owners[id(parameter)]
-        if id(parameter) not in self._last:
-            values = initial_values(self._root, name, owner, self.device, self._seed)
-            own = dict(owner.named_parameters(recurse=False))
-            self._last = {id(own[key]): value for key, value in values.items()}
-        return self._last[id(parameter)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 # --- its calls --------------------------------------------------------------------------------------------------------
@@ -489,10 +453,7 @@ def _report(finder: _Finder) -> Iterator[str]:
         )
     if not finder.targets and not finder.skipped:
         return
-    kinds: dict[str, int] = defaultdict(int)
-    for target in finder.targets:
-        was = type(target.module).__name__
-        kinds[was if target.replacement is None else f"{was} -> {type(target.replacement).__name__}"] += 1
+    kinds = Counter(map(_kind, finder.targets))
     distributed = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
     yield f"{_over_ranks()}: {distributed}."
     fresh = sum(target.is_fresh for target in finder.targets)
@@ -507,17 +468,19 @@ def _report(finder: _Finder) -> Iterator[str]:
         yield f"  no distributed module has an argument `{name}`: it has no effect"
 
 
+def _kind(target: _Target) -> str:
+    was = type(target.module).__name__
+    return was if target.replacement is None else f"{was} -> {type(target.replacement).__name__}"
+
+
 def _over_ranks() -> str:
     return f"Tensor parallelism over {state.tp_size} rank{'s' if state.tp_size > 1 else ''}"
 
 
 def _unused_overrides(targets: list[_Target]) -> set[str]:
     """Return the names of the user's arguments that no replaced module took."""
-    given = {name for target in targets for name in target.marking.config}
-    if any(target.rewrite is not None for target in targets):
-        return set()
+    asked = {name for target in targets for name in target.marking.config}
     rules = [target.rule for target in targets if target.rule is not None]
-    return given - {name for rule in rules for name in argument_names(rule.distributed_class)}
-
-
-register_rewrite(Rewrite(has_tp_plan, apply_tp_plan))
+    if len(rules) < len(targets):  # a plan takes no arguments, and may be marked with those of other modules
+        return set()
+    return asked - {name for rule in rules for name in argument_names(rule.distributed_class)}

@@ -26,6 +26,7 @@ from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFacto
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
 __all__ = [
+    "join_pieces",
     "join_state",
     "replaced_modules",
     "shard_state",
@@ -79,15 +80,15 @@ def join_state(
             whole = value
         else:
             if id(tensor) not in known:
-                known[id(tensor)] = _gather(value, shard, on_first=on_first)
+                known[id(tensor)] = join_pieces(value, shard, on_first=on_first)
             whole = known[id(tensor)]
         if is_receiver:
             result[name] = whole
     return result
 
 
-def _gather(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
-    """Return the whole tensor from the pieces of all ranks; with `on_first`, None on the others."""
+def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
+    """Return the whole tensor from the pieces of all ranks, on the CPU; with `on_first`, None on the others."""
     group = state.process_group(CommGroup.TP_GROUP)
     shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
     # Collectives take equal pieces, and the last ones may be smaller: send bytes, padded to the largest piece.

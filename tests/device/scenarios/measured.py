@@ -16,15 +16,12 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.plan.schedule.actions import Costs
-from smpkit.plan.schedule.graph import Segment
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
 from smpkit.torch.distributed import recorder
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
 from smpkit.torch.offload import link
-from smpkit.torch.pipeline import replan
 from smpkit.torch.placement.measure import MeasureOptions, measure
 from smpkit.torch.placement.trace import TrialStep
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
@@ -165,44 +162,37 @@ add("measured, stalls of recorded steps", stalls_of_recorded_steps, is_quick=Tru
 
 
 def pipeline() -> None:
-    """Measure actions, messages and steps over two ranks, to plan them again."""
-    costs: list[Costs] = []
-    seconds: list[float] = []
-    made, note = replan._costs, replan.Trial.note
+    """Time actions and messages over two ranks, as the recorder does."""
+    actions: list[tuple[str, int, int]] = []
+    received: list[tuple[int, int]] = []
 
-    def noted_costs(*arguments: Any) -> Costs:
-        costs.append(made(*arguments))
-        return costs[-1]
+    def note_action(kind: str, _segment: int, _microbatch: int, start_ns: int, end_ns: int) -> None:
+        actions.append((kind, start_ns, end_ns))
 
-    def noted_seconds(trial: replan.Trial[Any], of_step: float) -> None:
-        seconds.append(of_step)
-        note(trial, of_step)
+    def note_message(direction: str, _peer: int, _num_bytes: int, _tag: int, start_ns: int, end_ns: int) -> None:
+        if direction == "receive":
+            received.append((start_ns, end_ns))
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": _MICROBATCHES, "ddp": True})
     model: Any = smp.DistributedModel(layers())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.zeros(2 * _MICROBATCHES, WIDTH)
-    message = 2 * WIDTH * x.itemsize
-    with (
-        in_virtual_time(peer=message / _MESSAGE),
-        mock.patch.object(replan, "_costs", noted_costs),
-        mock.patch.object(replan.Trial, "note", noted_seconds),
-    ):
-        for _ in range(6):
-            optimizer.zero_grad()
+    with in_virtual_time(peer=2 * WIDTH * x.itemsize / _MESSAGE):
+        for _ in range(3):
+            actions.clear()
+            received.clear()
             smp_step(model, x)
-            optimizer.step()
+            assert model.pipeline._executor is not None
+            model.pipeline._executor.record(note_action, note_message)
+        is_first = smp.pp_rank() == 0
     smp.shutdown()
     each = _LAYERS // 2
-    if costs:  # of rank 0, which plans
-        (found,) = costs
-        segments = [Segment(rank, 0) for rank in range(2)]
-        assert found.forward_seconds == pytest.approx(dict.fromkeys(segments, each * _FORWARD), rel=0.05)
-        assert found.backward_seconds == pytest.approx(dict.fromkeys(segments, each * _BACKWARD), rel=0.05)
-        assert found.latency_seconds + found.seconds_per_byte * message == pytest.approx(_MESSAGE, rel=0.05)
-    assert seconds
-    least = _MICROBATCHES * each * (_FORWARD + _BACKWARD)
-    assert min(seconds) > least, "it has not waited for the step that it measured"
+    for kind, start_ns, end_ns in actions:
+        waited_ns = sum(end - start for start, end in received if start_ns <= start and end <= end_ns)
+        computed = each * (_FORWARD if kind == "F" else _BACKWARD)
+        assert (end_ns - start_ns - waited_ns) / 1e9 == pytest.approx(computed, rel=0.05)
+    if is_first:
+        # Three values go to rank 1, one after the other, and then the first gradient comes back.
+        assert (received[0][1] - actions[0][2]) / 1e9 == pytest.approx(4 * _MESSAGE, rel=0.05)
 
 
 add("measured, a pipeline", pipeline, ranks=2)

@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
-from smpkit.torch.checkpoints.safetensors import map_tensors
 from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import link
 from tests.device.calibration import measures_what_the_device_does
@@ -196,7 +196,7 @@ def saved_in_the_background() -> None:
         optimizer.step()
 
     def read(folder: Path) -> list[Tensor]:
-        found = [map_tensors(path) for path in sorted(folder.glob("*.safetensors"))]
+        found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
         assert found
         return [each for tensors in found for each in tensors.values()]
 

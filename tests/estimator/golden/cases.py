@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 ROLE = "arn:aws:iam::123456789012:role/SM"
@@ -106,22 +105,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
 }
 """name -> (arguments of the estimator, inputs of `fit`)."""
-
-GROUPS: tuple[dict[str, Any], ...] = (
-    {"instance_group_name": "data", "instance_type": "ml.c5.18xlarge", "instance_count": 1},
-    {"instance_group_name": "train", "instance_type": "ml.p4d.24xlarge", "instance_count": 2},
-)
-"""Arguments of `InstanceGroup`s."""
-
-
-def with_groups(group: Callable[..., Any], make_input: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
-    """Return a case whose ranks run on one of two groups, and whose input goes to the other one."""
-    groups = [group(**each) for each in GROUPS]
-    rest = {name: value for name, value in BASE.items() if name not in ("instance_type", "instance_count")}
-    distribution = {**DISTRIBUTION, "instance_groups": groups[1:]}
-    arguments = {**rest, "instance_groups": groups, "distribution": distribution}
-    return arguments, {"train": make_input("s3://smpkit-demo/data", instance_groups=["data"])}
-
 
 INPUTS: dict[str, Any] = {
     "s3_data": "s3://smpkit-demo/manifest",

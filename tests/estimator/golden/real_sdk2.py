@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, with_groups
+from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -22,12 +22,10 @@ ENVIRONMENT = {
 def requests_of_the_sdk() -> dict[str, dict[str, Any]]:
     """Return the SDK's request for every case."""
     from sagemaker.inputs import TrainingInput
-    from sagemaker.instance_group import InstanceGroup
     from sagemaker.pytorch import PyTorch
 
     made = {name: sent_by(PyTorch, arguments, inputs) for name, (arguments, inputs) in CASES.items()}
     made["training-input"] = sent_by(PyTorch, CASES["no-distribution"][0], {"train": TrainingInput(**INPUTS)})
-    made["instance-groups"] = sent_by(PyTorch, *with_groups(InstanceGroup, TrainingInput))
     return made
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from smpkit.observe import runs
-from smpkit.observe.events import ActionSpan, Counter, EventWriter, MemorySample, RankLog, StepSpan
+from smpkit.observe.events import ActionSpan, Counter, MemorySample, RankLog, StepSpan
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split, write_summary
-from tests.observe.logs import chain, logs_of
+from tests.observe.logs import chain, logs_of, write_log
 
 MIB = 1 << 20
 RANKS, MICROBATCHES, STEPS = 2, 4, 8
@@ -52,9 +52,7 @@ def sample(step: int, at_ns: int, live: int, moved: int, offloads: bool) -> Memo
 def write_events(folder: Path, *, offloads: bool = True, num_bytes: int = 1024) -> Path:
     """Write the events alone, as `SMPKIT_EVENTS_DIR` has them."""
     for log in logs_of(chain(RANKS, MICROBATCHES, num_bytes), num_steps=STEPS):
-        writer = EventWriter(folder, log.header)
-        writer.write(with_memory(log, offloads).events)
-        writer.close()
+        write_log(folder, with_memory(log, offloads))
     return folder
 
 
@@ -62,8 +60,8 @@ def write_run(parent: Path, time: str, *, offloads: bool = True, failed: bool = 
     """Write all of a run."""
     folder = parent / "runs" / f"{name}-{time}"
     write_events(folder / runs.EVENTS, offloads=offloads)
-    (folder / runs.JOB).write_text(job_text(offloads), encoding="utf-8")
-    (folder / runs.ENVIRONMENT).write_text(json.dumps({"host": "vm", "packages": {"torch": "2.13"}, "note": ODD}))
+    environment = {"host": "vm", "packages": {"torch": "2.13"}, "note": ODD, "settings": settings(offloads)}
+    (folder / runs.ENVIRONMENT).write_text(json.dumps(environment))
     values = [{"loss": 4 / (1 + step), ODD: step} for step in range(STEPS)]
     lines = [json.dumps({"step": step, "time": 0.0, "values": each}) for step, each in enumerate(values)]
     (folder / runs.VALUES).write_text("\n".join([*lines, '{"step": 9, "va']), encoding="utf-8")
@@ -77,28 +75,17 @@ def write_run(parent: Path, time: str, *, offloads: bool = True, failed: bool = 
     return found
 
 
-def job_text(offloads: bool) -> str:
-    return "\n".join(
-        [
-            "# As it ran: smpkit run job.yaml --set hyperparameters.steps=8 -p microbatches=4",
-            "entry_point: train.py",
-            "name: odd",
-            "hyperparameters:",
-            "  steps: 8",
-            "distribution:",
-            "  smdistributed:",
-            "    modelparallel:",
-            "      enabled: true",
-            "      parameters:",
-            "        pipeline_parallel_degree: 2",
-            "        microbatches: 4",
-            f"        offload_activations: {str(offloads).lower()}",
-            "  torch_distributed:",
-            "    enabled: true",
-            "    processes_per_host: 2",
-            "",
-        ]
-    )
+def settings(offloads: bool) -> list[tuple[str, object, str]]:
+    """What `smpkit run` notes of the job: name, value and origin."""
+    parameters = "distribution.smdistributed.modelparallel.parameters"
+    return [
+        ("entry_point", "train.py", "job.yaml:1"),
+        ("hyperparameters.steps", 8, "--set hyperparameters.steps"),
+        (f"{parameters}.pipeline_parallel_degree", 2, "job.yaml:10"),
+        (f"{parameters}.microbatches", 4, "-p microbatches"),
+        (f"{parameters}.offload_activations", offloads, "job.yaml:12"),
+        (f"{parameters}.active_microbatches", 4, "default"),
+    ]
 
 
 def summary(exit_reason: str) -> RunSummary:

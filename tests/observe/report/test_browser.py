@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from smpkit.observe.report.content import content_of
-from smpkit.observe.report.folder import read_material
-from smpkit.observe.report.page import page
+from smpkit.observe.report.data import content_of
+from smpkit.observe.report.view import page
 from tests.observe.report.browser import Browser
 from tests.observe.report.folders import write_run
 
@@ -31,8 +30,8 @@ SCHEDULE = '[data-chart="schedule"] canvas'
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    one = content_of(read_material(write_run(folder, "20260102-030405")))
-    other = content_of(read_material(write_run(folder, "20260102-040506", offloads=False)))
+    one = content_of(write_run(folder, "20260102-030405"))
+    other = content_of(write_run(folder, "20260102-040506", offloads=False))
     found = {"one": folder / "one.html", "two": folder / "two.html"}
     found["one"].write_text(page([one]), encoding="utf-8")
     found["two"].write_text(page([one, other]), encoding="utf-8")
@@ -50,8 +49,8 @@ def test_all_charts_are_drawn_and_nothing_is_loaded(
     assert browser.log("browser") == []
     assert browser.run(BLANK) == []
     charts = browser.run("return document.querySelectorAll('canvas').length")
-    # Two values, two rates, a schedule, and for each of two ranks memory and, in the first run, the link.
-    assert charts == {"one": 2 + 2 + 1 + 2 + 2, "two": 2 + 2 + 2 + 4 + 2}[name]
+    # Two values, a rate, a schedule, and for each of two ranks memory and, in the first run, the link.
+    assert charts == {"one": 2 + 1 + 1 + 2 + 2, "two": 2 + 1 + 2 + 4 + 2}[name]
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.requests() == [pages[name].absolute().as_uri()]
     assert browser.run("return document.title").endswith("smpkit")  # no name of the job ran as a script
@@ -91,30 +90,15 @@ def test_dragging_zooms_the_schedule_and_memory_with_it(browser: Browser, pages:
     assert browser.run(_AXIS) == label
 
 
-def test_fingers_zoom_move_and_ask_on_a_screen_for_them(browser: Browser, pages: dict[str, Path]) -> None:
+def test_a_finger_selects_a_time_and_asks_on_a_screen_for_them(browser: Browser, pages: dict[str, Path]) -> None:
     browser.show(pages["one"], 400, touches=True)
     x, y, width, _ = _schedule(browser)
     whole, axis = browser.run(_PIXELS), browser.run(_AXIS)
-
-    def across(*shares: float) -> list[tuple[float, float]]:
-        return [(x + width * share, y + 40) for share in shares]
-
-    # One finger moves nothing while all of the step is shown, and leaves no selection as a mouse does.
-    browser.touch(across(0.7, 0.5, 0.3))
-    assert browser.run(_AXIS) == axis
-    # Two fingers that part zoom in, memory with the schedule.
-    browser.touch(across(0.45, 0.35, 0.2), across(0.55, 0.65, 0.8))
+    browser.touch([(x + width * share, y + 40) for share in (0.5, 0.6, 0.8)])
     browser.wait_until("true")
-    near, zoomed = browser.run(_PIXELS), browser.run(_AXIS)
-    assert near != whole
-    assert zoomed != axis
-    # Then one moves it.
-    browser.touch(across(0.7, 0.5, 0.3))
-    browser.wait_until("true")
-    assert browser.run(_AXIS) not in (axis, zoomed)
-    # Two that come together zoom out again, to the whole step and no further.
-    for _ in range(4):
-        browser.touch(across(0.1, 0.25, 0.45), across(0.9, 0.75, 0.55))
+    assert browser.run(_PIXELS) != whole
+    assert browser.run(_AXIS) != axis
+    browser.run("document.querySelector('[aria-label=\"show all of the step\"]').click()")
     browser.wait_until("true")
     assert browser.run(_AXIS) == axis
     # A tap asks what is there, and the answer stays until the next one.
@@ -133,16 +117,28 @@ def test_the_keyboard_walks_through_the_actions_and_zooms(browser: Browser, page
     right, down = "\ue014", "\ue015"
     browser.show(pages["one"], 1280)
     browser.run(f"document.querySelector('{SCHEDULE}').focus()")
-    said = "return document.querySelector('[data-chart=\"schedule\"] .said').innerText"
     browser.press(right)
-    assert browser.run(said).startswith("F0: forward of microbatch 0")
+    assert browser.run(_TIP).startswith("F0: forward of microbatch 0")
     browser.press(right, right)
-    assert browser.run(said).startswith("B0: backward of microbatch 0")
+    assert browser.run(_TIP).startswith("B0: backward of microbatch 0")
     browser.press(down)
-    assert "rank 1, stage 1, executed" in browser.run(said)
+    assert "rank 1, stage 1, executed" in browser.run(_TIP)
     before = browser.run(_PIXELS)
     browser.press("+")
     assert browser.run(_PIXELS) != before
+
+
+def test_the_keyboard_reads_the_values_of_a_curve_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.show(pages["one"], 1280)
+    chart = '[data-name="loss"] .chart'
+    browser.run(f"document.querySelector('{chart}').focus()")
+    browser.press("\ue014", "\ue014")
+    said = browser.run(f"return document.querySelector('{chart} .u-legend').innerText")
+    assert "".join(said.split()) == "step1loss2"
+    before = browser.run(f"return document.querySelector('{chart} canvas').toDataURL()")
+    browser.press("+")
+    browser.wait_until("true")
+    assert browser.run(f"return document.querySelector('{chart} canvas').toDataURL()") != before
 
 
 def test_another_step_is_shown_when_it_is_chosen(browser: Browser, pages: dict[str, Path]) -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import html
 import json
-import math
 import re
-import shutil
-import subprocess
-import tarfile
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from smpkit.errors import SmpkitError
-from smpkit.observe.report import page as page_module
-from smpkit.observe.report.content import Content, content_of, plain
-from smpkit.observe.report.folder import read_material
-from smpkit.observe.report.page import page
-from smpkit.observe.report.settings import differences
-from smpkit.observe.runs import EVENTS, JOB, SUMMARY, VALUES, open_run
-from smpkit.observe.summary import RunSummary, write_summary
-from smpkit.observe.values import Logged, ValueWriter
-from tests.observe.report.folders import ODD, RANKS, STEPS, write_events, write_run
+from smpkit.observe.report import view
+from smpkit.observe.report.data import Content, Curve, Setting, content_of
+from smpkit.observe.report.view import page
+from smpkit.observe.runs import open_run
+from tests.observe.report.folders import ODD, write_events, write_run
 
-ASSETS = Path(page_module.__file__).parent / "assets"
+ASSETS = Path(view.__file__).parent / "assets"
 
 
 class Elements(HTMLParser):
@@ -37,11 +31,14 @@ class Elements(HTMLParser):
         self.loads: list[str] = []
         self.handlers: list[str] = []
         self.styles = 0
+        self.titles: list[str] = []
         self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.names.append(tag)
+        if tag == "section":
+            self.titles.append(dict(attrs)["aria-label"] or "")
         self.loads += [value or "" for name, value in attrs if name in ("src", "srcset", "data", "action")]
         self.loads += [value or "" for name, value in attrs if name == "href" and not (value or "").startswith("#")]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
@@ -57,7 +54,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> list[Content]:
     folder = tmp_path_factory.mktemp("job")
     one = write_run(folder, "20260102-030405")
     other = write_run(folder, "20260102-040506", offloads=False, failed=True)
-    return [content_of(read_material(run)) for run in (one, other)]
+    return [content_of(run) for run in (one, other)]
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +68,30 @@ def test_the_page_loads_nothing_and_its_policy_forbids_it(contents: list[Content
     assert (found.loads, found.handlers, found.styles) == ([], [], 0)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
-    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert html.unescape(policy[1]).startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy[1]
     assert "http" not in policy[1]
 
 
-def test_a_value_that_became_nan_is_said_and_not_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, "20260102-030405")
-    writer = ValueWriter(folder.path)
-    writer.write(Logged(STEPS, 0.0, {"loss": math.nan}))
-    writer.write(Logged(STEPS + 1, 0.0, {"loss": math.inf}))
-    writer.close()
-    text = Elements(page([content_of(read_material(folder))])).text
-    said = f"NaN or infinite 2 times, first at step {STEPS}"
-    assert re.search(rf"loss\s+not finite\s+{said}", text)
-    assert re.search(rf"loss\s+was {said}\.", text)
+def test_the_policy_allows_the_page_its_own_scripts_and_style(contents: list[Content]) -> None:
+    text = page(contents)
+    policy = html.unescape(text[: text.index("<title>")])
+    for name in re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256("".join(name).encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_a_value_that_became_nan_is_said_and_not_left_out(contents: list[Content]) -> None:
+    curve = Curve("loss", (0, 1), (2.0, None), "NaN or infinite once, at step 1")
+    text = Elements(page([replace(contents[0], curves=(curve,))])).text
+    assert re.search(rf"loss\s+not finite\s+{curve.broken}", text)
+    assert re.search(rf"loss\s+was {curve.broken}\.", text)
 
 
 def test_names_of_a_job_are_text(contents: list[Content]) -> None:
     text = page(contents)
     assert ODD not in text
-    assert Elements(text).names.count("script") == 1 + len(page_module._SCRIPTS)
+    assert Elements(text).names.count("script") == 1 + len(view._SCRIPTS)
     assert "img" not in Elements(text).names
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert not set("<>&") & set(data)
@@ -99,133 +99,74 @@ def test_names_of_a_job_are_text(contents: list[Content]) -> None:
 
 
 def test_all_sections_are_there_and_say_what_is_known(one: Elements) -> None:
-    for title in (
-        "Summary",
-        "Loss and other values",
-        "Throughput",
-        "Schedule",
-        "Memory over a step",
-        "Link with the host",
-    ):
-        assert title in one.text
-    for said in ("6,600", "0.4% slower", "plan 9.0 MiB", "blocks.0", "from 0", "--set", "-p", "rank 1: be careful"):
+    titles = ["Summary", "Loss and other values", "Throughput", "Schedule", "Memory over a step", "Link with the host"]
+    titles += ["Communication", "Configuration", "Environment", "Warnings and output"]
+    assert one.titles == titles
+    for said in ("6,600", "0.4% slower", "plan 9.0 MiB", "blocks.0", "from 0", "rank 1: be careful"):
         assert said in one.text
     assert "last lines of" not in one.text
 
 
-def test_a_run_whose_ranks_told_nothing_at_their_end_shows_its_events_and_how_it_ended(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "20260102-030405")
-    write_summary(run.path, RunSummary("odd", 1.7e9, 12.0, 0, "killed"))
-    shown = content_of(read_material(run)).summary
-    assert shown is not None
-    assert (shown.exit_reason, shown.seconds, shown.steps) == ("killed", 12.0, STEPS)
-    assert [rank.rank for rank in shown.ranks] == list(range(RANKS))
+def test_settings_have_values_and_origins_and_defaults_are_apart(one: Elements) -> None:
+    assert re.search(r"microbatches\s+4\s+-p microbatches\s", one.text)
+    assert re.search(r"offload_activations\s+true\s+job.yaml:12\s", one.text.replace("_\n", "_"))
+    assert one.text.index("job.yaml:12") < one.text.index("1 defaults") < one.text.index("active_")
 
 
-def test_a_failed_run_shows_the_last_lines_of_the_rank_that_failed(contents: list[Content]) -> None:
-    assert [log.name for log in contents[1].logs] == ["rank-1"]
-    assert "last lines of rank-1" in Elements(page(contents[1:])).text
+def test_of_two_runs_the_differences_come_first_and_what_failed_early(contents: list[Content]) -> None:
+    found = Elements(page(contents))
+    assert found.titles[:3] == ["Differences", "Summary", "Warnings and output"]
+    assert "last lines of rank-1" in found.text
+    differences = found.text[: found.text.index("Figures")]
+    assert re.search(r"activations\s+true\s+job.yaml:12\s+false\s+job.yaml:12", differences)
+    assert "microbatches" not in differences
+    assert re.search(r"steps\s+8\s+8\s+=", found.text)
 
 
-def test_differences_come_first(contents: list[Content]) -> None:
-    found = differences(contents[0].settings, contents[1].settings)
-    assert [(each.name, each.before, each.after) for each in found] == [("offload_activations", "true", "false")]
-    text = Elements(page(contents)).text
-    assert text.index("Differences") < text.index("Summary")
+def test_settings_that_look_alike_are_no_difference_and_multiples_are_told_as_such(contents: list[Content]) -> None:
+    """`hyperparameters – –` was one, and 100 steps after 1 `+9900.0%`."""
+    before = replace(contents[0], settings=(Setting("hyperparameters", "–", "default"),))
+    assert before.summary is not None
+    after = replace(contents[0], settings=(), summary=replace(before.summary, steps=800))
+    text = Elements(page([before, after])).text
+    assert "hyperparameters" not in text[: text.index("Figures")]
+    assert re.search(r"steps\s+8\s+800\s+× 100\s", text)
 
 
-def test_every_setting_has_an_origin(contents: list[Content]) -> None:
-    origins = {each.short: each.origin for each in contents[0].settings}
-    assert origins["hyperparameters.steps"] == "--set"
-    assert origins["microbatches"] == "-p"
-    assert origins["pipeline_parallel_degree"] == "job file"
-    assert origins["active_microbatches"] == "default"
+def test_of_many_ranks_the_first_the_last_and_the_busiest_are_shown(contents: list[Content]) -> None:
+    summary = contents[0].summary
+    assert summary is not None
+    ranks = [replace(summary.ranks[0], rank=rank) for rank in range(64)]
+    ranks[40] = replace(ranks[40], split=replace(ranks[40].split, compute=0.02))
+    many = replace(contents[0], summary=replace(summary, ranks=tuple(ranks), world_size=64), degrees=(64, 1, 1))
+    text = page([many])
+    assert "16 of 64 ranks are shown: the first, the last and the busiest." in text
+    bars = [int(rank) for rank in re.findall(r'aria-label="rank (\d+): compute', text)]
+    assert {0, 40, 63} < set(bars)
+    assert len(bars) == 16
+    assert "bytes from rank to rank" not in text  # whose table would have 64 columns; the longest waits are there
+    assert "the longest waits" in text
 
 
-def test_a_folder_of_plain_events_works_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_what_was_not_recorded_is_said_once(tmp_path: Path, contents: list[Content]) -> None:
     write_events(tmp_path / "events")
-    content = content_of(read_material(open_run(str(tmp_path))))
-    text = Elements(page([content])).text
-    assert set(content.missing) == {"summary", "values", "settings", "environment"}
+    text = Elements(page([content_of(open_run(str(tmp_path)))])).text
     assert "loss.reduce_mean()" in text
     assert "smpkit run JOB_FILE" in text
-    assert content.summary is not None
-    assert content.summary.steps == 8
-
-
-def test_a_run_without_events_says_how_to_record_them(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "20260102-030405")
-    shutil.rmtree(run.path / EVENTS)
-    content = content_of(read_material(run))
-    assert "SMPKIT_EVENTS_DIR" in Elements(page([content])).text
-    assert content.steps == ()
-
-
-@pytest.mark.parametrize("name", [SUMMARY, JOB, VALUES])
-def test_damaged_files_leave_the_rest(tmp_path: Path, name: str) -> None:
-    run = write_run(tmp_path, "20260102-030405")
-    (run.path / name).write_bytes(b"{\xff\x00[")
-    content = content_of(read_material(run))
-    assert "Schedule" in page([content])
-    assert content.missing
-
-
-def test_damaged_events_are_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "20260102-030405")
-    (run.path / EVENTS / "events_1.jsonl").write_text("nonsense\n")
-    assert "events_1.jsonl" in content_of(read_material(run)).missing["events"]
-
-
-def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SmpkitError, match="no events"):
-        read_material(open_run(str(tmp_path)))
-
-
-def test_secrets_in_output_are_hidden(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "20260102-030405", failed=True)
-    (run.path / "logs" / "rank-1.log").write_text("Traceback (most recent call last):\nAPI_TOKEN=hunter2secret\n")
-    assert "hunter2secret" not in page([content_of(read_material(run))])
-
-
-def test_the_data_are_json(contents: list[Content]) -> None:
-    content = json.loads(json.dumps(plain(contents[0]), allow_nan=False))
-    assert content["summary"]["steps"] == 8
-    assert content["steps"][0]["pipelines"][0]["ranks"] == [0, 1]
+    bare = Elements(page([replace(contents[0], steps=(), times=(), main=None, links=(), missing={"events": "None."})]))
+    assert (bare.text.count("None."), "Schedule" in bare.titles) == (1, False)
 
 
 # --- the library --------------------------------------------------------------------------------------------------
 
 
-def _pinned() -> dict[str, tuple[str, str]]:
-    text = (ASSETS / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w.-]+)` \| `([\w./-]+)` \| `(\w{64})` \|$", text, re.MULTILINE)
-    return {name: (inside, digest) for name, inside, digest in rows}
-
-
 def test_the_library_is_the_published_one() -> None:
-    pinned = _pinned()
+    text = (ASSETS / "README.md").read_text(encoding="utf-8")
+    pinned = dict(re.findall(r"^\| `([\w.-]+)` \| `[\w./-]+` \| `(\w{64})` \|$", text, re.MULTILINE))
     assert set(pinned) == {path.name for path in ASSETS.glob("uplot*")}
-    for name, (_, digest) in pinned.items():
+    for name, digest in pinned.items():
         assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest
     assert "MIT" in (ASSETS / "uplot-LICENSE.txt").read_text(encoding="utf-8")
     version = re.search(r"\(v([\d.]+)\)", (ASSETS / "uplot.js").read_text(encoding="utf-8"))
     assert version is not None
-    assert f"uPlot {version[1]} " in Path(page_module.__file__).read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_the_library_is_what_npm_gives(tmp_path: Path) -> None:
-    readme = (ASSETS / "README.md").read_text(encoding="utf-8")
-    version = re.search(r"^Version ([\d.]+),", readme, re.MULTILINE)
-    assert version is not None
-    packed = subprocess.run(
-        ["npm", "pack", f"uplot@{version[1]}"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    if packed.returncode:
-        pytest.skip(f"npm cannot fetch it: {packed.stderr.strip()[-200:]}")
-    with tarfile.open(next(tmp_path.glob("uplot-*.tgz"))) as archive:
-        for name, (inside, _) in _pinned().items():
-            file = archive.extractfile(f"package/{inside}")
-            assert file is not None
-            assert file.read() == (ASSETS / name).read_bytes()
+    assert f"uPlot {version[1]} " in (ASSETS.parent / "page.html.j2").read_text(encoding="utf-8")

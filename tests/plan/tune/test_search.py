@@ -272,14 +272,6 @@ def test_the_jobs_own_configuration_is_compared() -> None:
     assert found.best[0].step_seconds <= found.present.step_seconds
 
 
-def test_the_jobs_own_configuration_is_predicted_with_the_schedule_that_it_settles_on() -> None:
-    given = {"pipeline_parallel_degree": 4, "microbatches": 8}
-    config, _ = ModelParallelConfig.from_sources(given, None)
-    where = replace(job(), models={1: gpt(11)})
-    first, settled = (predict(config, where, replans=replans) for replans in (False, True))
-    assert search(where, given, budget_seconds=1000).present == settled != first
-
-
 def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
     where = Job({1: gpt(8)}, with_device(16), 2048, 4096)
     found = search(where, {}, budget_seconds=1)

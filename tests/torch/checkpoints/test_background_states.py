@@ -174,11 +174,14 @@ smp.init({{}})
 model = smp.DistributedModel(torch.nn.Linear(64, 64))
 smp.save_checkpoint({folder!r}, "good", user_content="good")
 write = saving._write_files
-def slowly(save, own):
-    done = write(save, own[:1])
+def slowly(save, part, go_on):
+    first, *others = part.contents
+    content = part.contents.pop(first)
+    write(save, part, go_on)
     os.write(1, b"writing\\n")
     time.sleep(1.5)
-    return done | write(save, own[1:])
+    part.contents[first] = content
+    return write(save, part, go_on)
 saving._write_files = slowly
 smp.save_checkpoint({folder!r}, "last", user_content="last", blocking=False)
 while not {until}:

@@ -13,10 +13,16 @@ from smpkit.torch.checkpoints.folder import Index
 def make(path: Path, tag: str, order: int = 1, size: int = 3) -> Path:
     folder = path / f"{tag}_partial"
     folder.mkdir(parents=True)
-    (folder / "model_0_0.safetensors").write_bytes(b"abc")
-    index = Index(tag, files.new_save_id(), order, {"pipeline": 1, "tensor": 1}, "0", {"model_0_0.safetensors": size})
-    files.write_index(folder, index)
+    (folder / "model_0_0_0.safetensors").write_bytes(b"abc")
+    (folder / files.INDEX).write_text(index_text(tag, order, size))
     return folder
+
+
+def index_text(tag: str, order: int = 1, size: int = 3) -> str:
+    entry = {"size": size, "crc32": 1, "rank": 0, "host": "h", "folder": 0}
+    degrees = {"pipeline": 1, "tensor": 1}
+    index = Index(tag, files.new_save_id(), order, degrees, "float32", "0", {"model_0_0_0.safetensors": entry})
+    return index.to_text()
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "..", "newest", 3, None], ids=repr)
@@ -35,7 +41,7 @@ def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Pa
     make(tmp_path, "z", order=2)
     make(tmp_path, "b", order=3)
     make(tmp_path, "cut", order=4, size=99)
-    (make(tmp_path, "gone", order=5) / "model_0_0.safetensors").unlink()
+    (make(tmp_path, "gone", order=5) / "model_0_0_0.safetensors").unlink()
     (make(tmp_path, "no_index", order=6) / files.INDEX).unlink()
     (make(tmp_path, "bad_index", order=7) / files.INDEX).write_text("{")
     assert [name for name, _ in files.complete_partials(tmp_path)] == ["b_partial", "z_partial", "a_partial"]
@@ -45,7 +51,7 @@ def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
     assert (
         files.find_damage(folder, files.read_index(folder))
-        == f"{folder / 'model_0_0.safetensors'} has 3 bytes instead of 99"
+        == f"{folder / 'model_0_0_0.safetensors'} has 3 bytes instead of 99"
     )
 
 
@@ -62,11 +68,14 @@ def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
     old = make(tmp_path, "a", order=1)
     staged = files.staging_folder(tmp_path, "a_partial", files.new_save_id())
     make(tmp_path / "elsewhere", "a", order=2).rename(staged)
-    files.publish_folder(staged, old)
+    index = index_text("a", order=2)
+    files.publish_folder(staged, old, index)
     assert files.read_index(old).order == 2
     assert not list(tmp_path.glob(".*"))
-    files.publish_folder(staged, old)  # another host was faster: nothing to do
+    files.publish_folder(staged, old, index)  # another leader on the same file system was faster: nothing to do
     assert files.read_index(old).order == 2
+    with pytest.raises(FileNotFoundError):
+        files.publish_folder(staged, old, index_text("a", order=3))
 
 
 def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -80,12 +89,10 @@ def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".b_partial.{ours}.tmp", ".users.tmp", "plain.tmp"]
 
 
-def test_a_checkpoint_whose_replacement_died_half_way_is_put_back(tmp_path: Path) -> None:
-    old = make(tmp_path, "a", order=1)
-    old.rename(tmp_path / f".a_partial.{files.new_save_id()}.old.tmp")
-    assert files.complete_partials(tmp_path) == []
-    files.remove_leftovers(tmp_path, files.new_save_id())
-    assert [name for name, _ in files.complete_partials(tmp_path)] == ["a_partial"]
+def test_the_order_of_a_damaged_checkpoint_is_not_given_again(tmp_path: Path) -> None:
+    make(tmp_path, "a", order=1)
+    (make(tmp_path, "cut", order=4) / "model_0_0_0.safetensors").unlink()
+    assert files.next_order(tmp_path) == 5
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

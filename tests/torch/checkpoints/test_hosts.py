@@ -63,10 +63,9 @@ def resumed(folder: Path, degree: int = 2) -> dict[str, Tensor]:
     return weights
 
 
-def check_equal_descriptions(path: Path) -> None:
-    for name in ("index.json", "pieces.json"):  # so that either host's may replace the other's
-        first, second = ((path / host / "one_partial" / name).read_text() for host in ("host_0", "host_1"))
-        assert first == second, name
+def check_equal_indices(path: Path) -> None:
+    first, second = ((path / host / "one_partial" / "index.json").read_text() for host in ("host_0", "host_1"))
+    assert first == second, "either host's may replace the other's"
 
 
 def refused(folder: Path) -> str:
@@ -97,7 +96,7 @@ def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict
     messages["one host"] = str(caught.value)
     smp.shutdown()
     begin(2)
-    for file in (own / "one_partial").glob(f"*_{host}_0.*"):
+    for file in (own / "one_partial").glob(f"*_{host}_0_0.*"):
         shutil.copy(file, other / "one_partial")
     smp.barrier()
     smp.shutdown()
@@ -107,11 +106,12 @@ def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict
 
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
     results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
-    check_equal_descriptions(tmp_path)
+    check_equal_indices(tmp_path)
     for host, (kept, messages, weights) in enumerate(results):
-        files = [f"model_{host}_0.safetensors", f"optimizer_{host}_0.pt", f"optimizer_{host}_0.safetensors"]
-        assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
-        assert f"lacks `model_{1 - host}_0.safetensors` (saved by rank {1 - host} on " in messages["degree 1"]
+        files = [f"model_{host}_0_0.safetensors", f"optimizer_{host}_0_0.pt", f"optimizer_{host}_0_0.safetensors"]
+        content = "user_content_1.pt" if host else "user_content.pt"
+        assert kept == ["index.json", *files, content]
+        assert f"lacks `model_{1 - host}_0_0.safetensors` (saved by rank {1 - host} on " in messages["degree 1"]
         assert "copy these files here" in messages["degree 1"]
         assert "there is no complete checkpoint in" in messages["one host"]
         assert "on rank 0, though there is one on the others" in messages["one host"]
@@ -156,7 +156,7 @@ def resume_from_each(folders: list[Path]) -> list[tuple[Any, dict[str, Tensor]]]
 def test_the_folders_of_two_hosts_make_one_whichever_files_of_equal_names_come_last(tmp_path: Path) -> None:
     """As with SageMaker, which copies the folders of all hosts to one place in S3."""
     expected = run_ranks(save_on_two_hosts, 4, tmp_path, hosts=2)
-    check_equal_descriptions(tmp_path)
+    check_equal_indices(tmp_path)
     mixtures: list[Path] = []
     for is_first in (lambda file: file.name == "index.json", lambda _: True, lambda _: False, _by_dice):
         mixtures.append(tmp_path / f"mixture_{len(mixtures)}")

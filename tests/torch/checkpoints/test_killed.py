@@ -13,20 +13,16 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.checkpoints import file_systems as sharing
+from smpkit.torch.checkpoints import agreement, save
 from smpkit.torch.checkpoints import folder as checkpoint_files
-from smpkit.torch.checkpoints import save
-from smpkit.torch.checkpoints import state_entries as together
 from tests.ranks import RankFailed, run_ranks
 
 MOMENTS: list[tuple[Any, str]] = [
     (checkpoint_files, "fsync_write"),
-    (checkpoint_files, "write_index"),
     (checkpoint_files, "publish_folder"),
     (checkpoint_files, "atomic_write"),
-    (together, "allgather"),
-    (save, "allgather"),
-    (sharing, "allgather"),
+    (agreement, "agree"),
+    (save, "agree"),
 ]
 """What a save does, one after the other: a rank is killed before or after one of them."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.file_systems import _make_folder
+from smpkit.torch.checkpoints.file_systems import make_folder
 
 
 def test_a_folder_that_was_removed_is_called_that(tmp_path: Path) -> None:
@@ -13,4 +13,4 @@ def test_a_folder_that_was_removed_is_called_that(tmp_path: Path) -> None:
     folder, link = tmp_path / "kept", tmp_path / "checkpoints"
     link.symlink_to(folder)
     with pytest.raises(CheckpointError, match=f"the folder {folder} is gone: somebody removed it"):
-        _make_folder(link)
+        make_folder(link)

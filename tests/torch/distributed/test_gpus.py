@@ -22,15 +22,11 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of machines whose GPU torch does not see")
 
-NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
-OPEN_NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
-
 
 @pytest.fixture(autouse=True)
 def no_gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
-    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "version")
 
 
 @pytest.fixture
@@ -62,12 +58,10 @@ def test_a_machine_without_a_gpu_is_no_problem() -> None:
     assert notices_of([gpu_info, gpu_info]) == []
 
 
-def test_a_gpu_that_the_launcher_counted_must_be_seen(tmp_path: Path) -> None:
-    (tmp_path / "version").write_text(NVRM)
+def test_a_gpu_that_the_launcher_counted_must_be_seen() -> None:
     text = message_of(GpuInfo(gpu="GPU-a"), gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": "9"}))
     assert "rank 1 sees no GPU but should have one (SM_NUM_GPUS is 8)" in text
     assert f"torch {torch.__version__} is built " in text
-    assert "the driver is 535.104.05" in text
     assert "CUDA_VISIBLE_DEVICES is 9" in text
     assert "hint: " in text
     assert "if the CPU is meant, set CUDA_VISIBLE_DEVICES='' or SMPKIT_CUDA_ON_CPU=1" in text
@@ -82,17 +76,15 @@ def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
     blind = gpus.probe_gpu(Launch(), {})
     text = message_of(blind, GpuInfo(gpu="GPU-a"), blind)
     assert "ranks 0 and 2 see no GPU but should have one (rank 1 has one)" in text
-    assert "the version of the driver is unknown" in text
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "version").write_text(OPEN_NVRM)
+def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path) -> None:
     text = message_of(gpus.probe_gpu(Launch(), {}))
     assert f"rank 0 sees no GPU but should have one ({gpu_file} exists)" in text
-    assert f"torch {torch.__version__} is built for CUDA 13.0, the driver is 580.65.06" in text
+    assert f"torch {torch.__version__} is built for CUDA 13.0" in text
     assert "torch says `" in text
-    assert "hint: update the driver (CUDA 13.0 needs 580 or newer)" in text
+    assert "hint: update the driver, or install a build of torch for an older CUDA" in text
 
 
 @pytest.mark.usefixtures("cpu_build")

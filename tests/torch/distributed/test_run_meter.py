@@ -46,12 +46,11 @@ def steps(meter: RunMeter, count: int, *, recorded: int = 1) -> None:
         parts = StepParts(35 * MS, 20 * MS, 10 * MS, 5 * MS, 0) if number % recorded == 0 else None
         meter.add_step(start, start + 70 * MS, parts)
         meter.add_optimizer(start + 75 * MS, start + 95 * MS)
-    meter.finish()
 
 
 @pytest.mark.parametrize(("recorded", "count"), [(1, 41), (10, 41), (50, 1001)])
 def test_the_split_of_the_average_step_adds_up_to_it(recorded: int, count: int) -> None:
-    meter = RunMeter(is_exact=True)
+    meter = RunMeter()
     steps(meter, count, recorded=recorded)
     split = meter.split()
     assert meter.num_steps == count
@@ -61,21 +60,21 @@ def test_the_split_of_the_average_step_adds_up_to_it(recorded: int, count: int) 
     assert (split.stall, split.optimizer) == pytest.approx((0.005, 0.02))
 
 
-def test_where_the_hosts_clock_times_launches_alone_only_recorded_steps_count() -> None:
-    meter = RunMeter(is_exact=False)
+def test_only_recorded_steps_say_how_a_step_is_divided() -> None:
+    meter = RunMeter()
     for number in range(40):
         start, is_recorded = number * 100 * MS, number % 10 == 0
         parts = StepParts(70 * MS, 0, 0, 0, 0) if is_recorded else None
         meter.add_step(start, start + (70 if is_recorded else 1) * MS, parts)
         if is_recorded:
             meter.add_optimizer(start + 70 * MS, start + 90 * MS)
-    meter.finish(4000 * MS)
+    meter.add_optimizer(4000 * MS, 4000 * MS)  # the end
     split = meter.split()
     assert (split.compute, split.optimizer, split.other) == pytest.approx((0.07, 0.02, 0.01), rel=0.02)
 
 
 def test_nothing_is_known_before_the_first_step_and_one_step_is_enough() -> None:
-    meter = RunMeter(is_exact=True)
+    meter = RunMeter()
     assert (meter.step_seconds, meter.split().total) == (None, 0.0)
     steps(meter, 1)
     assert meter.step_seconds == pytest.approx(0.095)
@@ -127,7 +126,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
         time.sleep(0.01)
     found = recorder.latest_recorder()
     assert found is not None
-    found.meter.finish(time.perf_counter_ns())
+    found.meter.add_optimizer(time.perf_counter_ns(), time.perf_counter_ns())
     split, clock = found.meter.split(), (time.perf_counter() - began[2]) / 6
     assert split.total == pytest.approx(clock, rel=0.02)
     assert split.compute >= 0.06

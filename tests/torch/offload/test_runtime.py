@@ -5,7 +5,6 @@ That no bit changes is in `tests/transparency/test_checkpointing.py`.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pytest
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.observe.events import Counter, WorkSpan, read_events
 from smpkit.torch.core import offloader
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload import engine as engines
@@ -81,23 +81,23 @@ def test_events_tell_what_moved_and_how_long_layers_waited(
     monkeypatch.setenv("SMPKIT_EVENTS_DIR", str(tmp_path))
     monkeypatch.setattr(engines, "link_for", lambda *_: slow())
     found = report(OFFLOADED)
-    events = [json.loads(line) for line in (tmp_path / "events_0.jsonl").read_text().splitlines()]
+    events = read_events(tmp_path / "events_0.jsonl").events
     totals = dict[str, int]()
     for event in events:
-        if event["type"] == "counter":
-            totals[event["name"]] = totals.get(event["name"], 0) + event["value"]
+        if isinstance(event, Counter):
+            totals[event.name] = totals.get(event.name, 0) + event.value
     assert totals["offload out, bytes"] == found.bytes_out
     assert totals["offload back, bytes"] == found.bytes_back
     stalls = [stall for step in found.steps for stall in step.stalls]
     assert stalls
     assert {name for name in totals if "stall" in name} == {f"offload stall of {each.layer}, ns" for each in stalls}
-    waits = {event["name"] for event in events if "wait for the activation of" in event.get("name", "")}
+    works = {event.name for event in events if isinstance(event, WorkSpan)}
+    waits = {name for name in works if "wait for the activation of" in name}
     assert waits == {f"wait for the activation of `{each.layer}` (microbatch {each.microbatch})" for each in stalls}
 
 
 def mapped(pipeline: str) -> list[int]:
     """Return how much host memory was there before ranks were connected, and after each of four steps."""
-    # Without a limit a schedule by measured times may hold one microbatch more; memory for it is taken before it runs.
     config = {"offload_activations": True, "pipeline": pipeline, "active_microbatches": 2}
     way = replace(OFFLOADED, pipeline=2, microbatches=8, batches=(4096,) * 4, traced=True, config=config)  # pages
     counts, connect = list[int](), Transport.connect

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smpkit.torch.core.tensor_spec import TensorSpec
-from smpkit.torch.pipeline.transport import HostBuffers
+from smpkit.torch.pipeline.host_link import HostBuffers
 
 SIDE = 512
 

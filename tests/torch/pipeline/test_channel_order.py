@@ -27,12 +27,14 @@ from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline import channels as rings
-from smpkit.torch.pipeline import transport as transports
+from smpkit.torch.pipeline import gpu_link, host_link
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
-from smpkit.torch.pipeline.message_order import P2PTransfer, timetable_of
-from smpkit.torch.pipeline.messages import Message, Tag
-from smpkit.torch.pipeline.step_plan import _messages, graph_of
-from smpkit.torch.pipeline.transport import HostBuffers, Transport
+from smpkit.torch.pipeline.gpu_link import GpuLink
+from smpkit.torch.pipeline.host_link import HostBuffers, HostLink
+from smpkit.torch.pipeline.message_order import Message, P2PTransfer, timetable_of
+from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.step_plan import graph_of
+from smpkit.torch.pipeline.transport import Transport
 from tests.nccl_model import Deadlock, World
 
 CPU = torch.device("cpu")
@@ -101,8 +103,7 @@ class Driver:
 
     def step(self, ends_in: int | None) -> None:
         """Run a step; in the forward of a microbatch, all ranks leave the channels."""
-        self.transport.messages = _messages(self.schedule, self.transfers, self.rank)
-        self.transport.follow(timetable_of(self.schedule, self.transfers, self.rank))
+        self.transport.follow(lambda: timetable_of(self.schedule, self.transfers, self.rank))
         actions = self.schedule.actions[self.rank]
         last = {action.microbatch: place for place, action in enumerate(actions)}
         for place, action in enumerate(actions):
@@ -112,7 +113,6 @@ class Driver:
             self._act(action)
             if last[action.microbatch] == place:
                 del self.kept[action.microbatch]
-        self.transport.messages = {}
         self.transport.end_step()
 
     def _may_wait(self) -> None:
@@ -182,21 +182,21 @@ def over(world: World) -> Iterator[None]:
 
         return call
 
-    def send(self: Transport, tensor: torch.Tensor, target: int, tag: int, *args: Any) -> Any:
+    def send(self: HostLink, data: torch.Tensor, target: int, tag: int, *args: Any) -> Any:
         if tag != Tag.HEADERS:
             world.synchronize("what it copies to its host")
-        return sends(self, tensor, target, tag, *args)
+        return sends(self, data, target, tag, *args)
 
-    sends = Transport._send
+    sends = HostLink._send
     fixed = SimpleNamespace(timeout=timedelta(seconds=60))
     clock = SimpleNamespace(
         sleep=lambda _: world.pause(), monotonic=time.monotonic, perf_counter_ns=time.perf_counter_ns
     )
     with (
         world.devices(),
-        mock.patch.object(transports, "time", clock),
-        mock.patch.object(transports, "state", fixed),
-        mock.patch.object(Transport, "_send", send),
+        mock.patch.object(host_link, "time", clock),
+        mock.patch.object(host_link, "state", fixed),
+        mock.patch.object(HostLink, "_send", send),
         mock.patch.object(rings.ReceivePool, "_made", keeping(rings.ReceivePool._made)),
         mock.patch.object(HostBuffers, "take", keeping(HostBuffers.take)),
     ):
@@ -228,17 +228,17 @@ def play(seed: int, make: Make = channels_of, *, one_kernel: bool = True, leaves
         transport = make(world, rank)
         transport.connect(transfers)
         driver = Driver(world, transport, schedule, transfers, rank)
-        assert transport._channels is not None
-        sizes = set()
+        assert transport.gpus is not None
+        pool, sizes = transport.gpus.channels.pool, set()
         for number in range(3):
-            transport._channels.pool.num_unplanned = 0
+            pool.num_unplanned = 0
             driver.step(ends_in if number == 1 else None)
-            sizes.add(transport._channels.pool.num_bytes)
+            sizes.add(pool.num_bytes)
         assert leaves or len(sizes) == 1, "the ring does not stay as it is"
         world.synchronize("the end")
 
     # Around all ranks: they are threads, and each would put back what another one had put there.
-    with over(world), mock.patch.object(transports, "_log") as log:
+    with over(world), mock.patch.object(gpu_link, "_log") as log:
         world.run(program)
     return sum(str(call.args[0]).startswith("For %s messages") for call in log.debug.call_args_list)
 
@@ -286,18 +286,18 @@ class LanesOfBefore(P2PChannels):
         return work
 
 
-class TransportOfBefore(Transport):
+class LinkOfBefore(GpuLink):
     """Sends at once, and begins to receive when a value is needed."""
 
-    def _prepare_channel_send(self, _target: int, _tag: int) -> bool:
-        return True
+    def _begin_receives_until(self, position: int) -> None:
+        pass
 
-    def _prepare_channel_receive(self, tag: int, message: Message) -> bool:
-        while tag not in self._begun_receives:
-            announced, num_bytes = self._receive_header(message.peer, message)
-            assert self._channels is not None
-            received = self._channels.receive(num_bytes, message.peer) if num_bytes > 0 else None
-            self._begun_receives[announced] = received
+    def begin_receive(self, message: Message) -> bool:
+        tag = self._hosts.tag_of(message)
+        while tag not in self._begun:
+            announced, num_bytes = self._receive_header(message.sender, message)
+            received = (0, self.channels.receive(num_bytes, message.sender)) if num_bytes > 0 else None
+            self._begun[announced] = received
         return True
 
     def end_step(self) -> None:
@@ -308,7 +308,9 @@ class TransportOfBefore(Transport):
 def before(*, allocates: bool) -> Make:
     def make(world: World, rank: int) -> Transport:
         channels = LanesOfBefore(world, rank, allocates=allocates)
-        return TransportOfBefore(world.hosts(rank), range(world.size), CPU, channels)
+        transport = Transport(world.hosts(rank), range(world.size), CPU, channels)
+        transport.gpus = LinkOfBefore(channels, transport.hosts, rank, CPU)
+        return transport
 
     return make
 

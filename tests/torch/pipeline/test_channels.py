@@ -25,7 +25,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.pipeline.channels import P2PChannels
-from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
+from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import CASES, MODELS, Case
 from tests.ranks import RankFailed, run_ranks
@@ -55,7 +55,8 @@ def connected(entries: Sequence[tuple[int, bool]], **config: Any) -> Transport:
 
 def follow(transport: Transport, entries: Sequence[tuple[int, bool]]) -> None:
     """Begin a step with these moves, and gradients of moves, of one microbatch."""
-    transport.follow(Timetable(tuple(TimetableEntry(0, move_of(number), backward) for number, backward in entries), {}))
+    messages = tuple(Message(0, move_of(number), backward) for number, backward in entries)
+    transport.follow(lambda: Timetable(messages, {}))
 
 
 def value_of(number: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ def values_in_any_order() -> Any:
         transport.send_gradient(value_of(0) * 2, 0, move_of(0))
         transport.send_gradient(None, 0, move_of(1))
         transport.send_gradient(value_of(5) * 2, 0, move_of(5))
-        result = transport.num_messages
+        result = transport.hosts.num_messages
     transport.end_step()
     smp.shutdown()
     return result

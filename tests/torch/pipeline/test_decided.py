@@ -66,7 +66,7 @@ def test_ranks_do_what_the_plan_says(options: dict[str, Any]) -> None:
     traced = not config.skip_tracing
     num_places = 2 * config.virtual_pipeline_degree
     facts = describe(made if traced else lambda: made()[0], num_places, cfg=config, world_size=2)
-    plan = decide(config, 2, facts, SPEED, replans=False)  # the first steps, before times are known
+    plan = decide(config, 2, facts, SPEED)
     assert plan.assignment is not None
     expected = [" ".join(map(str, actions)) for actions in plan.timeline.schedule.actions]
     found = run_ranks(run, 2, options)

@@ -28,7 +28,7 @@ def change_before_it_is_gone() -> None:
         transport.send(value.detach(), 2, transfer)
         value.add_(1)
         with pytest.raises(UsageError, match=r"on its way to pipeline rank 1: forward of microbatch 2 .*`layers.1`"):
-            transport.flush()
+            transport.end_step()
     else:
         transport.receive(2, transfer)
 
@@ -45,7 +45,7 @@ def send_to_the_dead() -> None:
         raise ValueError("gone")
     for microbatch in range(1000):
         transport.send(torch.zeros(1 << 20), microbatch, transfer)
-        transport.flush()
+        transport.end_step()
 
 
 def test_a_send_that_fails_says_what_and_to_whom() -> None:

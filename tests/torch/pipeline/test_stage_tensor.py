@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
-from smpkit.torch.pipeline.inferred_outputs import infer_output
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
+from smpkit.torch.pipeline.outputs import infer_output
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, make_stage_tensor
@@ -46,8 +46,9 @@ class Wire:
     def __init__(self) -> None:
         self.told: deque[Any] = deque()
         self.sent: deque[Tensor] = deque()
+        self.hosts = self
 
-    def broadcast_object(self, value: Any) -> None:
+    def send_object(self, value: Any) -> None:
         self.told.append(value)
 
     def receive_object(self, _source: int, _what: str) -> Any:

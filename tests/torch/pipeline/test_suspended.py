@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpkit.torch.core import devices
-from smpkit.torch.pipeline.executor import MicrobatchCoroutine
+from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import smpkit.torch as smp
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 from smpkit.torch.distributed.objects import CommGroup
-from smpkit.torch.pipeline.message_order import P2PTransfer
-from smpkit.torch.pipeline.messages import Message, Tag, pack, packed_bytes, unpack, unpack_copies
+from smpkit.torch.pipeline.message_order import Message, P2PTransfer
+from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack, unpack_copies
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
 
@@ -100,13 +100,13 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
         back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
         got = [gradient.tolist() for gradient in back if gradient is not None]
     else:
-        transport.post(Message(1, 0, move_of(5), False))
-        transport.post(Message(1, 1, move_of(5), False))
-        transport.post(Message(1, 1, move_of(5), False))  # posted already
+        transport.post(Message(0, move_of(5), False))
+        transport.post(Message(1, move_of(5), False))
+        transport.post(Message(1, move_of(5), False))  # posted already
         got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
         for microbatch in (0, 1):
             transport.send_gradient(value() * 10 + microbatch, microbatch, move_of(5))
-    transport.flush()
+    transport.end_step()
     smp.shutdown()
     return got, seen, len(set(tags))
 
@@ -133,8 +133,8 @@ def gradients_that_are_none() -> list[Any]:
                 found.append(None if got is None else (got[0, 1].item(), got.stride()))
             else:
                 transport.send_gradient(gradient, microbatch, transfer)
-    transport.flush()
-    found.append(transport.num_bytes)
+    transport.end_step()
+    found.append(transport.hosts.num_bytes)
     smp.shutdown()
     return found
 
@@ -164,7 +164,7 @@ def use_before_it_arrives() -> list[Any]:
         else:
             leaf = transport.receive(index, transfer, use)
             found.append((leaf.tolist(), leaf.stride(), leaf.requires_grad, leaf._is_view()))
-    transport.flush()
+    transport.end_step()
     smp.shutdown()
     return found
 
@@ -175,42 +175,30 @@ def test_what_is_made_of_a_value_is_made_before_it_arrives() -> None:
 
 
 def lets_go() -> list[int]:
-    """Send values of three microbatches; return how many messages are held after each gradient came back."""
+    """Send values of three microbatches; return how many are held after each gradient came back, and at the end."""
     transport = open_transport()
-    # The list of both ranks: F0 F1 F2 B0 B1 B2.
-    transport.messages = {
-        (microbatch, each.number, backward): Message(
-            smp.pp_rank(), microbatch, each, backward, 3 * backward + microbatch
-        )
-        for each in (move_of(0), move_of(7), move_of(8, source=1))
-        for microbatch in range(10)
-        for backward in (False, True)
-    }
     held = []
     if smp.pp_rank() == 0:
-        transport.send(value(), 9, move_of(7))
         for microbatch in range(3):
             transport.send(value(), microbatch, move_of(0))
-        held.append(len(transport._sending[1]))
-        transport.receive_gradient(0, move_of(0))
-        held.append(len(transport._sending[1]))
-        transport.receive(9, move_of(8, source=1))
+        held.append(len(transport.hosts._values))
+        for microbatch in (1, 0):
+            transport.receive_gradient(microbatch, move_of(0))
+            held.append(len(transport.hosts._values))
     else:
         for microbatch in range(3):
             transport.receive(microbatch, move_of(0))
-        transport.send_gradient(value(), 0, move_of(0))
-        transport.receive(9, move_of(7))
-        transport.send(value(), 9, move_of(8, source=1))
-    transport.flush()
-    held.append(len(transport._sending[1 - smp.pp_rank()]))
+        for microbatch in (1, 0):
+            transport.send_gradient(value(), microbatch, move_of(0))
+    transport.end_step()
+    held.append(len(transport.hosts._values) + len(transport.hosts._sent))
     smp.shutdown()
     return held
 
 
 @pytest.mark.also_on("sim:copies:0")
-def test_a_receive_lets_go_of_what_the_sender_has_taken_before() -> None:
-    # The first value is of microbatch 9, which comes after everything in the list, so the gradient says nothing of it.
-    assert run_ranks(lets_go, 2)[0] == [4, 1, 0]
+def test_a_value_is_let_go_when_its_gradient_comes_and_all_else_when_the_step_ends() -> None:
+    assert run_ranks(lets_go, 2) == [[3, 2, 1, 0], [0]]
 
 
 def forgets_what_it_has_posted(times: int) -> list[list[list[float]]]:
@@ -219,12 +207,12 @@ def forgets_what_it_has_posted(times: int) -> list[list[list[float]]]:
     found = []
     for _ in range(times):
         if smp.pp_rank() == 1:
-            transport.post(Message(1, 0, move_of(1), False))
-        transport.forget_posted(1)
+            transport.post(Message(0, move_of(1), False))
+        transport.hosts.forget_posted(1)
     if smp.pp_rank() == 0:
         transport.send(value() * 7, 0, move_of(0))
         transport.send(value() * 8, 0, move_of(1))
-        transport.flush()
+        transport.end_step()
     else:
         found = [transport.receive(0, move_of(number)).tolist() for number in (0, 1)]
     smp.shutdown()
@@ -240,13 +228,13 @@ def test_receives_that_were_posted_for_a_record_do_not_meet_the_next_step(times:
 def objects_and_bytes() -> tuple[Any, list[int]]:
     transport = open_transport()
     if smp.pp_rank() == 0:
-        transport.broadcast_object({"shape": (2, 3)})
-        transport.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.COSTS)
+        transport.hosts.send_object({"shape": (2, 3)})
+        transport.hosts.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.OUTPUTS, "a test")
         found: tuple[Any, list[int]] = {}, []
     else:
-        coming = transport.expect_bytes(5, 0, Tag.COSTS, "a test")
-        found = transport.receive_object(0, "a test"), coming().tolist()
-    transport.flush()
+        coming = transport.hosts.receive_bytes(5, 0, Tag.OUTPUTS, "a test")
+        found = transport.hosts.receive_object(0, "a test"), coming.tolist()
+    transport.end_step()
     smp.shutdown()
     return found
 
@@ -254,8 +242,8 @@ def objects_and_bytes() -> tuple[Any, list[int]]:
 def use_up_all_tags() -> None:
     transport = open_transport()
     for _ in range(3):
-        transport.forget_posted(4096)
-    transport.forget_posted(4096)
+        transport.hosts.forget_posted(4096)
+    transport.hosts.forget_posted(4096)
 
 
 def test_tags_of_forgotten_receives_never_come_back() -> None:

@@ -93,7 +93,7 @@ def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
     run_ranks(save, before, str(tmp_path), before, blocking)
     ranks = run_ranks(resume, after, str(tmp_path), after)
     names = {path.name for path in (tmp_path / "three_partial").iterdir()}
-    assert {f"fp16_states_{rank}_0.safetensors" for rank in range(before)} <= names
+    assert {f"optimizer_{rank}_0_0.safetensors" for rank in range(before)} <= names
     found: dict[str, torch.Tensor] = {}
     for ours, our_scale, our_masters in ranks:
         assert ours == losses[3:]

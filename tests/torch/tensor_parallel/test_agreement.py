@@ -10,7 +10,6 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.tensor_parallel.collectives import reduce_from_tp
 from tests.ranks import run_ranks
 
 
@@ -62,41 +61,6 @@ def test_ranks_that_call_different_things_hear_what() -> None:
         assert "the step `evaluate`" in steps
         assert "the model (training, with gradients) with float32[2, 4], and the model" in plain
         assert "the model (evaluation, with gradients)" in modes
-
-
-class Straying(nn.Module):
-    """Adds up values of one size and two shapes, so that nothing fails when the ranks do not agree on the shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.strays = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return reduce_from_tp(y.T if self.strays else y).square().mean()
-
-
-def stray() -> list[str]:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
-    torch.manual_seed(0)
-    module = Straying()
-    model, said = smp.DistributedModel(module), []
-    for strays in (False, True, False, False):
-        module.strays = strays and smp.rank() == 1
-        try:
-            train_step(model, torch.ones(2, 4))
-        except UsageError as error:
-            said.append(error.message)
-    return said
-
-
-def test_ranks_that_took_different_paths_hear_so_at_the_next_call() -> None:
-    for said in run_ranks(stray, 2):
-        (message,) = said
-        assert message.startswith(
-            "ranks 0 and 1 of a tensor-parallel group made different exchanges before the step `t"
-        )
 
 
 def prescaled_batches() -> str:

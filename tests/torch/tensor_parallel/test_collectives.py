@@ -135,10 +135,10 @@ def test_a_layer_takes_as_few_messages_as_can_be() -> None:
     for found in run_ranks(count_messages, 2):
         # Two blocks per layer, an exchange in and one out, in forward and backward.
         assert found["True speed"] == ({"all-reduce": 4 * layers}, {"all-reduce": 4 * layers * values})
-        # The samples of both ranks, brought together once, and so are the gradients.
+        # An all-gather in and a reduce-scatter out of each block, and the reverse in backward.
         assert found["False speed"] == (
-            {"all-reduce": 4 * layers, "all-gather": 2},
-            {"all-reduce": 4 * layers * both, "all-gather": 2 * both},
+            {"all-gather": 4 * layers, "reduce-scatter": 4 * layers},
+            {"all-gather": 4 * layers * both, "reduce-scatter": 4 * layers * both},
         )
         # Six all-gathers: in forward, its input again in backward, and the gradient of what was scattered.
         assert found["False memory"] == (
@@ -240,7 +240,7 @@ def drop(same_seed: bool) -> dict[str, Any]:
     x = torch.ones(4, 64, requires_grad=True)
     masks: dict[str, Any] = {each.value: ParallelDropout(0.5, each)(x).tolist() for each in Layout}
     after = torch.rand(3).tolist()
-    dropout, gradients = ParallelDropout(0.5, Layout.REPLICATE_GATHERED), []
+    dropout, gradients = ParallelDropout(0.5, Layout.REPLICATE), []
     for recompute in (False, True):
         torch.manual_seed(4 + smp.tp_rank())
         output = checkpoint(dropout, x, use_reentrant=False) if recompute else dropout(x)
@@ -255,7 +255,7 @@ def drop(same_seed: bool) -> dict[str, Any]:
 def test_dropout_is_equal_on_equal_values_and_different_on_parts(same_seed: bool) -> None:
     first, second = run_ranks(drop, 2, same_seed)
     for boundary in Layout:
-        assert (first[boundary.value] == second[boundary.value]) is boundary.is_replicated, boundary
+        assert (first[boundary.value] == second[boundary.value]) is (boundary is Layout.REPLICATE), boundary
     assert first["repeats"]
     assert second["repeats"]
     assert (first["stream"] == second["stream"]) is same_seed  # the script's own numbers are its own

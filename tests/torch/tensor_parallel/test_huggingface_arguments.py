@@ -1,4 +1,4 @@
-"""Replaced Hugging Face models take every argument of the classes that they replace: honoured, neutral, or refused.
+"""Replaced Hugging Face models take arguments of the classes that they replace, by name, or refuse them.
 
 Each call is compared with the same call of the model that is not replaced: outputs, and gradients of all weights.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
-from tests.models_of_others import DIVISIBLE, divisible
+from tests.models_of_others import DIVISIBLE
 from tests.ranks import run_ranks
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 6, 23, 16, 4
@@ -46,8 +46,7 @@ PREFIX = SEEN | (torch.arange(LENGTH) < 3)  # the first positions see each other
 ROWS = SEEN | torch.eye(LENGTH, dtype=torch.bool)  # rows that differ, for encoders too
 OF_HEADS = ROWS & (drawn(5, SAMPLES, HEADS, LENGTH, LENGTH) % 3 > 0) | torch.eye(LENGTH, dtype=torch.bool)
 POSITIONS = (torch.arange(LENGTH) + torch.arange(SAMPLES).unsqueeze(1)).contiguous()
-STATES = normal(1, SAMPLES, 5, WIDTH)
-STATES_MASK = torch.tensor([[1, 1, 1, 0, 1]] * SAMPLES)
+STATES = normal(1, SAMPLES, LENGTH, WIDTH)
 
 
 def additive(mask: Tensor) -> Tensor:
@@ -72,78 +71,39 @@ def shared_by_group(part: slice) -> Arguments:
 
 
 IDS: Arguments = {"input_ids": TOKENS}
-ALWAYS: dict[str, Case] = {
-    "labels": divided(**IDS, labels=TOKENS.masked_fill(PADDING == 0, -100)),
-    "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS),
+ASKS_NOTHING: Arguments = {"past_key_values": None, "use_cache": False, "output_attentions": False, "head_mask": [None]}
+DECODER: dict[str, Case] = {
+    "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS.masked_fill(PADDING == 0, -100)),
     "boolean padding": divided(**IDS, attention_mask=PADDING.bool()),
-    "padding in floating point": divided(**IDS, attention_mask=PADDING.double() * 2),
     "mask with rows": divided(**IDS, attention_mask=additive(SEEN), labels=TOKENS),
     "mask of heads": divided(**IDS, attention_mask=additive(OF_HEADS & CAUSAL)),
     "mask for all": divided(**IDS, attention_mask=additive(CAUSAL[None, None])),
-    "positions": divided(**IDS, position_ids=POSITIONS, labels=TOKENS),
-    "positions for all": divided(**IDS, position_ids=torch.arange(2, 2 + LENGTH).unsqueeze(0)),
-    "embeddings": divided(inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), labels=TOKENS),
+    "positions": divided(**IDS, attention_mask=torch.ones_like(PADDING), position_ids=POSITIONS, labels=TOKENS),
+    "embeddings": divided(inputs_embeds=STATES, labels=TOKENS),
     "num_items_in_batch": divided(**IDS, labels=TOKENS, num_items_in_batch=torch.tensor(7)),
-    "last logits": divided(**IDS, logits_to_keep=2),
     "chosen logits": divided(**IDS, logits_to_keep=torch.tensor([0, 3])),
     "tuple": divided(**IDS, labels=TOKENS, return_dict=False),
-    "tuple of logits": divided(**IDS, return_dict=False),
-    "nothing asked": divided(
-        **IDS,
-        past_key_values=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=False,
-        output_attentions=False,
-        output_hidden_states=None,
-        return_dict=True,
-        logits_to_keep=0,
-        head_mask=torch.ones(2, HEADS),
-    ),
-}
-TYPES: dict[str, Case] = {
+    "nothing asked": divided(**IDS, **ASKS_NOTHING, return_dict=True, logits_to_keep=0),
     "token types": divided(**IDS, token_type_ids=drawn(3, SAMPLES, LENGTH), labels=TOKENS),
-    "types of embeddings": divided(
-        inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), token_type_ids=drawn(3, SAMPLES, LENGTH)
-    ),
 }
 WHOLE: dict[str, Case] = {
     "both directions": divided(**IDS, attention_mask=additive(PREFIX), labels=TOKENS),
     "mask of a row": divided(**IDS, attention_mask=additive(PADDING[:, None, None, :].bool())),
     "shared by group": shared_by_group,
 }
-BOOLEAN: dict[str, Case] = {
-    "boolean rows": divided(**IDS, attention_mask=SEEN),
-    "boolean, both directions": divided(**IDS, attention_mask=PREFIX),
-    "boolean heads": divided(**IDS, attention_mask=OF_HEADS),
-}
-CROSS: dict[str, Case] = {
-    "states": divided(**IDS, encoder_hidden_states=STATES, labels=TOKENS),
-    "masked states": divided(**IDS, encoder_hidden_states=STATES, encoder_attention_mask=STATES_MASK),
-    "no states": divided(**IDS, labels=TOKENS),
-}
+BOOLEAN: dict[str, Case] = {"boolean heads": divided(**IDS, attention_mask=OF_HEADS)}
 ENCODER: dict[str, Case] = {
-    "labels": divided(**IDS, labels=TOKENS),
     "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS),
     "no padding": divided(**IDS, attention_mask=torch.ones_like(PADDING)),
     "rank without padding": divided(**IDS, attention_mask=PADDING.clone().index_fill_(0, torch.tensor([0, 1]), 1)),
-    "boolean padding": divided(**IDS, attention_mask=PADDING.bool()),
     "mask with rows": divided(**IDS, attention_mask=additive(ROWS), labels=TOKENS),
     "mask of a row": divided(**IDS, attention_mask=additive(PADDING[:, None, None, :].bool())),
     "mask of heads": divided(**IDS, attention_mask=additive(OF_HEADS)),
-    "mask for all": divided(**IDS, attention_mask=additive(CAUSAL[None, None])),
     "shared by group": shared_by_group,
-    "token types": divided(**IDS, token_type_ids=TOKENS % 2),
-    "positions": divided(**IDS, position_ids=POSITIONS),
-    "embeddings": divided(inputs_embeds=normal(2, SAMPLES, LENGTH, WIDTH), labels=TOKENS),
+    "embeddings": divided(inputs_embeds=STATES, labels=TOKENS),
     "tuple": divided(**IDS, labels=TOKENS, return_dict=False),
-    "states of a decoder": divided(**IDS, encoder_attention_mask=STATES_MASK),
-    "nothing asked": divided(**IDS, output_attentions=False, output_hidden_states=None, head_mask=[None, None]),
-}
-BOOLEAN_ENCODER: dict[str, Case] = {
-    "boolean rows": divided(**IDS, attention_mask=ROWS),
-    "boolean heads": divided(**IDS, attention_mask=OF_HEADS),
+    "states of a decoder": divided(**IDS, encoder_attention_mask=PADDING),
+    "nothing asked": divided(**IDS, output_attentions=False, head_mask=[None, None]),
 }
 
 
@@ -153,16 +113,13 @@ def eager(build: Callable[[], Any]) -> Any:
     return model
 
 
-GPT2_WITH_CROSS_ATTENTION = divisible("GPT2", "LMHeadModel", add_cross_attention=True)
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Case]]] = {
-    "GPT2": (DIVISIBLE["GPT2"].build, {**ALWAYS, **TYPES, **WHOLE, **BOOLEAN}),
-    "GPT2 with cross attention": (GPT2_WITH_CROSS_ATTENTION.build, CROSS),
-    "GPTJ": (DIVISIBLE["GPTJ"].build, {**ALWAYS, **TYPES, **WHOLE}),
-    "GPTNeo": (DIVISIBLE["GPTNeo"].build, {**ALWAYS, **TYPES}),
-    "GPTNeoX": (DIVISIBLE["GPTNeoX"].build, {**ALWAYS, **WHOLE, **BOOLEAN}),
-    "Bert": (DIVISIBLE["Bert"].build, {**ENCODER, **BOOLEAN_ENCODER}),
+    "GPT2": (DIVISIBLE["GPT2"].build, {**DECODER, **WHOLE, **BOOLEAN}),
+    "GPTJ": (DIVISIBLE["GPTJ"].build, {**DECODER, **WHOLE}),
+    "GPTNeo": (DIVISIBLE["GPTNeo"].build, DECODER),
+    "Bert": (DIVISIBLE["Bert"].build, {**ENCODER, **BOOLEAN}),
     "eager Bert": (lambda: eager(DIVISIBLE["Bert"].build), ENCODER),
-    "Roberta": (DIVISIBLE["Roberta"].build, {**ENCODER, **BOOLEAN_ENCODER, "token types": divided(**IDS)}),
+    "Roberta": (DIVISIBLE["Roberta"].build, {**ENCODER, **BOOLEAN}),
 }
 
 # --- compared with the model that is not replaced ---------------------------------------------------------------------
@@ -225,8 +182,8 @@ def check(degree: int, runs: list[Run], only: set[str] | None = None) -> None:
         assert not problems, "\n".join(problems)
 
 
-SELECTED = {"padding", "token types", "boolean heads", "both directions", "embeddings", "masked states", "no states"}
-SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch", "nothing asked"}
+SELECTED = {"padding", "token types", "positions", "boolean heads", "both directions", "embeddings", "nothing asked"}
+SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch"}
 
 
 def test_a_selection_on_one_rank() -> None:
@@ -260,8 +217,7 @@ def refusals() -> None:
         "output_attentions": True,
         "output_hidden_states": True,
         "head_mask": torch.zeros(2, HEADS),
-        "is_causal": False,
-        "seq_idx": TOKENS,
+        "encoder_hidden_states": STATES,
     }
     for name, value in refused.items():
         with pytest.raises(UnsupportedError, match=f"cannot be called with `{name}`"):
@@ -270,17 +226,24 @@ def refusals() -> None:
         model(labels=TOKENS)
     with pytest.raises(UsageError, match="called with both of"):
         model(input_ids=TOKENS, inputs_embeds=STATES)
-    with pytest.raises(UsageError, match="the model has no cross attention"):
-        model(input_ids=TOKENS, encoder_hidden_states=STATES)
     with pytest.raises(UsageError, match=r"`attention_mask` is \[4, 5\], for 4 samples of 6 positions"):
-        model(input_ids=TOKENS, attention_mask=STATES_MASK)
+        model(input_ids=TOKENS, attention_mask=PADDING[:, 1:])
+    with pytest.raises(UsageError, match="`position_ids` are given without `attention_mask`"):
+        model(input_ids=TOKENS, position_ids=POSITIONS)
     with pytest.raises(UsageError, match="`logits_to_keep` is given with `labels`"):
         model(input_ids=TOKENS, labels=TOKENS, logits_to_keep=1)
-    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
-        model(TOKENS, input_ids=TOKENS)
+    with pytest.raises(UnsupportedError, match="keeps no cache to generate with"):
+        model.get_module().generate(TOKENS)
     module.config.output_hidden_states = True
     with pytest.raises(UnsupportedError, match="the configuration has `output_hidden_states`"):
         model(input_ids=TOKENS)
+    smp.shutdown()
+    smp.init()
+    module = DIVISIBLE["GPT2"].build()
+    module.config.add_cross_attention = True
+    smp.set_tensor_parallelism(module)
+    whole: Any = smp.DistributedModel(module, replace_at_degree_1=True)
+    assert type(whole.get_module()).__name__ == "GPT2LMHeadModel"
     smp.shutdown()
     smp.init()
     module = DIVISIBLE["Bert"].build()

@@ -19,8 +19,9 @@ from smpkit.torch.placement.shards import TpShard, mark, shard_of, take_shard
 from smpkit.torch.tensor_parallel import replace
 from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding
 from smpkit.torch.tensor_parallel.layers.linear import DistributedLinear
-from smpkit.torch.tensor_parallel.registry import ReplacementRule, Rewrite, register, register_rewrite
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 from smpkit.torch.tensor_parallel.state_dict import join_state
+from tests.models_of_others import DIVISIBLE
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -206,20 +207,22 @@ def build_delayed() -> nn.Sequential:
         return nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
 
 
-def delay() -> dict[str, Tensor]:
-    start()
-    model = distribute(marked(build_delayed()))
+def delay(degree: int) -> dict[str, Tensor]:
+    start(tensor_parallel_degree=degree)
+    model = replace.distribute(marked(build_delayed()), at_degree_1=True)
     assert all(is_delayed(parameter) for parameter in model.parameters())
     initialize(model, [*model.parameters()], torch.device("cpu"), 11)
-    assert model[1][0].weight.untyped_storage().nbytes() == 4 * 6 * 2, "a piece, not a view of the whole"
+    if degree == 2:
+        linear: Any = model.get_submodule("1.0")
+        assert linear.weight.untyped_storage().nbytes() == 4 * 6 * 2, "a piece, not a view of the whole"
     return whole(model)
 
 
-def test_delayed_weights_are_pieces_of_those_that_one_process_makes() -> None:
-    plain = build_delayed()
-    initialize(plain, [*plain.parameters()], torch.device("cpu"), 11)
-    for ours in run_ranks(delay, 2):
-        assert_equal(ours, plain.state_dict())
+def test_delayed_weights_are_those_of_the_distributed_class_at_every_degree() -> None:
+    [alone] = run_ranks(delay, 1, 1)
+    assert alone["0.weight"].std() < 0.1  # N(0, 0.02), where torch's own embedding has N(0, 1)
+    for ours in run_ranks(delay, 2, 2):
+        assert_equal(ours, alone)
 
 
 # --- registered classes -----------------------------------------------------------------------------------------------
@@ -307,30 +310,6 @@ def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_
     assert first.unique().numel() == 4, "a whole was drawn and taken apart, not one piece twice"
 
 
-def rewrite_in_place() -> None:
-    start()
-
-    def distribute_scale(module: nn.Module, config: Mapping[str, Any]) -> None:
-        assert config == {"speed": 2}
-        factors = module.factors
-        shard = TpShard((4,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
-        assert isinstance(factors, nn.Parameter)
-        factors.data = take_shard(factors.data, shard)
-        mark(factors, shard)
-
-    register_rewrite(Rewrite(lambda module: isinstance(module, Scale), distribute_scale))
-    torch.manual_seed(5)
-    model = nn.Sequential(Scale([4]))
-    before = copy.deepcopy(model.state_dict())
-    ours = distribute(marked(model, speed=2))
-    assert type(ours[0]) is Scale
-    assert_equal(whole(ours), before)
-
-
-def test_a_rewrite_leaves_the_module_in_its_place() -> None:
-    run_ranks(rewrite_in_place, 2)
-
-
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -374,3 +353,90 @@ def translate_wrongly() -> None:
 
 def test_wrong_translations_and_late_marks_are_named() -> None:
     run_ranks(translate_wrongly, 2)
+
+
+# --- what was set before wrapping -------------------------------------------------------------------------------------
+
+
+class OwnOptimizer:
+    """A script's own optimizer."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": [*parameters]}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def optimizers_of_before() -> None:
+    hint = "make the optimizer of `model.parameters()` after smp.DistributedModel"
+    replaced = r"was made before smp\.DistributedModel, which has replaced `0\.weight` and 1 other parameters of its"
+    divided = "has states of parameters that smp.DistributedModel has divided"
+    for kind, build, message in (
+        (torch.optim.SGD, lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), f"SGD {replaced}"),
+        (OwnOptimizer, lambda: nn.Sequential(nn.Linear(4, 4)), f"OwnOptimizer {replaced}"),
+        (torch.optim.Adagrad, DIVISIBLE["Llama"].build, f"Adagrad {divided}"),
+    ):
+        for is_wrapped_first in (False, True):
+            start()
+            module = marked(build())
+            optimizer: Any = kind(module.parameters())
+            if is_wrapped_first:
+                smp.DistributedOptimizer(optimizer)
+                with pytest.raises(UsageError, match=message) as caught:
+                    smp.DistributedModel(module)
+            else:
+                smp.DistributedModel(module)
+                with pytest.raises(UsageError, match=message) as caught:
+                    smp.DistributedOptimizer(optimizer)
+            assert caught.value.hint == hint
+            smp.shutdown()
+    start()
+    module = marked(DIVISIBLE["Llama"].build())
+    inside = torch.optim.AdamW(module.parameters())
+    model = smp.DistributedModel(module)
+    smp.DistributedOptimizer(inside)
+    assert [*map(id, inside.param_groups[0]["params"])] == [*map(id, model.parameters())]
+    smp.shutdown()
+
+
+def checkpointing_of_before() -> None:
+    start()
+    module: Any = DIVISIBLE["GPT2"].build()
+    smp.set_activation_checkpointing(module.transformer.h[0].mlp)
+    with pytest.raises(
+        UsageError, match=r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"
+    ):
+        smp.DistributedModel(marked(module))
+
+
+def set_before() -> None:
+    optimizers_of_before()
+    checkpointing_of_before()
+
+
+def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() -> None:
+    run_ranks(set_before, 2)
+
+
+def load_whole_states() -> tuple[str, str | None]:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "fp16": True})
+    with smp.tensor_parallelism():
+        module = nn.Linear(4, 6)
+    optimizer = torch.optim.AdamW(module.parameters())
+    whole = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(6, 4)}}}
+    model = smp.DistributedModel(module)
+    with pytest.raises(UsageError) as caught:
+        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).load_state_dict(whole)
+    return str(caught.value).splitlines()[0], caught.value.hint
+
+
+def test_states_of_whole_weights_are_refused_where_weights_are_divided() -> None:
+    message = (
+        "`exp_avg` of parameter 0 in the optimizer state has the shape of the whole weight, [6, 4],"
+        " but a tensor-parallel rank has a part of it, [6, 2]"
+    )
+    hint = "go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees"
+    assert run_ranks(load_whole_states, 2) == [(message, hint)] * 2

@@ -1,24 +1,29 @@
-// The charts of a report, drawn by uPlot: curves over steps, memory and the link over one step.
+// The charts of a report, drawn by uPlot from the JSON in the page: curves over steps, memory and the link over one step.
 "use strict";
 
 const KINDS = ["weights", "gradients", "states", "activations", "parked", "other"];
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const BINARY = Array.from({length: 44}, (_, power) => 2 ** power);
+const data = JSON.parse(document.getElementById("data").textContent);
+const shown = new Set(KINDS.filter((kind) => !data.hidden.includes(kind)));
 
-/** The colours of the page's theme, which canvases cannot inherit. */
+/** The colours of the page's theme by name, which canvases cannot inherit. */
 function theme() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["text", "muted", "grid", "row", "work", "wait", "link", "label", "selection", "F", "B", "W", "a", "b", ...KINDS];
-  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
+  return new Proxy({}, {get: (_, name) => style.getPropertyValue("--" + name).trim()});
 }
 
 function size(bytes) {
   if (bytes === null || bytes === undefined) return "–";
   let unit = 0;
-  while (Math.abs(bytes) >= 1024 && unit < UNITS.length - 1) {
-    bytes /= 1024;
-    unit += 1;
-  }
+  for (; Math.abs(bytes) >= 1024 && unit < UNITS.length - 1; unit += 1) bytes /= 1024;
   return (unit && bytes < 100 ? bytes.toFixed(1) : Math.round(bytes)) + " " + UNITS[unit];
+}
+
+function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (Math.abs(value) >= 1) return value.toFixed(2) + " s";
+  return Math.abs(value) >= 1e-3 || !value ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
 }
 
 function figure(value) {
@@ -26,85 +31,54 @@ function figure(value) {
   return Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(+value.toPrecision(5));
 }
 
-const BINARY = Array.from({length: 44}, (_, power) => 2 ** power);
+function onKeys(element, acts) {
+  element.addEventListener("keydown", (event) => {
+    const act = acts[event.key === "=" ? "+" : event.key];
+    if (!act || event.ctrlKey || event.metaKey) return;
+    act(event);
+    event.preventDefault();
+  });
+}
 
-class Chart {
-  /** Draws into `box` what `options` says; `rebuild` with the page's colours when these change. */
-  constructor(box, label, make, table) {
-    this.box = box;
-    this.label = label;
-    this.make = make;
-    this.table = table;
-    this.frame = document.createElement("div");
-    this.frame.className = "chart";
-    this.frame.tabIndex = 0;
-    this.frame.setAttribute("role", "group");
-    this.frame.setAttribute("aria-label", label + "; arrow keys read values, + and - zoom, 0 shows all");
-    box.append(this.frame);
-    this.said = document.createElement("p");
-    this.said.className = "hidden";
-    this.said.setAttribute("aria-live", "polite");
-    box.append(this.said);
-    this.frame.addEventListener("keydown", (event) => this._keys(event));
-    new ResizeObserver(() => this.resize()).observe(this.frame);
-    this.build();
-  }
-
-  build() {
-    if (this.plot) this.plot.destroy();
-    const {options, data} = this.make(theme());
-    this.plot = new uPlot({width: this.width, height: this.height, ...options}, data, this.frame);
-    const canvas = this.frame.querySelector("canvas");
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", this.label);
-  }
-
-  get width() {
-    return Math.max(200, this.frame.clientWidth);
-  }
-
-  get height() {
-    return this.width < 480 ? 190 : 220;
-  }
-
-  resize() {
-    if (this.plot && this.plot.width !== this.width) this.plot.setSize({width: this.width, height: this.height});
-  }
-
-  zoomTo(from, to) {
-    const {min, max} = this.plot.scales.x;
-    if (Math.abs(min - from) + Math.abs(max - to) > 1e-9) this.plot.setScale("x", {min: from, max: to});
-  }
-
-  _keys(event) {
-    const plot = this.plot, xs = plot.data[0], last = xs.length - 1;
-    const at = plot.cursor.idx ?? (event.key === "ArrowLeft" ? last + 1 : -1);
-    const {min, max} = plot.scales.x;
-    const zoom = (share) => {
-      const middle = (min + max) / 2, half = ((max - min) / 2) * share;
-      plot.setScale("x", {min: Math.max(xs[0], middle - half), max: Math.min(xs[last], middle + half)});
-    };
-    const read = (index) => {
-      const chosen = Math.max(0, Math.min(last, index));
-      plot.setCursor({left: plot.valToPos(xs[chosen], "x"), top: plot.bbox.height / 4});
-      this.said.textContent = plot.series.map((each, series) => {
-        const value = series && each.value ? each.value(plot, plot.data[series][chosen], series, chosen) : figure(xs[chosen]);
-        return each.show === false ? "" : `${each.label} ${value}`;
-      }).filter(Boolean).join(", ");
-    };
-    const acts = {
-      ArrowLeft: () => read(at - 1),
-      ArrowRight: () => read(at + 1),
-      "+": () => zoom(0.5),
-      "=": () => zoom(0.5),
-      "-": () => zoom(2),
-      "0": () => plot.setScale("x", {min: xs[0], max: xs[last]}),
-    };
-    if (acts[event.key] && !event.ctrlKey && !event.metaKey) {
-      acts[event.key]();
-      event.preventDefault();
-    }
-  }
+/** Puts a chart into `box`; `make` returns its data and uPlot's options in the page's colours, again in others. */
+function chart(box, label, make) {
+  const frame = box.appendChild(Object.assign(document.createElement("div"), {className: "chart", tabIndex: 0}));
+  frame.setAttribute("role", "group");
+  frame.setAttribute("aria-label", label + "; arrow keys show values, + and - zoom, 0 shows all");
+  const place = () => {
+    const width = Math.max(200, frame.clientWidth);
+    return {width, height: width < 480 ? 190 : 220};
+  };
+  const it = {
+    build() {
+      if (it.plot) it.plot.destroy();
+      const {rows, options} = make(theme());
+      it.plot = new uPlot({...place(), cursor: {drag: {x: true, y: false}}, ...options}, rows, frame);
+      frame.querySelector("canvas").setAttribute("role", "img");
+      frame.querySelector("canvas").setAttribute("aria-label", label);
+      frame.querySelector(".u-legend").setAttribute("aria-live", "polite");
+    },
+    zoomTo: (min, max) => it.plot.setScale("x", {min, max}),
+  };
+  it.build();
+  const walk = (by) => {
+    const xs = it.plot.data[0], at = it.plot.cursor.idx ?? (by > 0 ? -1 : xs.length);
+    const x = xs[Math.max(0, Math.min(xs.length - 1, at + by))];
+    it.plot.setCursor({left: it.plot.valToPos(x, "x"), top: 40});
+  };
+  const zoom = (share) => {
+    const {min, max} = it.plot.scales.x, middle = (min + max) / 2, half = ((max - min) / 2) * share;
+    it.zoomTo(middle - half, middle + half);
+  };
+  onKeys(frame, {
+    ArrowLeft: () => walk(-1),
+    ArrowRight: () => walk(1),
+    "+": () => zoom(0.5),
+    "-": () => zoom(2),
+    "0": () => it.zoomTo(it.plot.data[0][0], it.plot.data[0].at(-1)),
+  });
+  new ResizeObserver(() => it.plot.width !== place().width && it.plot.setSize(place())).observe(frame);
+  return it;
 }
 
 function axes(ink, xText, yText, more) {
@@ -116,144 +90,171 @@ function axes(ink, xText, yText, more) {
 }
 
 /** Lines over steps, one for each run; `lines` are {label, xs, ys}. */
-function curves(box, label, lines, text, fromZero) {
-  return new Chart(box, label, (ink) => {
+function curves(box, label, lines, fromZero) {
+  return chart(box, label, (ink) => {
     const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((one, other) => one - other);
-    const data = [xs, ...lines.map((line) => {
-      const at = new Map(line.xs.map((x, index) => [x, line.ys[index]]));
-      return xs.map((x) => (at.has(x) ? at.get(x) : undefined));
-    })];
-    const few = xs.length <= 60;
-    const options = {
-      cursor: {drag: {x: true, y: false}, points: {size: 7}},
-      scales: {x: {time: false}, y: fromZero ? {range: (_, low, high) => [0, (high || 1) * 1.08]} : {}},
-      axes: axes(ink, (value) => (Number.isInteger(value) ? String(value) : ""), text),
-      series: [{label: "step", value: (_, value) => figure(value)}, ...lines.map((line, index) => ({
-        label: line.label,
-        stroke: index ? ink.b : ink.a,
-        width: 1.75,
-        dash: index ? [6, 3] : undefined,
-        spanGaps: true,
-        points: {show: few, size: 4, fill: index ? ink.b : ink.a},
-        value: (_, value) => text(value),
-      }))],
+    const columns = lines.map((line) => new Map(line.xs.map((x, index) => [x, line.ys[index]])));
+    return {
+      rows: [xs, ...columns.map((column) => xs.map((x) => column.get(x)))],
+      options: {
+        scales: {x: {time: false}, y: fromZero ? {range: (_, low, high) => [0, (high || 1) * 1.08]} : {}},
+        axes: axes(ink, (value) => (Number.isInteger(value) ? String(value) : ""), figure),
+        series: [{label: "step", value: (_, value) => figure(value)}, ...lines.map((line, index) => ({
+          label: line.label,
+          stroke: index ? ink.b : ink.a,
+          width: 1.75,
+          dash: index ? [6, 3] : undefined,
+          spanGaps: true,
+          points: {show: xs.length <= 60, size: 4, fill: index ? ink.b : ink.a},
+          value: (_, value) => figure(value),
+        }))],
+      },
     };
-    return {options, data};
   });
 }
 
-/** What a rank holds over a step, stacked by kind, below what was planned. */
-function memory(box, label, view, planned, highest, shown, onToggle) {
-  const kinds = KINDS.filter((kind) => shown.has(kind) || view.bytes[kind].some((value) => value));
-  const stack = [...kinds].reverse(); // the highest is drawn first, and the lower ones over it
-  const cumulated = () => {
-    const sums = view.at_ms.map(() => 0);
-    const rows = {};
-    for (const kind of kinds) {
-      if (shown.has(kind)) view.bytes[kind].forEach((value, at) => (sums[at] += value || 0));
-      rows[kind] = [...sums];
-    }
-    return [view.at_ms, ...stack.map((kind) => rows[kind])];
-  };
-  const limit = planned && [...shown].reduce((sum, kind) => sum + (planned[kind] || 0), 0);
-  return new Chart(box, label, (ink) => ({
-    data: cumulated(),
-    options: {
-      cursor: {drag: {x: true, y: false}, sync: {key: "step", setSeries: false}, points: {show: false}},
-      scales: {x: {time: false}, y: {range: () => [0, Math.max(highest(), 1) * 1.06]}},
-      axes: axes(ink, milliseconds, size, {incrs: BINARY}),
-      series: [{label: "time", value: (_, value) => (value === null ? "–" : milliseconds(value))}, ...stack.map((kind) => ({
-        label: kind,
-        show: shown.has(kind),
-        stroke: ink[kind],
-        fill: ink[kind],
-        width: 1,
-        paths: uPlot.paths.stepped({align: 1}),
-        points: {show: false},
-        value: (_, __, ___, at) => (at === null || at === undefined ? "–" : size(view.bytes[kind][at])),
-      }))],
-      hooks: {
-        setSeries: [(plot, at, changed) => {
-          if (at && changed.show !== undefined) onToggle(stack[at - 1], changed.show);
-        }],
-        draw: [(plot) => limit && line(plot, ink, limit, "planned " + size(limit))],
+/** Bytes over a step, as steps; `series` have a colour, `drawn` and `exact` bytes, of which the legend shows these. */
+function bytes(box, label, times, make) {
+  return chart(box, label, (ink) => {
+    const {top, series, hooks} = make(ink);
+    return {
+      rows: [times, ...series.map((each) => each.drawn)],
+      options: {
+        cursor: {drag: {x: true, y: false}, sync: {key: "step", setSeries: false}, points: {show: false}},
+        scales: {x: {time: false}, y: {range: (_, low, high) => [0, Math.max(top ?? high, 1) * 1.06]}},
+        axes: axes(ink, seconds, size, {incrs: BINARY}),
+        series: [{label: "time", value: (_, value) => seconds(value)}, ...series.map((each) => ({
+          width: 1,
+          paths: uPlot.paths.stepped({align: 1}),
+          points: {show: false},
+          value: (_, __, ___, at) => (at === null ? "–" : size(each.exact[at])),
+          ...each,
+        }))],
+        hooks,
       },
-    },
-  }));
+    };
+  });
 }
 
-/** A dashed line over a chart, with words. */
-function line(plot, ink, value, words) {
-  const y = plot.valToPos(value, "y", true), {left, width} = plot.bbox, g = plot.ctx;
-  const ratio = window.devicePixelRatio || 1;
+const sumOf = (of) => [...shown].reduce((sum, kind) => sum + (of(kind) || 0), 0);
+
+/** What a rank holds over a step, stacked by kind, below what was planned; `top` is the most of any rank. */
+function memory(box, view, planned, top, onToggle) {
+  return bytes(box, `memory of rank ${view.rank} over a step`, view.at_seconds, (ink) => {
+    const kinds = KINDS.filter((kind) => shown.has(kind) || view.bytes[kind].some(Boolean));
+    const sums = view.at_seconds.map(() => 0);
+    const series = kinds.map((kind) => {
+      if (shown.has(kind)) view.bytes[kind].forEach((value, at) => (sums[at] += value || 0));
+      const common = {label: kind, show: shown.has(kind), stroke: ink[kind], fill: ink[kind]};
+      return {...common, drawn: [...sums], exact: view.bytes[kind]};
+    }).reverse(); // the highest is drawn first, and the lower ones over it
+    const setSeries = (_, at, changed) => at && changed.show !== undefined && onToggle(series[at - 1].label, changed.show);
+    const limit = planned && sumOf((kind) => planned[kind]);
+    return {top: top(), series, hooks: {setSeries: [setSeries], draw: [(plot) => limit && plannedLine(plot, ink, limit)]}};
+  });
+}
+
+function plannedLine(plot, ink, value) {
+  const {left, width} = plot.bbox, y = plot.valToPos(value, "y", true), g = plot.ctx, ratio = window.devicePixelRatio || 1;
   g.save();
-  g.strokeStyle = g.fillStyle = ink.text;
-  g.lineWidth = 1.25 * ratio;
+  Object.assign(g, {strokeStyle: ink.text, lineWidth: 1.25 * ratio, font: 11 * ratio + "px system-ui, sans-serif", textBaseline: "bottom"});
   g.setLineDash([5 * ratio, 4 * ratio]);
   g.beginPath();
   g.moveTo(left, y);
   g.lineTo(left + width, y);
   g.stroke();
-  g.font = 11 * ratio + "px system-ui, sans-serif";
-  g.textAlign = "right";
-  g.textBaseline = "bottom";
-  g.fillText(words, left + width - 4 * ratio, y - 2 * ratio);
+  text(g, ink.text, "planned " + size(value), left + width - 4 * ratio, y - 2 * ratio, "right");
   g.restore();
 }
 
 /** What lies on the host, and has moved in both directions, over a step. */
-function link(box, label, view) {
-  return new Chart(box, label, (ink) => ({
-    data: [view.at_ms, view.offloaded, view.out, view.back],
-    options: {
-      cursor: {drag: {x: true, y: false}, sync: {key: "step", setSeries: false}},
-      scales: {x: {time: false}, y: {range: (_, low, high) => [0, Math.max(high, 1) * 1.08]}},
-      axes: axes(ink, milliseconds, size, {incrs: BINARY}),
-      series: [{label: "time", value: (_, value) => (value === null ? "–" : milliseconds(value))},
-        {label: "on the host", stroke: ink.parked, fill: ink.selection, width: 1},
-        {label: "moved out", stroke: ink.a, width: 1.75},
-        {label: "moved back", stroke: ink.b, width: 1.75, dash: [6, 3]},
-      ].map((series, at) => (at ? {
-        ...series,
-        paths: uPlot.paths.stepped({align: 1}),
-        points: {show: false},
-        value: (_, value) => size(value),
-      } : series)),
-    },
+function link(box, view) {
+  return bytes(box, `offloading of rank ${view.rank} over a step`, view.at_seconds, (ink) => ({
+    series: [
+      {label: "on the host", stroke: ink.parked, fill: ink.selection, exact: view.bytes.offloaded},
+      {label: "moved out", stroke: ink.a, width: 1.75, exact: view.out},
+      {label: "moved back", stroke: ink.b, width: 1.75, dash: [6, 3], exact: view.back},
+    ].map((each) => ({...each, drawn: each.exact})),
   }));
 }
 
-/** A matrix of many ranks as a picture; small ones are tables. */
-function heat(box, label, rows) {
-  const canvas = document.createElement("canvas");
-  const tip = document.createElement("p");
-  tip.className = "said";
-  tip.textContent = "Hover for a pair of ranks.";
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", label);
-  box.append(canvas, tip);
-  const most = Math.max(1, ...rows.flat());
-  const draw = () => {
-    const side = Math.min(box.clientWidth, 560), ratio = window.devicePixelRatio || 1, cell = side / rows.length;
-    canvas.width = canvas.height = side * ratio;
-    canvas.style.width = canvas.style.height = side + "px";
-    const g = canvas.getContext("2d"), ink = theme();
-    g.scale(ratio, ratio);
-    g.fillStyle = ink.row;
-    g.fillRect(0, 0, side, side);
-    rows.forEach((row, sender) => row.forEach((bytes, receiver) => {
-      g.globalAlpha = bytes ? 0.2 + 0.8 * (bytes / most) : 0;
-      g.fillStyle = ink.a;
-      g.fillRect(receiver * cell, sender * cell, Math.max(1, cell - 0.5), Math.max(1, cell - 0.5));
-    }));
-  };
-  canvas.addEventListener("pointermove", (event) => {
-    const place = canvas.getBoundingClientRect(), cell = place.width / rows.length;
-    const sender = Math.floor((event.clientY - place.top) / cell), receiver = Math.floor((event.clientX - place.left) / cell);
-    if (rows[sender] && rows[sender][receiver] !== undefined) {
-      tip.textContent = `rank ${sender} to rank ${receiver}: ${size(rows[sender][receiver])}`;
-    }
-  });
-  new ResizeObserver(draw).observe(box);
-  return {build: draw};
+/** One step of one run: schedule, memory and link, which zoom together. */
+class StepView {
+  constructor(run, index) {
+    const part = (name) => document.querySelector(`[data-${name}="${index}"]`);
+    const box = (name) => document.querySelector(`[data-chart="${name}"][data-run="${index}"]`);
+    Object.assign(this, {run, boxes: {memory: box("memory"), link: box("link")}, charts: []});
+    this.selects = [part("choice"), part("pipeline")];
+    this.schedule = new ScheduleView(box("schedule"), (from, to) => this.charts.forEach((each) => each.zoomTo(from, to)));
+    for (const select of this.selects) if (select) select.addEventListener("change", showSteps);
+  }
+
+  choose() {
+    const [step, pipeline] = this.selects.map((select) => (select ? +select.value : 0));
+    const {number, pipelines, memory: views} = this.run.steps[step], {ranks, stages} = pipelines[pipeline];
+    this.views = views.filter((view) => stages.some((stage) => ranks[stage] === view.rank));
+    this.bands = bandsOf(pipelines[pipeline]);
+    this.label = `schedule of step ${number}: ${stages.length} ranks, planned above executed`;
+  }
+
+  show(longest) {
+    for (const box of Object.values(this.boxes)) if (box) box.replaceChildren();
+    this.charts = this.views.map((view) => memory(panel(this.boxes.memory, view), view, this.run.planned[view.rank], highest, toggle));
+    const moved = this.views.filter((view) => this.boxes.link && view.out.some(Boolean));
+    this.charts.push(...moved.map((view) => link(panel(this.boxes.link, view), view)));
+    this.schedule.show(this.bands, this.label, longest);
+  }
+
+  get tops() {
+    return this.views.flatMap((view) => [
+      ...view.at_seconds.map((_, at) => sumOf((kind) => view.bytes[kind][at])),
+      sumOf((kind) => (this.run.planned[view.rank] || {})[kind]),
+    ]);
+  }
+
+  /** Draws again what is shown, in the page's colours. */
+  restyle() {
+    this.charts.forEach((each) => each.build());
+    this.schedule.zoomTo(this.schedule.from, this.schedule.to);
+  }
 }
+
+function panel(box, view) {
+  const found = box.appendChild(document.createElement("figure"));
+  found.append(Object.assign(document.createElement("figcaption"), {textContent: `rank ${view.rank}`}));
+  return found;
+}
+
+const steps = data.runs.map((run, index) => run.steps.length && new StepView(run, index)).filter(Boolean);
+const highest = () => Math.max(0, ...steps.flatMap((step) => step.tops));
+
+function toggle(kind, on) {
+  if (shown.has(kind) === on) return;
+  if (on) shown.add(kind);
+  else shown.delete(kind);
+  setTimeout(() => steps.forEach((step) => step.restyle())); // not while the chart is in its own event
+}
+
+/** Shows the chosen steps of all runs to one scale. */
+function showSteps() {
+  steps.forEach((step) => step.choose());
+  const longest = Math.max(...steps.map((step) => endOf(step.bands)));
+  steps.forEach((step) => step.show(longest));
+}
+
+const overSteps = [...document.querySelectorAll('[data-chart="values"]')].map((box) => {
+  const {name} = box.dataset;
+  const lines = data.runs.flatMap((run) => run.curves.filter((curve) => curve.name === name)
+    .map((curve) => ({label: run.label || name, xs: curve.steps, ys: curve.values})));
+  return curves(box, `${name} over steps`, lines, false);
+});
+for (const box of document.querySelectorAll('[data-chart="throughput"]')) {
+  const lines = data.runs.filter((run) => run.pace).map(({label, pace: [xs, ys]}) => ({label: label || "steps/s", xs, ys}));
+  overSteps.push(curves(box, "steps per second over steps", lines, true));
+}
+showSteps();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  overSteps.forEach((each) => each.build());
+  steps.forEach((step) => step.restyle());
+});
+document.documentElement.dataset.ready = "yes";

@@ -1,24 +1,22 @@
-"""The modules of `smp.nn` that replace Hugging Face models: their outputs, and how their calls are read."""
+"""The modules of `smp.nn` that replace Hugging Face models: they are called as those are, and return what those do."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, NoReturn
 
 import torch
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.nn.huggingface.calls import CallRules, check_given_once, refuse_recorded_outputs
-from smpkit.torch.nn.huggingface.generation import generate
 from smpkit.torch.tensor_parallel.layers.config import with_options
-from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead, Inputs
-from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
+from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer
 from smpkit.torch.tensor_parallel.layouts import Layout
 from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
 
-__all__ = ["ENCODER_CALLS", "LM_HEAD_CALLS", "HuggingFaceEncoder", "HuggingFaceLMHead"]
+__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "refuse_others"]
 
 
 class HuggingFaceLMHead(DistributedTransformerLMHead):
@@ -29,39 +27,44 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 
     __signature__ = with_options(DistributedTransformerLMHead)
 
-    needs_cross_states = False
-
-    def forward(
+    def forward(  # type: ignore[override]
         self,
-        inputs: Inputs,
+        input_ids: torch.Tensor | None = None,
         *,
-        cross: tuple[torch.Tensor | None, ...] = (None, None),
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
+        **others: Any,
     ) -> Any:
         """Return a `CausalLMOutputWithCrossAttentions`, or without a head a `BaseModelOutputWithPast`.
 
-        Args:
-            inputs: as of a DistributedTransformerLMHead without cross attention.
-            cross: the states to attend to, if there are any, and their mask.
-            num_items_in_batch: divide the sum of the losses by this.
-            logits_to_keep: return those of so many last positions, or of these positions; 0 for all.
-            return_dict: False for a tuple; None for what the configuration says.
+        Args are those of Hugging Face's models, by name.
+
+        Raises:
+            UnsupportedError: `others`, or the configuration, ask for something; this module keeps no cache.
+            UsageError: arguments contradict each other.
         """
-        config: Any = self.config
-        refuse_recorded_outputs(config)
-        if inputs[1] is None and inputs[3] is not None and not getattr(config, "use_cache", True):
-            inputs = (inputs[0], _packed_sequence_mask(inputs[3]), *inputs[2:])
-        if self.add_cross_attention:
-            inputs = (*inputs[:4], *cross, inputs[4])
-        elif cross[0] is not None:
+        refuse_others(others, self.config)
+        if (input_ids is None) is (inputs_embeds is None):
+            both = "neither" if input_ids is None else "both"
+            raise UsageError(f"the model was called with {both} of `input_ids`, `inputs_embeds`")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
+        if position_ids is not None and attention_mask is None:
             raise UsageError(
-                "`encoder_hidden_states` are given, and the model has no cross attention",
-                hint="leave them out, or make it with `add_cross_attention=True` in its configuration",
+                "`position_ids` are given without `attention_mask`, which may mean several sequences in one sample",
+                hint="give `attention_mask`, too: ones if each sample is one sequence",
             )
-        output = self._output(self.run(inputs, num_items_in_batch), logits_to_keep)
-        is_dict = getattr(config, "return_dict", True) if return_dict is None else return_dict
+        positions = None if position_ids is None else position_ids.reshape(-1, tokens.shape[1])
+        mask = None if attention_mask is None else _mask_of(attention_mask, tokens)
+        result = self.run((tokens, mask, token_type_ids, positions, labels), num_items_in_batch)
+        output = self._output(result, logits_to_keep)
+        is_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return output if is_dict else output.to_tuple()
 
     def _output(self, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kept: int | torch.Tensor) -> Any:
@@ -85,24 +88,20 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
             logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
         return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=logits)
 
-    def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
-        """Return the embeddings of token types, which are words of the vocabulary here."""
-        if token_types is None:
-            return None
-        return self._embed_words(token_types.reshape(-1, ids.shape[1]))
-
-    def generate(self, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-        """Return what `generate` of the replaced model would, for the same arguments, computed without a cache.
-
-        All ranks of the tensor-parallel group call this together. Where each brings its own samples, each gets its rows
-        of what the samples of the whole group become, padded to the longest of these. Samples are drawn with the random
-        numbers of the first rank.
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to generate.
 
         Raises:
-            UsageError: over a pipeline, or without a prompt.
-            UnsupportedError: of a model without a head, with a cache, or with `max_time`.
+            UnsupportedError: always.
         """
-        return generate(self, **({} if inputs is None else {"inputs": inputs}), **arguments)
+        hint = "load `model.original_state_dict()` into the original class, and generate there"
+        raise UnsupportedError(
+            "a model that tensor parallelism has replaced keeps no cache to generate with", hint=hint
+        )
+
+    def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the embeddings of token types, which are words of the vocabulary here."""
+        return None if token_types is None else self._embed_words(token_types.reshape(-1, ids.shape[1]))
 
 
 class HuggingFaceEncoder(DistributedTransformer):
@@ -110,14 +109,22 @@ class HuggingFaceEncoder(DistributedTransformer):
 
     __signature__ = with_options(DistributedTransformer)
 
-    def forward(self, inputs: LayerInputs, *, return_dict: bool | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        return_dict: bool | None = None,
+        encoder_attention_mask: Any = None,  # noqa: ARG002  for states that an encoder does not have
+        position_ids: Any = None,  # noqa: ARG002  they are in the embeddings
+        use_cache: Any = None,  # noqa: ARG002  an encoder has none
+        **others: Any,
+    ) -> Any:
         """Return a `BaseModelOutputWithPastAndCrossAttentions`, or with `return_dict=False` a tuple."""
         from transformers import modeling_outputs
 
-        refuse_recorded_outputs(self.config)
-        hidden, mask = inputs
-        assert hidden is not None
-        hidden = super().forward((hidden, self._agreed_mask(mask, hidden)))[0]
+        refuse_others(others, self.config)
+        hidden = super().forward((hidden_states, self._agreed_mask(attention_mask, hidden_states)))[0]
         if return_dict is False:
             return (hidden,)
         return modeling_outputs.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
@@ -138,28 +145,25 @@ class HuggingFaceEncoder(DistributedTransformer):
         return mask[:, None].bool() if mask.dim() == 3 else mask
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+def refuse_others(others: Mapping[str, Any], config: Any) -> None:
+    """Refuse arguments that ask for something, and a configuration that asks for outputs of the layers.
 
-
-def _lm_head_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of HuggingFaceLMHead."""
-    tokens = check_given_once(given.get("input_ids"), given.get("inputs_embeds"))
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is not None:
-        positions = positions.reshape(-1, tokens.shape[1])  # one row is for all samples
-        if mask is None and given.get("use_cache") is False:
-            mask = _packed_sequence_mask(positions)
-    inputs: list[Any] = [
-        tokens,
-        None if mask is None else _mask_of(mask, tokens),
-        given.get("token_type_ids"),
-        positions,
-    ]
-    options = {name: given[name] for name in ("return_dict", "logits_to_keep", "num_items_in_batch") if name in given}
-    states = given.get("encoder_hidden_states")
-    if states is not None:
-        options["cross"] = (states, given.get("encoder_attention_mask"))
-    return ((*inputs, given.get("labels")),), options
+    Raises:
+        UnsupportedError: with the name.
+    """
+    hint = "leave it out, or load the weights (`original_state_dict`) into the original model"
+    for name, value in others.items():
+        asked = value if isinstance(value, (list, tuple)) else [value]  # a head mask has a part for each layer
+        if any(part is not None and part is not False for part in asked):
+            raise UnsupportedError(
+                f"a model that tensor parallelism has replaced cannot be called with `{name}`", hint=hint
+            )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise UnsupportedError(
+                f"the configuration has `{name}`, and a model that tensor parallelism has replaced returns none",
+                hint=f"set `model.config.{name} = False`",
+            )
 
 
 def _mask_of(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -173,52 +177,3 @@ def _mask_of(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             hint=f"give [{samples}, {length}], or [{samples}, 1, {length}, {length}]",
         )
     return mask.reshape(tokens.shape[:2])
-
-
-def _packed_sequence_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Return an additive mask (batch, 1, length, length) that separates sequences packed into one sample.
-
-    Hugging Face's models do so when they make no cache. A new sequence begins where a position is not one more than the
-    position before. No value is read on the host, so that the step can be traced on fake tensors.
-    """
-    begins = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
-    sequence = begins.cumsum(-1)
-    others = sequence.unsqueeze(1) != sequence.unsqueeze(2)
-    length = positions.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=positions.device).triu(1)
-    return torch.zeros(others.shape, device=positions.device).masked_fill(others | later, -torch.inf).unsqueeze(1)
-
-
-LM_HEAD_CALLS: Final = CallRules(
-    honoured=frozenset(
-        {
-            "attention_mask",
-            "encoder_attention_mask",
-            "encoder_hidden_states",
-            "input_ids",
-            "inputs_embeds",
-            "labels",
-            "logits_to_keep",
-            "num_items_in_batch",
-            "position_ids",
-            "return_dict",
-            "token_type_ids",
-        }
-    ),
-    translate=_lm_head_call,
-)
-"""Of language models. No cache is made, but without one positions tell of sequences packed into a sample."""
-
-
-def _encoder_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    options = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
-    return ((given["hidden_states"], given.get("attention_mask")),), options
-
-
-ENCODER_CALLS: Final = CallRules(
-    honoured=frozenset({"attention_mask", "hidden_states", "return_dict"}),
-    # Positions are in the embeddings; an encoder makes no cache, and has no other states that a mask could be for.
-    ignored=frozenset({"encoder_attention_mask", "position_ids", "use_cache"}),
-    translate=_encoder_call,
-)
-"""Of BERT's encoder and those that are made as it is."""

@@ -31,7 +31,7 @@ from smpkit.torch.tensor_parallel.layouts import Layout
 __all__ = ["ParallelDropout", "random_number", "seed_with_common_number", "tp_rng"]
 
 _KEY: Final = mix(0, 0)
-"""Of the calls that take a common number: the CRC of no name."""
+"""The key under which the generator goes on after a common number: streams of the pipeline have CRCs of names."""
 
 
 class ParallelDropout(nn.Module):
@@ -52,7 +52,7 @@ class ParallelDropout(nn.Module):
         """Return `x` with dropout, in training."""
         if not self.training or self.p == 0:
             return x
-        with tp_rng(x, equal=self.boundary.is_replicated):
+        with tp_rng(x, equal=self.boundary is Layout.REPLICATE):
             return functional.dropout(x, self.p)
 
     def extra_repr(self) -> str:
@@ -101,9 +101,7 @@ def _common_number() -> int | None:
     if not seeds.is_stream_seed(seed):
         return None
     torch.default_generator.manual_seed(seeds.after(seed, _KEY))
-    number = seeds.number(seed)
-    collectives.add_to_checksum(number)
-    return number
+    return seeds.number(seed)
 
 
 def _random_number_of_first_rank(device: torch.device) -> int:

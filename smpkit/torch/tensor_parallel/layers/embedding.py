@@ -15,7 +15,6 @@ from smpkit.torch.tensor_parallel.layers.linear import unshard_features
 from smpkit.torch.tensor_parallel.layouts import (
     Layout,
     check_divisible,
-    check_same_shape,
     leave_region,
     new_shard_parameter,
 )
@@ -184,7 +183,6 @@ def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return the indices (or labels, masks: what has no gradient) of all samples of the group."""
     if boundary is not Layout.SHARD_BATCH:
         return indices
-    check_same_shape(indices)
     with torch.no_grad():
         return collectives.gather_to_tp(indices, 0)
 

@@ -25,7 +25,6 @@ from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layouts import (
     Layout,
     check_divisible,
-    check_same_shape,
     enter_region,
     leave_region,
     new_replicated_parameter,
@@ -219,7 +218,6 @@ def shard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return this rank's features of all values, from all features of what this rank holds of the values."""
     if boundary.dim is None:
         return collectives.scatter_to_tp(x, -1)
-    check_same_shape(x)
     return collectives.all_to_all(x, -1, boundary.dim)
 
 
@@ -233,7 +231,6 @@ def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
     Otherwise every column-parallel layer would keep the input of all ranks until backward.
     """
-    check_same_shape(x)
     if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

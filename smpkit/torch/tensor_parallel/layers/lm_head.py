@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.attention import additive_mask, gather_mask
+from smpkit.torch.tensor_parallel.layers.attention import additive_mask
 from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, takes_arguments
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
-from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding, gather_indices
+from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
@@ -127,14 +127,14 @@ class DistributedTransformerLMHead(DistributedModule):
         """Do what `forward` does; the loss is the sum over labels, divided by `num_items` if that is given."""
         ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
         hidden = self._embed(ids, token_types, positions)
-        masks = [self._additive_mask(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
+        masks = [_as_additive(each, hidden.dtype) for each in (mask, cross_mask)]
         if self.add_cross_attention:
             if states is not None:
                 # Whole: their length has nothing to do with that of the sequences, and need not divide.
                 states = to_stack_layout(states, self.boundary, self.inner, whole=True)
             hidden = self.transformer((hidden, states, *masks))[0]
         elif positions is not None and self.transformer.rotates:
-            hidden = self.transformer((hidden, masks[0], self._for_stack_samples(positions, ids.shape[0])))[0]
+            hidden = self.transformer((hidden, masks[0], positions))[0]
         else:
             hidden = self.transformer((hidden, masks[0]))[0]
         if self.layernorm is not None:
@@ -175,7 +175,7 @@ class DistributedTransformerLMHead(DistributedModule):
                 positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
             else:  # given: ranks with their own samples may have other ones
                 positions = positions.expand(ids.shape[0], -1)
-            hidden = hidden + self.position_embedding(self._in_stack_layout(positions, of=ids.shape[0]))
+            hidden = hidden + self.position_embedding(self._own_positions(positions))
         types = self._embed_token_types(token_types, ids)
         if types is not None:
             hidden = hidden + types
@@ -188,7 +188,7 @@ class DistributedTransformerLMHead(DistributedModule):
         """Return the embeddings of tokens, as the layers take them; given ones as they are."""
         if ids.is_floating_point():
             return to_stack_layout(ids, self.boundary, self.inner)
-        embedded: torch.Tensor = self.word_embedding(self._in_stack_layout(ids, lookup=True))
+        embedded: torch.Tensor = self.word_embedding(ids)
         return embedded
 
     def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
@@ -196,34 +196,12 @@ class DistributedTransformerLMHead(DistributedModule):
             return None
         if token_types is None:
             token_types = torch.zeros(ids.shape[:2], dtype=torch.int64, device=ids.device)
-        embedded: torch.Tensor = self.token_type_embedding(self._in_stack_layout(token_types))
+        embedded: torch.Tensor = self.token_type_embedding(self._own_positions(token_types))
         return embedded
 
-    def _in_stack_layout(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
-        """Return the indices that this rank looks up inside the stack, from those that it was given outside.
-
-        Args:
-            of: how many samples there are, if `indices` may be the same for all.
-            lookup: the embedding itself takes whole sequences, or this rank's samples.
-        """
-        if self.inner is Layout.REPLICATE_GATHERED:
-            is_shared = of is not None and indices.shape[0] != of  # [1, length]: the same for all samples
-            return indices if is_shared else gather_indices(indices, self.boundary)
-        if self.inner is Layout.SHARD_SEQUENCE and not lookup:
-            return collectives.scatter_to_tp(indices, 1)
-        return indices
-
-    def _additive_mask(self, mask: torch.Tensor | None, num_samples: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask to add to the scores of the samples that the stack has."""
-        if mask is None:
-            return None
-        if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length]
-            mask = mask[:, None, None, :] != 0
-        return self._for_stack_samples(additive_mask(mask, dtype), num_samples)
-
-    def _for_stack_samples(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
-        """Return a mask or positions of the samples that the stack has."""
-        return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
+    def _own_positions(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the indices of those positions that this rank holds inside the stack."""
+        return collectives.scatter_to_tp(indices, 1) if self.inner is Layout.SHARD_SEQUENCE else indices
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
         # Shift the labels, not the logits: a slice of these would be a copy of the largest tensor there is.
@@ -233,3 +211,12 @@ class DistributedTransformerLMHead(DistributedModule):
         if num_items is None:
             return cross_entropy(logits, labels, **how)
         return cross_entropy(logits, labels, reduction="sum", **how) / num_items
+
+
+def _as_additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask to add to the scores."""
+    if mask is None:
+        return None
+    if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length]
+        mask = mask[:, None, None, :] != 0
+    return additive_mask(mask, dtype)

@@ -30,7 +30,6 @@ from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
 from smpkit.torch.tensor_parallel.layouts import (
     Layout,
     check_divisible,
-    check_same_shape,
     enter_region,
     leave_region,
     stack_layout,
@@ -253,9 +252,6 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
         return made
     if outer is inner or state.tp_size == 1:
         return x
-    if (outer, inner) == (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED):
-        check_same_shape(x)
-        return collectives.gather_from_tp(x, 0)
     if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
         return x if whole else collectives.scatter_to_tp(x, 1)
     raise UsageError(f"a stack cannot have boundary {outer.value} outside and {inner.value} between its layers")
@@ -268,6 +264,4 @@ def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Te
         return made
     if outer is inner or state.tp_size == 1:
         return x
-    if inner is Layout.REPLICATE_GATHERED:
-        return collectives.scatter_to_tp(x, 0)
     return collectives.gather_from_tp(x, 1)

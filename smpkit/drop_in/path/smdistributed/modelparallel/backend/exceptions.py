@@ -1,5 +1,23 @@
-"""Errors of the ranks' life together. AWS's launcher looks for these names in what a failed rank printed."""
+"""Errors of smpkit, also as `torch.exceptions`. AWS's launcher looks for these names in what a failed rank printed."""
 
-from smpkit.errors import DeadlineError, LaunchError, RemoteError
+from smpkit.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    LaunchError,
+    RemoteError,
+    SmpkitError,
+    UnsupportedError,
+    UsageError,
+)
 
-__all__ = ["DeadlineError", "LaunchError", "RemoteError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DeadlineError",
+    "LaunchError",
+    "RemoteError",
+    "SmpkitError",
+    "UnsupportedError",
+    "UsageError",
+]

@@ -1,0 +1,102 @@
+"""Prepare modules of others once a process has imported them, and find stand-ins for packages that are gone.
+
+Scripts ask `torch.cuda.is_available()` and import Apex before they import `smdistributed`, so `startup/` installs this
+when Python starts. `import smdistributed.modelparallel.torch` installs it, too, for what is imported after that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from smpkit.drop_in.removed_names import is_torch_tpu_available, load_metric
+
+__all__ = ["install"]
+
+_STAND_INS: Final = Path(__file__).parent / "shims"
+
+
+def install() -> None:
+    """Begin, for the life of this process; once."""
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+        sys.meta_path.append(_StandIns())
+
+
+def _prepare_torch(torch: Any) -> None:
+    torch._six = importlib.import_module("torch._six")  # scripts use it without importing it
+    importlib.import_module("smpkit.torch.compat.cuda_on_cpu").prepare_process()
+
+
+def _prepare_trainer(module: Any) -> None:
+    if getattr(module, "is_sagemaker_mp_enabled", bool)():
+        importlib.import_module("smpkit.torch.compat.trainer").replace_trainer(module)
+
+
+def _adding(function: Callable[..., Any]) -> Callable[[Any], None]:
+    """Return what adds a function to a module that does not have it."""
+
+    def add(module: Any) -> None:
+        if not hasattr(module, function.__name__):
+            setattr(module, function.__name__, function)
+
+    return add
+
+
+_AFTER: Final[dict[str, Callable[[Any], None]]] = {
+    "torch": _prepare_torch,
+    "datasets": _adding(load_metric),
+    "transformers": _adding(is_torch_tpu_available),
+    "transformers.file_utils": _adding(is_torch_tpu_available),
+    "transformers.utils": _adding(is_torch_tpu_available),
+    "transformers.trainer": _prepare_trainer,
+}
+"""Modules, and what is called with them once they have been imported."""
+
+
+class _AfterImport:
+    """Finds those modules as Python does, and has each prepared when it has been executed."""
+
+    def __init__(self) -> None:
+        self._searching: set[str] = set()
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name not in _AFTER or name in self._searching:
+            return None
+        self._searching.add(name)  # so that the search below does not come back here
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching.remove(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_prepare(module: ModuleType) -> None:
+                execute(module)
+                _AFTER[name](sys.modules[name])  # a module may put another object in its place
+
+            spec.loader.exec_module = execute_and_prepare  # type: ignore[method-assign]
+        return spec
+
+
+class _StandIns:
+    """Finds our stand-in for a package that nothing else finds: it is asked last, so that a real one wins."""
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name not in ("amp_C", "apex", "apex_C", "flash_attn", "torch._six"):
+            return None
+        place = _STAND_INS.joinpath(*name.split("."))
+        folders = [str(place)] if place.is_dir() else None
+        file = place / "__init__.py" if folders else place.with_suffix(".py")
+        if name != "torch._six" and os.environ.get("RANK", "0") == "0":
+            text = "`%s` is not installed: smpkit's stand-in has the names that public scripts of SMP v1 import"
+            logging.getLogger("smpkit").warning(text, name)
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)

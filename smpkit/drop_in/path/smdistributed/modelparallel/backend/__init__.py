@@ -1,1 +1,0 @@
-"""Where AWS's launcher looks for the names of errors."""

@@ -1,1 +1,0 @@
-"""Helpers of SMP v1's tests that public scripts import."""

@@ -1,7 +1,0 @@
-"""Translation of state dicts of Hugging Face: bert."""
-
-from __future__ import annotations
-
-from smpkit.drop_in import mirror
-
-__getattr__, __dir__, __all__ = mirror("smpkit.torch.nn.huggingface.bert")

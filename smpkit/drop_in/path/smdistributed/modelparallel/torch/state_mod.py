@@ -1,7 +1,0 @@
-"""Where `smp.state` comes from."""
-
-from __future__ import annotations
-
-from smpkit.drop_in import mirror
-
-__getattr__, __dir__, __all__ = mirror("smpkit.torch.api")

@@ -1,0 +1,138 @@
+"""Agree between all ranks: rank 0 gets what each rank says, decides, and all get the same answer, or the same error.
+
+An agreement takes `MESSAGES_PER_RANK` messages for each rank but the first, so a save or a resume costs as many
+messages as there are ranks, times a number of agreements that does not depend on them.
+
+`together` is how saving and loading fail: all ranks succeed, or all of them raise.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from smpkit.errors import CheckpointError, SmpkitError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import object_from
+
+__all__ = ["MESSAGES_PER_RANK", "agree", "all_or_raise", "together", "work_together"]
+
+MESSAGES_PER_RANK: Final = 4
+"""Size and text of what it says, and of the answer."""
+_WHAT: Final = "an agreement on a checkpoint"
+_TAG: Final = 0x5AA
+"""Separates these messages from others between the same ranks."""
+_T = TypeVar("_T")
+_Answer = TypeVar("_Answer")
+
+
+def agree(value: _T, decide: Callable[[list[_T]], _Answer], group: dist.ProcessGroup | None = None) -> _Answer:
+    """Return on all ranks what `decide` makes on rank 0 of the values of all ranks; all ranks call this.
+
+    Args:
+        group: of all ranks, for a thread beside training; None: that of ordinary messages.
+    """
+    if state.size == 1:
+        return decide([value])
+    group = state.object_group if group is None else group
+    with waiting(_WHAT, group):
+        values = _gather(value, group)
+    answer: Any = decide(values) if state.rank == 0 else None
+    result: _Answer = object_from(0, answer, group, _WHAT)
+    return result
+
+
+def _gather(value: _T, group: dist.ProcessGroup) -> list[_T]:
+    """Return the values of all ranks on rank 0, and nothing on the others."""
+    if state.rank > 0:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for part in (torch.tensor([data.numel()], device="cpu"), data):
+            group.send([part], 0, _TAG).wait(state.timeout)
+        return []
+    values = [value]
+    for rank in range(1, state.size):
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
+        group.recv([size], rank, _TAG).wait(state.timeout)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        group.recv([data], rank, _TAG).wait(state.timeout)
+        values.append(pickle.loads(data.numpy().tobytes()))  # noqa: S301 - from a rank of this job, which runs this script
+    return values
+
+
+def all_or_raise(failure: str, attempt: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+    """Run `attempt` on all ranks; return this rank's result if all succeed. The rest is as in `together`."""
+    result: list[_T] = []  # stays on this rank
+    together(failure, lambda: result.append(attempt()), lambda _: None, group)
+    return result[0]
+
+
+def together(
+    failure: str,
+    attempt: Callable[[], _T],
+    decide: Callable[[list[_T]], _Answer],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[_T, _Answer]:
+    """Run `attempt` on all ranks; return this rank's result, and what rank 0 decides of all, if all succeed.
+
+    All ranks must call this.
+
+    Raises:
+        CheckpointError: on all ranks, if one failed; it begins with `failure` and names those that did.
+    """
+    return work_together(failure, lambda _: attempt(), decide, group)
+
+
+def work_together(
+    failure: str,
+    work: Callable[[Callable[[], None]], _T],
+    decide: Callable[[list[_T]], _Answer],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[_T, _Answer]:
+    """Do what `together` does for work that takes longer than the deadline of a wait.
+
+    Args:
+        work: calls the function that it is given again and again, which tells the other ranks that it goes on.
+    """
+    last = time.monotonic()
+
+    def go_on() -> None:
+        nonlocal last
+        if time.monotonic() - last > state.timeout.total_seconds() / 3:
+            agree(None, lambda _: None, group)
+            last = time.monotonic()
+
+    def settle(ends: list[tuple[str | None, _T | None] | None]) -> tuple[list[str], _Answer | None] | None:
+        if None in ends:
+            return None  # somebody is still at it
+        failed = [f"rank {rank}: {end[0]}" for rank, end in enumerate(ends) if end is not None and end[0] is not None]
+        if failed:
+            return failed, None
+        try:
+            return [], decide([end[1] for end in ends if end is not None])  # type: ignore[misc]
+        except CheckpointError as error:
+            return [error.message], None
+
+    cause: Exception | None = None
+    result: Any = None
+    try:
+        result = work(go_on)
+    except Exception as error:  # of any kind: this rank must reach the agreement below, or the others wait for it
+        cause = error
+    end: tuple[str | None, Any] | None = (None if cause is None else _message(cause), result)
+    while (answer := agree(end, settle, group)) is None:
+        pass
+    failed, decision = answer
+    if failed:
+        hint = cause.hint if isinstance(cause, SmpkitError) else None
+        raise CheckpointError(f"{failure}; {'; '.join(failed)}", hint=hint) from cause
+    return result, decision  # type: ignore[return-value]
+
+
+def _message(error: Exception) -> str:
+    return error.message if isinstance(error, SmpkitError) else f"{type(error).__name__}: {error}"

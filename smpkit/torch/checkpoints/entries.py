@@ -1,0 +1,348 @@
+"""What this rank holds of a model and its optimizer, entry by entry, and which other ranks hold the same.
+
+From its entries alone each rank knows what to write (`writers_of`), so a weight that several ranks hold is saved once,
+and by each of them about as many bytes. Where a local tensor lies in the whole model's is described by `Chunk`s, those
+of torch's distributed checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch.checkpoints.tensors import is_storable
+from smpkit.torch.core.runtime import WrappedOptimizer, state
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.placement.dtensor import local_tensor_of
+from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
+from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
+from smpkit.torch.state_dict import PARTIAL_KEY
+from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.registry import Translation
+
+__all__ = [
+    "GROUPS",
+    "MODEL",
+    "SCALER",
+    "STATES",
+    "Chunk",
+    "StateEntry",
+    "TensorFactory",
+    "TensorsOnAccess",
+    "chunks_in",
+    "chunks_of",
+    "copy_chunks",
+    "degrees",
+    "model_entries",
+    "optimizer_entries",
+    "optimizer_parameters",
+    "parameter_names",
+    "precision",
+    "shard_positions",
+    "translated",
+    "view_of",
+    "wrapped_model",
+    "writers_of",
+]
+
+TensorFactory = Callable[[], torch.Tensor]
+"""Makes a whole tensor when it is called."""
+
+MODEL: Final = "model."
+STATES: Final = "optim.state."
+GROUPS: Final = "optim.param_groups"
+SCALER: Final = "optim.loss_scaler"
+
+
+def wrapped_model(model: DistributedModel | None = None) -> DistributedModel:
+    """Return `model`, or the last model that was wrapped if it is None.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found: Any = model if model is not None else state.model
+    if found is None:
+        raise UsageError("there is no model to save or load", hint="wrap it with smp.DistributedModel(...) first")
+    return found  # type: ignore[no-any-return]
+
+
+def degrees() -> dict[str, int]:
+    """Return the degrees of this job, as checkpoints name them."""
+    return {
+        "pipeline": state.pp_size,
+        "tensor": state.tp_size,
+        "virtual pipeline": state.cfg.virtual_pipeline_degree,
+    }
+
+
+def precision() -> str:
+    """Return which weights have float32 masters beside them in this job; `float32` if none have."""
+    half = half_dtype(state.cfg)
+    # With sharded data parallelism a rank's part of a weight is float32 itself.
+    without = half is None or state.cfg.sharded_data_parallel_degree > 1
+    return "float32" if without else str(half).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One tensor or value that this rank holds.
+
+    Args:
+        name: in the checkpoint, in the style of torch's distributed checkpoints: `model.wte.weight`.
+        value: a tensor, or another value that `torch.save` can write.
+        shape: of the whole tensor; None for other values, and for tensors that a file of safetensors cannot hold.
+        chunks: the parts of the whole tensor that `value` is.
+        holders: the ranks that hold the same.
+    """
+
+    name: str
+    value: Any
+    shape: tuple[int, ...] | None
+    chunks: tuple[Chunk, ...]
+    holders: frozenset[int]
+
+    @property
+    def name_in_file(self) -> str:
+        """The name of a tensor in its file: the model's own, or the state's."""
+        return self.name.removeprefix(MODEL if self.name.startswith(MODEL) else STATES)
+
+
+def model_entries(model: DistributedModel) -> list[StateEntry]:
+    """Return this rank's entries of a model's state dict, tied weights under each of their names."""
+    found = []
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and not model.holds(value):
+            continue
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            continue  # without memory yet, so without a value
+        found.append(_entry(f"{MODEL}{name}", value, value, model.placement.of(value).holders))
+    return found
+
+
+def optimizer_entries(optimizer: WrappedOptimizer, model: DistributedModel) -> list[StateEntry]:
+    """Return this rank's entries of an optimizer's state.
+
+    States are named by their parameter, because its number depends on the parameter groups. A state with its
+    parameter's shape is divided as the parameter is. Any other state of a divided parameter can be loaded only with the
+    same division, and its name says which.
+    """
+    saved = optimizer.local_state_dict(gather_if_shard=False)
+    del saved[PARTIAL_KEY]
+    if not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
+        raise CheckpointError(
+            f"the state of {type(optimizer.optimizer).__name__} has not the layout of torch's optimizers",
+            hint="save it with smp.save(optimizer.state_dict(), ...), and the model with optimizer state left out",
+        )
+    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    everywhere = frozenset(range(state.size))
+    found = [StateEntry(GROUPS, saved["param_groups"], None, (), everywhere)]
+    if SCALER_KEY in saved:
+        found.append(StateEntry(SCALER, saved[SCALER_KEY], None, (), everywhere))
+    for index, states in saved["state"].items():
+        parameter, name = parameters[index], names[index]
+        if not model.owns(parameter):
+            continue
+        holders = model.placement.of(parameter).state_holders
+        for key, value in states.items():
+            full = f"{STATES}{_state_name(name, key, value, parameter)}"
+            found.append(_entry(full, value, parameter, holders))
+    return found
+
+
+def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> list[str]:
+    """Return the name of each parameter of an optimizer, in the order of torch's state dicts."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    return [names.get(id(parameter), f"#{index}") for index, parameter in enumerate(optimizer_parameters(optimizer))]
+
+
+def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
+    """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
+    found: dict[int, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for member in group["params"]:
+            parameter = optimizer.model_parameter(member)
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def _entry(name: str, value: Any, like: Any, holders: frozenset[int]) -> StateEntry:
+    """Return an entry for a value, divided like the tensor `like` if it has its shape."""
+    if not isinstance(value, torch.Tensor):
+        return StateEntry(name, value, None, (), holders)
+    local = local_tensor_of(value).detach().resolve_conj().resolve_neg()
+    is_divided = _is_sharded_like(value, like) and bool(shard_positions(like))
+    if not is_storable(local):
+        if is_divided:
+            raise CheckpointError(f"`{name}` is divided over ranks, and of a kind that cannot be: {local.dtype}")
+        return StateEntry(name, local, None, (), holders)
+    if _is_sharded_like(value, like):
+        return StateEntry(name, local, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
+    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
+
+
+def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
+    positions = shard_positions(parameter)
+    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or _is_sharded_like(value, parameter)
+    if shared or not positions:
+        return f"{name}.{key}"
+    return _name_for_shard(f"{name}.{key}", *positions)
+
+
+def shard_positions(parameter: torch.Tensor) -> list[tuple[int, int]]:
+    """Return which part this rank has of a parameter, out of how many; empty if the parameter is not divided."""
+    positions = []
+    shard = shard_of(parameter)
+    if shard is not None and shard.is_distributed:
+        positions.append((shard.tp_rank, shard.tp_size))
+    if isinstance(parameter, DTensor):
+        positions.append((state.rank, state.size))
+    return positions
+
+
+def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a state is divided as its parameter is."""
+    return local_tensor_of(value).shape == local_tensor_of(parameter).shape  # type: ignore[no-any-return]
+
+
+def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
+    """Return the name of a state that only a rank at these positions (which part of how many) can load."""
+    return name + "".join(f"@{index}of{size}" for index, size in positions)
+
+
+def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
+    """Return by name which of the ranks that hold an item, and share a file system, writes it.
+
+    Ranks that hold the same items divide them so that each writes about as many bytes. All of them come to the same
+    answer for these, whatever else they hold, without a message.
+
+    Args:
+        items: name, bytes, and the ranks that hold it.
+        here: the ranks that share a file system. Items that none of them holds are left out.
+    """
+    written: dict[frozenset[int], dict[int, int]] = {}
+    writers = {}
+    for name, size, holders in sorted(items, key=lambda item: (-item[1], item[0])):
+        if ranks := holders.intersection(here):
+            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks), 0))
+            writers[name] = min(so_far, key=so_far.__getitem__)
+            so_far[writers[name]] += size
+    return writers
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a whole tensor that a local one holds.
+
+    A whole tensor is one chunk. A tensor-parallel piece is one chunk, too, unless several matrices are packed into it:
+    of a fused query-key-value weight, each of two ranks has three chunks::
+
+        whole  | q q' | k k' | v v' |        rank 0 has q, k and v, side by side: | q | k | v |
+
+    Args:
+        offsets: of its first element in the whole tensor, by dimension.
+        sizes: by dimension.
+        local_start: offsets of its first element in the local tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_start: tuple[int, ...]
+
+
+def chunks_of(shape: Sequence[int], shard: TpShard | None = None) -> list[Chunk]:
+    """Return the chunks of a local tensor of `shape`, divided as `shard` says; None: it is the whole tensor."""
+    zeros = (0,) * len(shape)
+    if shard is None or shard.dim is None:
+        return [Chunk(zeros, tuple(shape), zeros)]
+    chunks, start, local_start = [], 0, 0
+    for part in shard.parts or (shard.shape[shard.dim],):
+        first, length = shard_range(part, shard.tp_rank, shard.tp_size)
+        offset = _with(zeros, shard.dim, start + first)
+        chunks.append(Chunk(offset, _with(shape, shard.dim, length), _with(zeros, shard.dim, local_start)))
+        start, local_start = start + part, local_start + length
+    return chunks
+
+
+def chunks_in(tensor: torch.Tensor) -> list[Chunk]:
+    """Return the chunks of this rank's part of a parameter or buffer.
+
+    Sharded data parallelism divides (by a DTensor) the part that tensor parallelism has left to this rank.
+    """
+    chunks = chunks_of(tensor.shape, shard_of(tensor))
+    if not isinstance(tensor, DTensor):
+        return chunks
+    parts = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    found = list[Chunk]()
+    for part in parts:
+        clipped = [_clipped(chunk, tuple(part.offsets), tuple(part.sizes)) for chunk in chunks]
+        found += [chunk for chunk in clipped if 0 not in chunk.sizes]
+    return found
+
+
+def _clipped(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> Chunk:
+    """Return the intersection of a chunk with a part of the local tensor; local offsets then count in that part."""
+    offsets, clipped_sizes, local_start = [], [], []
+    for dim, chunk_start in enumerate(chunk.local_start):
+        first = max(chunk_start, start[dim])
+        end = min(chunk_start + chunk.sizes[dim], start[dim] + sizes[dim])
+        offsets.append(chunk.offsets[dim] + first - chunk_start)
+        clipped_sizes.append(max(end - first, 0))
+        local_start.append(first - start[dim])
+    return Chunk(tuple(offsets), tuple(clipped_sizes), tuple(local_start))
+
+
+def copy_chunks(local: torch.Tensor, whole: torch.Tensor, chunks: Iterable[Chunk]) -> None:
+    """Copy chunks of a whole tensor to a local one."""
+    with torch.no_grad():
+        for chunk in chunks:
+            view_of(local, chunk.local_start, chunk.sizes).copy_(view_of(whole, chunk.offsets, chunk.sizes))
+
+
+def _with(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a chunk of a tensor, without a copy."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+class TensorsOnAccess(Mapping[str, torch.Tensor]):
+    """Whole tensors, made on access; the last is kept, because a translation may take its parts one by one."""
+
+    def __init__(self, names: Collection[str], make: Callable[[str], torch.Tensor]) -> None:
+        self._names = names
+        self._make = make
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # free the old tensor before making the new one
+            self._last = name, self._make(name)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def translated(
+    translation: Translation, values: Mapping[str, torch.Tensor], module: nn.Module, prefix: str
+) -> Iterator[tuple[str, TensorFactory]]:
+    """Yield the names of a module's translated state, after `prefix`, each with what makes the whole tensor."""
+    for name, made in translation(values, module):
+        yield prefix + name, made if callable(made) else _constant(made)
+
+
+def _constant(tensor: torch.Tensor) -> TensorFactory:
+    return lambda: tensor

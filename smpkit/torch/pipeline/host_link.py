@@ -1,0 +1,275 @@
+"""Send tensors between the hosts of one pipeline's ranks, over gloo.
+
+A tag of microbatch, transfer and direction is all that a value or gradient needs, since all ranks number the transfers
+of a microbatch alike: no headers, no shapes, no handshakes. Compute never waits for a send; receives may be posted
+before they are needed.
+
+[Note: sent tensors] gloo reads a tensor from another thread until the receiver has it, and cannot be asked whether it
+is done; waiting for it could wait for a rank that waits for us. So a sent value is held until its gradient comes, which
+says that it has arrived, and everything else until the step ends.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import TensorSpec, version_of
+from smpkit.torch.core.tree import pickled
+from smpkit.torch.distributed.deadline import explain_error
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, Message
+from smpkit.torch.pipeline.messages import (
+    MessageLabel,
+    Tag,
+    Use,
+    describe_message,
+    is_none_gradient,
+    none_gradient_message,
+    usable,
+)
+
+__all__ = ["HostBuffers", "HostLink", "SentTensor"]
+
+_LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
+"""Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
+_SMALLEST_BYTES: Final = 256 * 1024
+"""Below that, memory comes from what the process has at hand anyway."""
+
+
+class SentTensor(NamedTuple):
+    """A tensor under way: it must not change in place before it has arrived."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    version: int
+    target: int
+    what: MessageLabel
+
+    def refuse_change(self) -> None:
+        """Raise if the tensor has been changed since it was sent."""
+        if version_of(self.tensor) != self.version:
+            raise UsageError(
+                f"a value was changed in place on its way to pipeline rank {self.target}:"
+                f" {describe_message(self.what)}",
+                hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
+            )
+
+
+class HostLink:
+    """One rank's host, connected with those of all others.
+
+    Args:
+        group: the pipeline's ranks (PP_GROUP), for CPU tensors.
+        ranks: their global ranks, for messages.
+        device: where values live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+        self.ranks = list(ranks)
+        """The ranks of the job by pp_rank."""
+        self._group = group
+        self._device = device
+        self._timeout = state.timeout
+        self._others = [peer for peer in range(len(self.ranks)) if peer != group.rank()]
+        self._values: dict[int, SentTensor] = {}
+        """By tag, values whose gradient has not come: see [Note: sent tensors]."""
+        self._sent: list[SentTensor] = []
+        """Everything else that was sent in this step."""
+        self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        self._forgotten: list[object] = []
+        """Receives that were posted and forgotten."""
+        self._first_tag = 0
+        """After those of forgotten receives; all ranks count alike."""
+        self._buffers = HostBuffers()
+        self.num_messages = 0
+        self.num_bytes = 0
+        self.waiting_since: float | None = None
+        """Since when this rank has been waiting for another, of `time.monotonic()`."""
+        self.failure: UsageError | None = None
+        """Why the wait cannot end, once the watch for divergence has found out."""
+
+    # --- values and gradients ------------------------------------------------------------------------------------
+
+    def tag_of(self, message: Message) -> int:
+        """Return the tag of a value or gradient, the same on both ends."""
+        return self._first_tag + message.number
+
+    def send(self, tensor: torch.Tensor | None, message: Message) -> None:
+        """Send a value or gradient; None is that of a value without gradient."""
+        if tensor is None:
+            tensor = none_gradient_message(message.transfer.spec)
+        sent = self._send(tensor.contiguous().to("cpu"), message.receiver, self.tag_of(message), message)
+        if message.backward:
+            self._sent.append(sent)
+        else:
+            self._values[message.number] = sent
+
+    def post(self, message: Message) -> None:
+        """Start a receive before its data is needed."""
+        tag = self.tag_of(message)
+        if tag not in self._posted:
+            buffer = self._buffers.take(message.transfer.spec)
+            self._posted[tag] = self._recv(buffer, message.sender, tag, message), buffer
+
+    def receive(self, message: Message, use: Use | None) -> torch.Tensor | None:
+        """Return a value or gradient, after `use`; see `Transport.receive`."""
+        spec = message.transfer.spec
+        self.post(message)
+        work, buffer = self._posted.pop(self.tag_of(message))
+        is_on_host = self._device.type == "cpu"
+        # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
+        result = usable(buffer, spec, use) if is_on_host else None
+        self._wait(work, message.sender, message)
+        if message.backward:
+            # What has its gradient has arrived.
+            if (sent := self._values.pop(message.number - 1, None)) is not None:
+                self._release(sent)
+            if is_none_gradient(buffer, spec):
+                return None
+        return result if is_on_host else usable(buffer.to(self._device), spec, use)
+
+    def forget_posted(self, num_microbatches: int) -> None:
+        """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.
+
+        All ranks must call this.
+
+        Args:
+            num_microbatches: of the step.
+        """
+        # Keep their memory: a receive that goes away after gloo has announced it blocks its connection.
+        self._forgotten += self._posted.values()
+        self._posted.clear()
+        # It would also take a later message of its tag: never use the tags of these microbatches again.
+        self._first_tag += 2 * TRANSFERS_PER_MICROBATCH * num_microbatches
+        if self._first_tag > _LAST_FIRST_TAG:
+            raise UnsupportedError(
+                "microbatches took another way than the recorded one in so many kinds of step that no tags are left for"
+                f" their messages: {self._first_tag // (2 * TRANSFERS_PER_MICROBATCH):,} microbatches in all",
+                hint="hand the same layers the same shapes in each step (padding), or start from a checkpoint",
+            )
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for sent in (*self._values.values(), *self._sent):
+            self._release(sent)
+        self._values.clear()
+        self._sent.clear()
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        self.flush()
+        self._buffers.trim()
+
+    # --- anything else -------------------------------------------------------------------------------------------
+
+    def send_bytes(self, data: torch.Tensor, target: int, tag: int, what: MessageLabel) -> None:
+        """Send a CPU tensor, which must not change any more, to a rank that calls `receive_bytes`."""
+        self._sent.append(self._send(data, target, tag, what))
+
+    def receive_bytes(self, num_bytes: int, source: int, tag: int, what: MessageLabel) -> torch.Tensor:
+        """Return the bytes that one rank sends."""
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self._wait(self._recv(data, source, tag, what), source, what)
+        return data
+
+    def send_block(self, data: torch.Tensor, target: int, tag: int, what: str) -> None:
+        """Send bytes to a rank that does not know how many, and calls `receive_block`."""
+        self.send_bytes(torch.tensor([len(data)], device="cpu").view(torch.uint8), target, tag, what)
+        self.send_bytes(data, target, tag + 1, what)
+
+    def receive_block(self, source: int, tag: int, what: str) -> torch.Tensor:
+        """Return the bytes that one rank sends with `send_block`."""
+        size = self.receive_bytes(8, source, tag, what).view(torch.int64)
+        return self.receive_bytes(int(size), source, tag + 1, what)
+
+    def send_object(
+        self,
+        value: Any,
+        targets: Sequence[int] | None = None,
+        tag: int = Tag.OBJECT,
+        what: str = "what a call returns",
+    ) -> None:
+        """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
+        data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
+        for target in self._others if targets is None else targets:
+            self.send_block(data, target, tag, what)
+
+    def receive_object(self, source: int, what: str, tag: int = Tag.OBJECT) -> Any:
+        """Return the Python object that rank `source` sends; it comes from a rank of this very job."""
+        return pickle.loads(self.receive_block(source, tag, what).numpy().tobytes())  # noqa: S301 - our own job's rank
+
+    # --- gloo ----------------------------------------------------------------------------------------------------
+
+    def _send(self, data: torch.Tensor, target: int, tag: int, what: MessageLabel) -> SentTensor:
+        self.num_messages += 1
+        self.num_bytes += data.nbytes
+        try:
+            return SentTensor(self._group.send([data], target, tag), data, version_of(data), target, what)
+        except RuntimeError as error:
+            raise self._explained(error, what, target) from None
+
+    def _recv(self, buffer: torch.Tensor, source: int, tag: int, what: MessageLabel) -> dist.Work:
+        try:
+            return self._group.recv([buffer], source, tag)
+        except RuntimeError as error:
+            raise self._explained(error, what, source) from None
+
+    def _release(self, sent: SentTensor) -> None:
+        self._wait(sent.work, sent.target, sent.what)
+        sent.refuse_change()
+
+    def _wait(self, work: dist.Work, peer: int, what: MessageLabel) -> None:
+        self.waiting_since = started = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            if self.failure is not None:
+                raise self.failure from None
+            raise self._explained(error, what, peer, started) from None
+        self.waiting_since = None
+
+    def _explained(self, error: RuntimeError, what: MessageLabel, peer: int, started: float | None = None) -> Exception:
+        since = time.monotonic() if started is None else started
+        return explain_error(error, describe_message(what), [self.ranks[peer]], since)
+
+
+class HostBuffers:
+    """The host memory of one rank's received messages, reused as soon as the last tensor in it is gone.
+
+    A large block that is freed goes back to the system, and its next use costs a page fault per 4 KiB: for a message of
+    8 MiB about as long as copying it.
+
+    Nobody can know how long a received value is needed: its graph saves it, the user's code keeps it, a view of it is
+    returned. So each block is lent as an array of its own. Torch holds the array as long as any tensor uses its memory,
+    and the array gives the block back when it dies.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+        self._used: set[int] = set()
+        """Sizes in bytes that were asked for since the last `trim`."""
+
+    def take(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor of this shape and dtype, with whatever is in it."""
+        num_bytes = spec.num_bytes
+        if num_bytes < _SMALLEST_BYTES:
+            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
+        self._used.add(num_bytes)
+        free = self._free.setdefault(num_bytes, [])
+        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+        lent = block.view()
+        weakref.finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)
+
+    def trim(self) -> None:
+        """Give up free memory of sizes that were not asked for since the last time: batches have changed."""
+        self._free = {num_bytes: blocks for num_bytes, blocks in self._free.items() if num_bytes in self._used}
+        self._used.clear()

@@ -1,0 +1,257 @@
+"""Give every rank of a pipeline the arguments of pp_rank 0, as SMP v1 did.
+
+Scripts give the other ranks the same batch, a dummy of another shape, an empty tensor or None, so what those pass says
+nothing about what they need. Containers, plain values (numbers, strings, None) and tensors are those of pp_rank 0.
+Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
+
+The arguments travel in one block from rank to rank, since each needs them later than the one before: their description,
+then the data of their tensors. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of those
+of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of argument than
+the others would wait for them for ever.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core import devices
+from smpkit.torch.core.announce import announce
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import (
+    NON_TENSOR_TYPES,
+    TensorSpec,
+    as_layout,
+    map_tensors,
+    signature,
+    spec_of,
+    to_layout,
+)
+from smpkit.torch.core.tree import children, pickled, rebuild
+from smpkit.torch.core.warn import warn_user
+from smpkit.torch.pipeline.host_link import HostLink
+from smpkit.torch.pipeline.messages import Tag, aligned, packed_bytes, unpack
+
+__all__ = ["Inputs"]
+
+_COMPARED_CALLS: Final = 2
+"""How many calls have their values compared: data that is sharded wrongly differs from the first on."""
+_PLAIN_TYPES: Final = NON_TENSOR_TYPES | {slice}
+_ABSENT: Final = object()
+_HEADER_BYTES: Final = 16
+"""Of a block: the size of the description that follows; with padding, so that tensors behind it are aligned."""
+_WHAT: Final = "the inputs of the step"
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorAt:
+    """Stands for a tensor."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnObject:
+    """Stands for an object of which each rank has its own."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsendable:
+    """Stands for arguments that cannot be pickled; a rank that has passed the same ones uses its own."""
+
+    why: str
+    signature: str
+
+
+class Inputs:
+    """The inputs of a pipeline's steps on this rank.
+
+    Args:
+        hosts: the way to the neighbours.
+        rank, size: pp_rank and pp_size.
+        device: where they are used.
+        reports: whether this rank says, once, that it has passed other inputs than pp_rank 0.
+    """
+
+    def __init__(self, hosts: HostLink, rank: int, size: int, device: torch.device, *, reports: bool = False) -> None:
+        self._hosts = hosts
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._comparisons_left = _COMPARED_CALLS if reports else 0
+
+    def share(self, call: str, arguments: Any) -> Any:
+        """Return the arguments of pp_rank 0; all ranks of the pipeline call this.
+
+        Args:
+            call: names the step and what else decides what runs, in words.
+            arguments: what this rank has passed; pp_rank 0's tensors must be strided.
+
+        Raises:
+            UsageError: pp_rank 0 calls something else, or passed an object that this rank must have of its own.
+        """
+        return self._send(call, arguments) if self._rank == 0 else self._receive(call, arguments)
+
+    def _send(self, call: str, arguments: Any) -> Any:
+        template, tensors, specs = _taken_apart(arguments)
+        dense = [
+            to_layout(tensor.clone() if tensor.is_inference() else tensor.detach(), spec.order)
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
+        try:
+            description = pickled((call, specs, template))
+        except Exception as error:  # whatever a class of the user raises
+            description = pickled((call, specs, _Unsendable(str(error), str(signature(template)))))
+        begin = _HEADER_BYTES + aligned(len(description))
+        block = devices.host_memory(begin + packed_bytes(specs), self._device)
+        block[:_HEADER_BYTES].view(torch.int64)[0] = len(description)
+        block[_HEADER_BYTES : _HEADER_BYTES + len(description)] = torch.frombuffer(
+            bytearray(description), dtype=torch.uint8
+        )
+        with torch.no_grad():
+            for view, tensor in zip(_laid_out(block[begin:], specs), dense, strict=True):
+                view.copy_(tensor, non_blocking=True)
+        if any(devices.is_asynchronous(tensor.device) for tensor in dense):
+            devices.wait_for_event(devices.record_event(self._device))
+        self._relay(block)
+        moved = [devices.to_device(tensor, self._device) for tensor in dense]
+        same = {id(tensor): other for tensor, other in zip(tensors, moved, strict=True)}
+        return map_tensors(lambda tensor: same.get(id(tensor), tensor), arguments)
+
+    def _receive(self, call: str, own: Any) -> Any:
+        block = self._hosts.receive_block(self._rank - 1, Tag.INPUTS, _WHAT)
+        self._relay(block)
+        num_bytes = int(block[:_HEADER_BYTES].view(torch.int64)[0])
+        description, data = block[_HEADER_BYTES:][:num_bytes], block[_HEADER_BYTES + aligned(num_bytes) :]
+        theirs, specs, template = pickle.loads(description.numpy().tobytes())  # noqa: S301 - our own job's rank
+        if theirs != call:
+            raise UsageError(
+                f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
+                hint="all ranks of a pipeline call the same steps in the same order and mode",
+            )
+        # A copy, since the block is still being sent to the next rank, and a step may change its inputs.
+        arrived = _laid_out(devices.host_memory(len(data), self._device).copy_(data), specs)
+        if self._comparisons_left:
+            self._compare(call, own, specs, arrived)
+        if isinstance(template, _Unsendable):
+            mine, _, own_specs = _taken_apart(own)
+            if own_specs != specs or str(signature(mine)) != template.signature:
+                raise UsageError(
+                    f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {template.why}",
+                    hint="define their classes at the top level of a module, or pass arguments of the same structure"
+                    " on all ranks",
+                )
+            template = mine
+        tensors = [tensor.to(self._device, non_blocking=True) for tensor in arrived]
+        return _Filling(tensors, call, self._rank).filled(template, own, ())
+
+    def _relay(self, block: torch.Tensor) -> None:
+        if self._rank < self._size - 1:
+            self._hosts.send_block(block, self._rank + 1, Tag.INPUTS, _WHAT)
+
+    def _compare(self, call: str, own: Any, specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) -> None:
+        """Say once if this rank has passed other inputs to its first steps than pp_rank 0, whose inputs count."""
+        self._comparisons_left -= 1
+        _, tensors, own_specs = _taken_apart(own)
+        shapes, expected = _shapes(own_specs), _shapes(specs)
+        if shapes != expected:
+            self._comparisons_left = 0
+            announce([f"pipeline rank {self._rank} passed {shapes} to {call}; it uses {expected} of pipeline rank 0."])
+        elif not all(map(_has_same_bytes, tensors, arrived)):
+            self._comparisons_left = 0
+            warn_user(
+                f"pipeline rank {self._rank} passed other values to {call} than pipeline rank 0, whose values are used:"
+                " shard data by smp.dp_rank() of smp.dp_size(), not by smp.rank(), or a part of it is never trained on",
+                by_rank=state.rank,
+            )
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _template(value: Any, places: dict[int, tuple[_TensorAt, torch.Tensor]]) -> Any:
+    """Return arguments with placeholders, and add their tensors to `places`, by id; parameters do not count."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return places.setdefault(id(value), (_TensorAt(len(places)), value))[0]
+    parts = children(value)
+    if parts is not None:
+        return rebuild(value, {key: _template(part, places) for key, part in parts.items()})
+    return value if type(value) in _PLAIN_TYPES else _OwnObject(_name(type(value)))
+
+
+def _taken_apart(arguments: Any) -> tuple[Any, list[torch.Tensor], list[TensorSpec]]:
+    """Return arguments with placeholders, their tensors, each once, and the specs that these have when they arrive."""
+    places: dict[int, tuple[_TensorAt, torch.Tensor]] = {}
+    template = _template(arguments, places)
+    tensors = [tensor for _, tensor in places.values()]
+    return template, tensors, [spec_of(tensor).without_gradient.as_sent for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Puts tensors, and the objects of a rank, into the arguments of pp_rank 0."""
+
+    tensors: Sequence[torch.Tensor]
+    call: str
+    rank: int
+
+    def filled(self, template: Any, own: Any, path: tuple[Any, ...]) -> Any:
+        """Return a part of the arguments.
+
+        Args:
+            own: what this rank has passed in this place.
+            path: keys and indices that lead there from `(args, kwargs)`.
+        """
+        kind = type(template)
+        if kind is _TensorAt:
+            return self.tensors[template.index]
+        if kind is _OwnObject:
+            if _name(type(own)) != template.kind:
+                raise UsageError(
+                    f"pipeline rank 0 passed an object of type `{template.kind}` as {_argument(path)} of {self.call},"
+                    f" and pipeline rank {self.rank} passed"
+                    f" {'nothing' if own is _ABSENT else f'one of type `{_name(type(own))}`'}",
+                    hint="tensors, containers and plain values come from pipeline rank 0; every rank passes its own"
+                    " object of any other type",
+                )
+            return own
+        parts = children(template)
+        if parts is None:
+            return template
+        mine = (children(own) if type(own) is kind else None) or {}
+        # This rank's own container where it has the same items: its other attributes may not travel well.
+        like = own if mine and list(mine) == list(parts) else template
+        return rebuild(
+            like, {key: self.filled(part, mine.get(key, _ABSENT), (*path, key)) for key, part in parts.items()}
+        )
+
+
+def _argument(path: tuple[Any, ...]) -> str:
+    """Name a value by its path in `(args, kwargs)`."""
+    _, argument, *inside = path
+    name = f"argument {argument}" if isinstance(argument, int) else f"argument `{argument}`"
+    return "".join([name, *(f"[{key!r}]" for key in inside)])
+
+
+def _has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    both = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)]
+    return torch.equal(*both)
+
+
+def _laid_out(block: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return views of the tensors in a block, each with the memory order of its spec."""
+    parts = unpack(block, specs)
+    return [as_layout(part, spec.shape, spec.order) for part, spec in zip(parts, specs, strict=True)]
+
+
+def _shapes(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs)) or "no tensors"

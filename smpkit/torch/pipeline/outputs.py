@@ -1,0 +1,402 @@
+"""What calls return, so that ranks which do not run a call can go on without waiting for it.
+
+Others make placeholders from the *output spec* of the call: the result with a TensorSpec in place of each tensor. A new
+kind of operation is *inferred*: every rank runs it on fake tensors, alike, and the owner gives its result the strides
+that the others expect. What cannot be inferred (a module, a shape that depends on values of one rank) the owner tells,
+and with it which arguments the call changes in place (`changes.py`). Equal kinds of call have equal keys: the module or
+operation, its mode, and the specs of its arguments.
+
+[Note: the latest call] Most calls have the same arguments as the same call in the microbatch before. So for each module
+and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no key is made.
+Only where that fails is the call described by a key, and looked up among all.
+
+Hugging Face models have outputs that no call returns: hooks put hidden states, attentions or router logits into lists,
+*output collectors*, that the model's forward has opened. Over a pipeline the hooks run where the layer runs, so the
+lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
+its result, what it has added to the lists, and every rank adds that to its own.
+
+Other ranks cannot make placeholders of an object that is no container, such as a distribution or a cache of keys and
+values: they get an `AbsentObject`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.tensor_spec import (
+    NON_TENSOR_TYPES,
+    TensorSpec,
+    as_layout,
+    map_tensors,
+    permute_to_memory,
+    spec_of_unwrapped,
+    version_of,
+)
+from smpkit.torch.core.tree import children, rebuild
+from smpkit.torch.pipeline.changes import Change
+from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
+
+__all__ = [
+    "MAX_INFERRED",
+    "MISSING",
+    "AbsentObject",
+    "CachedCall",
+    "Collectors",
+    "Mode",
+    "OutputSpecs",
+    "active_collectors",
+    "add_collected",
+    "collector_key",
+    "describe_difference",
+    "has_same_specs",
+    "infer_output",
+    "make_placeholders",
+    "replicated_spec_of",
+    "returning_collected",
+    "spec_of_leaf",
+    "with_strides_of",
+]
+
+MISSING: Final[Any] = object()
+"""The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
+
+MAX_INFERRED: Final = 1 << 12
+"""Inferred output specs that are kept, the oldest first to go."""
+
+Mode = tuple[object, bool, torch.dtype | None]
+"""What else decides a result: the mode of the module or operation, grad mode, and the dtype of autocast."""
+
+_CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, type, Enum)
+"""Leaves of a result that other ranks may copy: `has_same_specs` sees if a later call returns another one."""
+
+_Outcome = tuple[Any, tuple[Change, ...]]
+"""What a kind of call returns, and which of its arguments it changes in place."""
+
+
+# --- kinds of call ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CachedCall:
+    """A kind of call."""
+
+    key: tuple[Any, ...]
+    """All that its result depends on."""
+    output_spec: Any
+    changes: tuple[Change, ...]
+    """The arguments that it changes in place."""
+    arguments: tuple[Any, ...] | None
+    """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
+    mode: Mode
+    is_inferred: bool = False
+    """Whether no rank had run the call when its output spec was made."""
+    has_tensors_only: bool = False
+    """Whether its positional arguments are tensors, all of them."""
+
+
+class OutputSpecs:
+    """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Outcome] = {}
+        self._inferred: dict[tuple[Any, ...], Any] = {}
+        """Apart from the others, since each rank can make them again at any time."""
+        self._with_other_floats: dict[tuple[Any, ...], _Outcome] = {}
+        """Known calls by their keys without floats."""
+        self.latest: dict[Any, CachedCall] = {}
+        """By target; see [Note: the latest call]."""
+
+    def __len__(self) -> int:
+        """Return how many kinds of call are known."""
+        return len(self._known)
+
+    def look_up(self, call: CachedCall) -> None:
+        """Look up the output spec of a call again: another of its kind may have run since its key was made."""
+        call.output_spec, call.changes = self._known.get(call.key, (MISSING, ()))
+
+    def remember(self, call: CachedCall, output_spec: Any, changes: tuple[Change, ...]) -> None:
+        """Keep what a call of a new kind returns and changes."""
+        self._known[call.key] = call.output_spec, call.changes = output_spec, changes
+        self._with_other_floats[_without_floats(call.key)] = output_spec, changes
+
+    def expect_other_floats(self, call: CachedCall) -> bool:
+        """Expect of a call what another one has returned that had other floats (a temperature), if there was one.
+
+        They seldom decide shapes; if they do, the owner says so.
+        """
+        known = self._with_other_floats.get(_without_floats(call.key))
+        if known is not None:
+            call.output_spec, call.changes = known
+        return known is not None
+
+    def remember_inferred(self, call: CachedCall, output_spec: Any) -> None:
+        """Keep what a call returns that no rank has run yet, and that changes nothing."""
+        self._inferred[call.key] = call.output_spec = output_spec
+        call.is_inferred = True
+        if len(self._inferred) > MAX_INFERRED:
+            del self._inferred[next(iter(self._inferred))]
+
+    def add_call(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
+        """Return the call with this key, which is the latest of its target from now on.
+
+        Args:
+            args: the arguments, if `key` describes nothing else.
+        """
+        arguments = None if args is None else _comparable(args)
+        tensors_only = arguments is not None and all(isinstance(part, torch.Tensor) for part in args or ())
+        inferred = MISSING if key in self._known else self._inferred.get(key, MISSING)
+        output_spec, changes = self._known.get(key, (inferred, ()))
+        call = CachedCall(key, output_spec, changes, arguments, mode, inferred is not MISSING, tensors_only)
+        self.latest[target] = call
+        return call
+
+
+def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return arguments in the form that `Microbatch` compares with later ones; None if that needs a key."""
+    parts: list[Any] = []
+    for argument in args:
+        kind = type(argument)
+        if kind is StageTensor:
+            parts.append(argument.spec)
+        elif kind in NON_TENSOR_TYPES:
+            parts.append((kind, argument))
+        elif isinstance(argument, torch.Tensor):
+            parts.append(replicated_spec_of(argument))
+        else:
+            return None
+    return tuple(parts)
+
+
+def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a result depends on of a tensor that all ranks hold: shape, strides, dtype and `requires_grad`."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, strides, tensor.dtype, tensor.requires_grad
+
+
+def _without_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([part for part in key if type(part) is not float])
+
+
+# --- output specs -----------------------------------------------------------------------------------------------------
+
+
+class AbsentObject:
+    """Stands for an object that a call on another rank has returned, and refuses to be used.
+
+    A copy would stay that of the first microbatch, and its tensors would have no graph.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._smpkit_refusal = (
+            f"`{name}` returned an object of the type {kind}, which was used on a pipeline rank that does not have it:"
+            " smpkit does not look into such objects"
+        )
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(
+            self._smpkit_refusal,
+            hint="return its tensors instead, in a tuple, list, dict or dataclass, and make the object of them where it"
+            " is used; or use it in the torch.nn.Module that makes it",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for methods that objects need not have
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _refuse
+
+
+def spec_of_leaf(leaf: Any, name: str) -> Any:
+    """Return what stands in an output spec for a leaf of what `name` has returned, a stage tensor or anything else."""
+    if type(leaf) is StageTensor:
+        return leaf.spec
+    return leaf if isinstance(leaf, _CONSTANTS) else AbsentObject(type(leaf).__name__, name)
+
+
+def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:
+    """Return the result of a call that rank `owner` runs, with stage tensors without data."""
+    if type(output_spec) is TensorSpec:
+        return make_stage_tensor(output_spec, device, owner)
+    if type(output_spec) is tuple:
+        return tuple([make_placeholders(part, device, owner) for part in output_spec])
+    inside = children(output_spec)
+    if inside is None:
+        return output_spec
+    return rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
+
+
+def has_same_specs(left: Any, right: Any) -> bool:
+    """Return whether other ranks, which have made their result of one output spec, may take it for the other."""
+    if isinstance(left, TensorSpec) or isinstance(right, TensorSpec):
+        return bool(left == right)
+    parts, others = children(left), children(right)
+    if parts is None or others is None:
+        return type(left) is type(right) and (isinstance(left, AbsentObject) or left == right)
+    return parts.keys() == others.keys() and all(has_same_specs(part, others[key]) for key, part in parts.items())
+
+
+def describe_difference(left: Any, right: Any) -> str:
+    """Return the first difference of two output specs, for an error."""
+    for first, now in zip(_leaves_in(left), _leaves_in(right), strict=False):
+        if not has_same_specs(first, now):
+            return f"{first} the first time and {now} now"
+    return "another structure than before"
+
+
+def _leaves_in(output_spec: Any) -> Iterator[Any]:
+    inside = None if isinstance(output_spec, TensorSpec) else children(output_spec)
+    if inside is None:
+        yield output_spec
+    for part in (inside or {}).values():
+        yield from _leaves_in(part)
+
+
+# --- inference --------------------------------------------------------------------------------------------------------
+
+
+_WITH_RUNNING_AVERAGES: Final = frozenset({"batch_norm", "instance_norm"})
+
+
+def infer_output(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Callable[[torch.Tensor], TensorSpec | None],
+    device: torch.device,
+) -> Any:
+    """Return the output spec of an operation between units, which changes no argument.
+
+    Returns MISSING where that takes the data of the arguments, on all ranks alike.
+
+    Args:
+        args, kwargs: stage tensors, other tensors, and anything else.
+        known: returns the spec of a tensor whose data some ranks lack, and None for any other.
+        device: where stage tensors live.
+    """
+    if getattr(function, "__name__", "") in _WITH_RUNNING_AVERAGES:
+        return MISSING  # only the owner may change them
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        spec = known(tensor)
+        if spec is None:
+            return tensor
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+            )
+        return fakes[id(tensor)]
+
+    try:
+        with without_dispatch_modes(), _without_hooks():
+            function, args, kwargs = _without_deciding_values(function, args, kwargs)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                given = map_tensors(fake, (args, kwargs))
+                output = function(*given[0], **given[1])
+        return MISSING if any(map(version_of, fakes.values())) else map_tensors(spec_of_unwrapped, output)
+    except Exception:
+        # A result whose shape depends on data, or an operation that is wrong: its owner will say so.
+        return MISSING
+
+
+def _without_deciding_values(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call with a result of the same shape in which no values of masks and repetitions decide the shape.
+
+    Fake tensors have no values. Those that every rank holds are looked at here.
+    """
+    if function is torch.Tensor.__getitem__:
+        return function, (args[0], _positions(args[1])), kwargs
+    if function in (torch.Tensor.masked_select, torch.masked_select):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return lambda value, *index: value.expand(shape)[index], (args[0], *_positions(args[1].expand(shape))), {}
+    if function in (torch.Tensor.repeat_interleave, torch.repeat_interleave) and type(args[1]) is torch.Tensor:
+        return function, args, {**kwargs, "output_size": int(args[1].sum())}
+    return function, args, kwargs
+
+
+def _positions(index: Any) -> Any:
+    """Return an index with the positions of what its masks select instead of them."""
+    parts = index if type(index) is tuple else (index,)
+    if not any(map(_is_mask, parts)):
+        return index
+    return tuple([each for part in parts for each in (part.nonzero(as_tuple=True) if _is_mask(part) else (part,))])
+
+
+def _is_mask(index: Any) -> bool:
+    return type(index) is torch.Tensor and index.dtype is torch.bool and index.dim() > 0
+
+
+def _without_hooks() -> contextlib.AbstractContextManager[object]:
+    """Keep hooks on saved tensors (of offloading, of checkpointing) from seeing what an inference saves."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def with_strides_of(output_spec: Any, output: Any) -> Any:
+    """Return what an operation has returned, with the strides that were inferred for it."""
+    specs = (leaf for leaf in _leaves_in(output_spec) if isinstance(leaf, TensorSpec))
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        spec = next(specs, None)  # None: it returns more than was inferred, which the caller tells
+        if spec is None or tensor.shape != spec.shape or tensor.stride() == spec.stride:
+            return tensor
+        return as_layout(permute_to_memory(tensor, spec.order).contiguous(), spec.shape, spec.order, spec.stride)
+
+    return map_tensors(laid_out, output)
+
+
+# --- output collectors of Hugging Face models -------------------------------------------------------------------------
+
+Collectors = dict[str, Any]
+"""By kind of output, a list; beside the lists settings, under names that begin with an underscore."""
+
+
+def active_collectors() -> Callable[[], Collectors | None] | None:
+    """Return a function that returns the active collectors, or None; None if no library has any."""
+    # Transformers keeps them in a private context variable.
+    active: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return None if active is None else active.get
+
+
+def collector_key(collectors: Collectors) -> tuple[Any, ...]:
+    """Return what decides which outputs a call adds: the kinds, how many of each there are, and the settings."""
+    return tuple(
+        (key, len(kept) if isinstance(kept, list) else tuple(sorted(kept))) for key, kept in collectors.items()
+    )
+
+
+def returning_collected(collectors: Collectors, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that removes from the lists what `function` adds to them, and returns it with the result."""
+
+    def called(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        counts = {key: len(kept) for key, kept in collectors.items() if isinstance(kept, list)}
+        output = function(*args, **kwargs)
+        collected = {key: tuple(collectors[key][count:]) for key, count in counts.items()}
+        for key, count in counts.items():
+            del collectors[key][count:]
+        return output, collected
+
+    return called
+
+
+def add_collected(collectors: Collectors, returned: tuple[Any, dict[str, tuple[Any, ...]]]) -> Any:
+    """Add to this rank's lists what `returning_collected` has removed on the owner; return the call's result."""
+    output, collected = returned
+    for key, parts in collected.items():
+        collectors[key].extend(parts)
+    return output

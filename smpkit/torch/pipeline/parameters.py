@@ -1,0 +1,343 @@
+"""Weights that not every pipeline rank holds: as values in a step, and wherever else code meets them.
+
+Every rank has the parameter objects of the whole model, which optimizers, hooks and state dicts hold, but not the data
+of all of them.
+
+*Between the layers of a step* a weight, or a view of one (`x @ emb.weight.T`), may be an argument of a layer, or an
+operand beside a layer's output. It is then a value like any other, of the first rank that holds it: it is sent once per
+microbatch to each rank that needs it, and its gradient back.
+
+*Everywhere else* another rank's weight is non-resident: its shape and dtype are right, its numbers are not. Whatever is
+computed with it is non-resident, too. Only code that asks for numbers raises (`.item()`, a branch), and so does code
+that writes them into a tensor of this rank. A change in place is left to the rank that holds the weight.
+
+*Weights and buffers that modules on several ranks share* have a copy on each of them. The optimizer keeps the copies of
+a weight equal; a module that changes its own in place would change it on its rank alone (`SharedTensor`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, tensors_in, version_of
+from smpkit.torch.core.warn import warn_user
+from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.pipeline.stage_tensor import (
+    FROM_SHAPE,
+    NUMBER_FUNCTIONS,
+    PROPERTIES,
+    Current,
+    StageTensor,
+    changes_in_place,
+    make_stage_tensor,
+    microbatch_between_units,
+)
+from smpkit.torch.placement.placement import Placement, names_by_module
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.stage_context import StageContext
+
+__all__ = [
+    "NonResident",
+    "SharedTensor",
+    "mark_nonresident_parameters",
+    "parameter_change_error",
+    "refuse_as_data",
+    "refuse_made_of_weights",
+    "refuse_nonresident",
+    "shared_tensors",
+    "value_of_weight",
+]
+
+T = torch.Tensor
+_NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
+_SET_REQUIRES_GRAD: Final[Any] = T.requires_grad.__set__  # type: ignore[attr-defined]
+_SET_GRAD: Final[Any] = T.grad.__set__  # type: ignore[union-attr]
+_GETS_OR_SETS: Final = frozenset({"__get__", "__set__"})
+
+_FROM_SHAPE: Final = FROM_SHAPE | {torch.rand_like, torch.randn_like, torch.randint_like}
+
+_NEEDS_NUMBERS: Final = NUMBER_FUNCTIONS | {
+    *(T.nonzero, torch.nonzero, torch.argwhere, T.unique, torch.unique, T.unique_consecutive, torch.unique_consecutive),
+    *(T.masked_select, torch.masked_select, T.bincount, torch.bincount),
+    *(T.backward, torch.autograd.backward, torch.autograd.grad),
+}
+"""Functions whose result has a value, or a shape, that depends on the numbers of a tensor."""
+
+_DRAWING_IN_PLACE: Final = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+)
+
+
+# --- between the layers of a step -------------------------------------------------------------------------------------
+
+
+def value_of_weight(
+    tensor: torch.Tensor, weight: torch.Tensor, stage: StageContext, segments: Sequence[int]
+) -> StageTensor:
+    """Return a weight, or a view of it, as a value of the first rank that holds it.
+
+    Args:
+        tensor, weight: the view, and of what; or the weight twice.
+        segments: which segment each rank is in.
+    """
+    owner = stage.parameter_owners[id(weight)]
+    value = tensor if owner == stage.rank else None
+    return make_stage_tensor(dense_spec_of(tensor), stage.device, owner, value, segments[owner])
+
+
+def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
+    """Raise if a tensor that every rank should have was made of weights that only some hold."""
+    if not isinstance(tensor, NonResident) and not _leads_to_a_weight(tensor.grad_fn, stage):
+        return
+    stage.failed_alone = True  # to a rank that holds none of these weights, it may look like any other tensor
+    raise UsageError(
+        f"a tensor of shape {list(tensor.shape)} was used between modules that not every pipeline rank has: a module"
+        " made it and kept it, as an attribute or in a list that a hook fills, or it was computed from weights",
+        hint="return it from the module's forward along with its result; compute with weights in the module that holds"
+        " them, or hand a weight itself to a layer, or to an operation beside a layer's output",
+    )
+
+
+def _leads_to_a_weight(grad_fn: Any, stage: StageContext) -> bool:
+    seen, stack = {grad_fn}, [] if grad_fn is None else [grad_fn]
+    while stack:
+        node = stack.pop()
+        weight = getattr(node, "variable", None)
+        if weight is not None and id(weight) in stage.parameter_owners:
+            return True
+        after = [node for node, _ in node.next_functions if node is not None and node not in seen]
+        seen.update(after)
+        stack += after
+    return False
+
+
+def parameter_change_error(name: str, parameter: torch.Tensor) -> UsageError:
+    """Return the error for a change between units of a parameter that not every rank holds."""
+    return UsageError(
+        f"`{name}` changed in place, between modules, a parameter of shape {list(parameter.shape)} that not every"
+        " pipeline rank holds",
+        hint="change parameters between steps, or in the forward of the module that owns them",
+    )
+
+
+def refuse_as_data(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise if the setter `func` is to give a tensor the memory of a placeholder, which has none."""
+    if len(args) == 2 and isinstance(args[1], StageTensor | NonResident) and not isinstance(args[0], StageTensor):
+        raise UsageError(
+            f"`.{func.__self__.__name__}` of a tensor of shape {list(args[0].shape)} was assigned, between modules, a"
+            " value that only one pipeline rank holds",
+            hint="change a weight in the forward of a torch.nn.Module that owns it and all that it is made of (both"
+            " encoders of a momentum encoder) and lies on one rank (smp.set_partition)",
+        )
+
+
+# --- everywhere else --------------------------------------------------------------------------------------------------
+
+
+class NonResident(torch.Tensor):
+    """A weight whose data another rank holds, or what was computed with it."""
+
+    name_and_owner: tuple[str, int]
+    """The name of the weight, and the pp_rank that holds it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if StageTensor in types:
+            return NotImplemented  # let the stage tensor say where the operation runs
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in _NEEDS_NUMBERS:
+            raise _refusal(name, (args, kwargs))
+        if (changes_in_place(func, name, kwargs) and func is not T.detach_) or "out" in kwargs:
+            return _unchanged(func, name, args, kwargs)
+        with _NoTorchFunction():
+            result = func(*args, **kwargs)
+        if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
+            return result
+        origin = next(_nonresident_in((args, kwargs))).name_and_owner
+        return map_tensors(lambda made: _as_nonresident(made, NonResident, origin) if type(made) is T else made, result)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.unbind())  # else rows would come without the mark
+
+    # Optimizers and steps read these of all parameters: without the detour through __torch_function__.
+    @property
+    def requires_grad(self) -> bool:
+        with _NoTorchFunction():
+            return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> NonResident:
+        microbatch = microbatch_between_units()
+        if microbatch is not None and self.requires_grad is not requires_grad:
+            microbatch.stage.failed_alone = True
+            # Ranks could not agree when: a microbatch's backward runs after the forward of later ones.
+            raise UsageError(
+                f"a step froze or unfroze a parameter of shape {list(self.shape)} while its microbatches ran",
+                hint="do so before the step is called; make steps of their own of the parts that train others",
+            )
+        with _NoTorchFunction():
+            _SET_REQUIRES_GRAD(self, requires_grad)
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with _NoTorchFunction():
+            return super().grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with _NoTorchFunction():
+            _SET_GRAD(self, value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name, owner = self.name_and_owner
+        kind = "Parameter" if isinstance(self, nn.Parameter) else "Tensor"
+        return f"{kind}(`{name}` on pp_rank {owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+    def __format__(self, specification: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _as_nonresident(self._as_torch_tensor(), type(self), self.name_and_owner)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saved file must load with plain torch.
+        return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _as_torch_tensor(self) -> torch.Tensor:
+        """Return it as a plain tensor or parameter, with the values that this rank has."""
+        with _NoTorchFunction():
+            value = self.detach()
+            plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+        plain.__dict__.update({key: value for key, value in vars(self).items() if key != "name_and_owner"})
+        return plain
+
+
+class _NonResidentParameter(NonResident, nn.Parameter):
+    """A parameter of another rank."""
+
+
+def mark_nonresident_parameters(placement: Placement) -> None:
+    """Make code raise that reads the numbers of weights that this rank does not hold.
+
+    They stay the same objects. Parameters of the user's own classes are left alone, since those may behave otherwise.
+    """
+    for each in placement:
+        if not each.is_here and type(each.parameter) is nn.Parameter:
+            _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
+
+
+def _as_nonresident(tensor: torch.Tensor, kind: type[NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:
+    # Assign the class, so that the object stays the same: optimizers, hooks and state dicts refer to it.
+    tensor.__class__ = kind
+    tensor.name_and_owner = name_and_owner  # type: ignore[attr-defined]
+    return tensor
+
+
+def _unchanged(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave a change in place to the rank that holds the weight."""
+    target = args[0] if args else kwargs.get("tensor")
+    if not isinstance(target, NonResident) or "out" in kwargs:
+        raise _refusal(name, (args, kwargs))  # its numbers would go into a tensor of this rank
+    microbatch = microbatch_between_units()
+    if microbatch is not None:
+        microbatch.stage.failed_alone = True
+        raise parameter_change_error(name, target)
+    initialises = getattr(func, "__module__", "") == nn.init.__name__  # those run without gradients
+    if target.requires_grad and target.is_leaf and torch.is_grad_enabled() and not initialises:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if initialises or name in _DRAWING_IN_PLACE:
+        warn_user(
+            "weights were initialised that other pipeline ranks hold: each rank draws for its own weights alone, so"
+            " they get other values than in one process; initialise before smp.DistributedModel"
+        )
+    return target
+
+
+def refuse_nonresident(name: str, output: Any) -> None:
+    """Raise if the module `name` has returned what it has computed with a weight of another rank."""
+    if next(_nonresident_in(output), None) is not None:
+        raise _refusal(name, output)
+
+
+def _nonresident_in(value: Any) -> Iterator[NonResident]:
+    return (tensor for tensor in tensors_in(value) if isinstance(tensor, NonResident))
+
+
+def _refusal(name: str, arguments: Any) -> UsageError:
+    weight, owner = next(_nonresident_in(arguments)).name_and_owner
+    if Current.microbatch is not None:
+        Current.microbatch.stage.failed_alone = True
+        hint = "hand the weight to the module as an argument of its forward"
+    else:
+        hint = (
+            "go through `model.local_parameters()`, or let all ranks call `model.state_dict()`, which has all weights;"
+            " a step may hand them to layers and operations"
+        )
+    return UsageError(
+        f"`{name.strip('_')}` needs the numbers of `{weight}`, which pipeline rank {owner} holds and rank"
+        f" {state.pp_rank} does not",
+        hint=hint,
+    )
+
+
+# --- shared by modules on several ranks -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A weight or buffer of a module on this rank that is one of another rank's module, too."""
+
+    name: str
+    module: nn.Module
+    key: str
+    ranks: list[int]
+
+    @property
+    def version(self) -> int:
+        """How often this rank's copy has been changed in place."""
+        tensor = getattr(self.module, self.key, None)
+        return version_of(tensor) if isinstance(tensor, torch.Tensor) else 0
+
+    def refuse_change(self, rank: int) -> NoReturn:
+        """Raise the error for a change in place on rank `rank`."""
+        raise UsageError(
+            f"`{self.name}`, which modules on pipeline {name_ranks(self.ranks)} share, was changed in place by one on"
+            f" rank {rank}: the others keep it as it was",
+            hint="put the modules that share it on one rank: auto_partition: false, and smp.set_partition for each",
+        )
+
+
+def shared_tensors(root: nn.Module, placement: Placement) -> list[SharedTensor]:
+    """Return what this rank's modules share with those of others, before modules leave this rank."""
+    ranks_of: defaultdict[int, set[int]] = defaultdict(set)
+    found: list[tuple[str, nn.Module, str, int]] = []
+    for module, names in names_by_module(root).items():
+        pp_ranks = {rank for name in names if (rank := placement.pp_rank_of(name)) is not None}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, tensor in tensors if pp_ranks else ():
+            ranks_of[id(tensor)] |= pp_ranks
+            if state.pp_rank in pp_ranks:
+                found.append((f"{names[0]}.{key}", module, key, id(tensor)))
+    return [
+        SharedTensor(name, module, key, sorted(ranks_of[tensor]))
+        for name, module, key, tensor in found
+        if len(ranks_of[tensor]) > 1
+    ]

@@ -1,0 +1,634 @@
+"""Tensor parallelism by the plan that a Hugging Face model carries, its layers divided where they stand.
+
+A plan names layers and a style for each: `{"layers.*.self_attn.q_proj": "colwise", ...}`. Layers keep their classes and
+names, and parameters become pieces of what they were. What a style means is what transformers says: values between
+layers are whole and equal on all ranks, and each divided layer begins or ends a region where they are not::
+
+    hidden ──copy──► colwise ──► (heads, activation of this rank) ──► rowwise ──sum──► hidden
+             (gradients of the ranks add up)
+
+A layer that is computed on all ranks alike has its whole gradient on each of them. One that sees the heads of its rank
+only (a norm of queries) has a part of it, and the plan says so: `replicated_with_grad_allreduce`.
+
+Where each rank brings samples of its own, the model that runs the layers gathers its *inputs* (tokens and masks, a few
+bytes per position) and returns this rank's samples: in between, all ranks compute on the samples of all of them.
+
+With `optimize: memory` a rank holds a part between the layers: of each sequence, or its own samples. What the plan
+names below one child of a layer (`self_attn`, `mlp`) is then a *block*, which gathers all and ends with a part of the
+sum::
+
+    part of hidden ──gather──► colwise ──► ... ──► rowwise ──reduce-scatter──► part of hidden
+
+Everything whole in a stack of such layers has a part of its gradient on each rank. That is right only if all that has
+parameters is a block or a norm; other stacks are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import UnsupportedError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.placement.shards import TpShard, mark, shard_of
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.layouts import Layout, divide_parameter, enter_region, leave_region
+from smpkit.torch.tensor_parallel.marking import marking_of
+from smpkit.torch.tensor_parallel.plan_vocabulary import are_tied, divide_vocabulary, in_forward
+
+__all__ = ["apply_tp_plan", "has_tp_plan", "styles_of"]
+
+_log = logging.getLogger("smpkit")
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a style divides a weight.
+
+    Args:
+        by_output: its output features; False: its input features.
+        packed: two weights lie in it, one after the other, and each is divided by itself.
+        whole_outside: the layer takes all features, or returns them.
+    """
+
+    by_output: bool
+    packed: bool = False
+    whole_outside: bool = False
+
+
+_DIVISIONS: Final = {
+    "colwise": _Division(by_output=True),
+    "packed_colwise": _Division(by_output=True, packed=True),
+    "colwise_gather_output": _Division(by_output=True, whole_outside=True),
+    "colwise_rep": _Division(by_output=True, whole_outside=True),
+    "rowwise": _Division(by_output=False),
+    "packed_rowwise": _Division(by_output=False, packed=True),
+    "rowwise_split_input": _Division(by_output=False, whole_outside=True),
+    "rowwise_rep": _Division(by_output=False, whole_outside=True),
+}
+"""Styles of linear layers and of bare parameters."""
+_EXPERTS: Final = ("moe_tp_experts", "all_reduce")
+"""Styles of modules that multiply with bare parameters of theirs, which are divided: results are summed."""
+_ADDS_UP: Final = "replicated_with_grad_allreduce"
+_WHOLE: Final = ("replicate", "local_params", _ADDS_UP)
+_OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
+"""`embedding_rowwise` is served for the word embedding only."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What the plan names below one child of a layer: all of it is divided, or nothing.
+
+    Args:
+        name: of the child, from the root on.
+        stack: the name of the list of layers that it lies in.
+        styles: by name from the root on.
+    """
+
+    name: str
+    stack: str
+    styles: dict[str, str] = field(default_factory=dict)
+
+
+def has_tp_plan(module: nn.Module) -> bool:
+    """Tell whether a module is a Hugging Face model that says how it can be divided."""
+    return bool(_plan_of(module)) and hasattr(module, "config")
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, str]:
+    plan = getattr(module, "_tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def styles_of(root: nn.Module) -> dict[str, str]:
+    """Return the styles of the modules and parameters of `root` that its plan names, by name from the root on."""
+    plan = _plan_of(root)
+    names = [name for name, _ in root.named_modules()] + [name for name, _ in root.named_parameters()]
+    return {name: plan[_generic(name)] for name in names if _generic(name) in plan}
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def apply_tp_plan(root: nn.Module) -> None:
+    """Divide the layers of a model over the tensor-parallel ranks as its plan says.
+
+    What cannot be divided stays whole, and a line of the log says why: layers outside a list of layers, sizes that the
+    ranks do not divide, parts that the user excepted.
+
+    Raises:
+        UnsupportedError: a style that smpkit does not know; dropout where ranks bring samples of their own; with
+            `optimize: memory`, a stack with something that may need whole sequences.
+    """
+    if state.tp_size == 1:
+        return
+    styles = styles_of(root)
+    excepted = {name for name in styles if _is_excepted(root, name)}
+    vocabulary = divide_vocabulary(root, styles, excepted)
+    _refuse_unknown_styles(root, styles, vocabulary)
+    undivided: dict[str, str] = {}
+    groups = [*_divisible_groups(root, styles, vocabulary, undivided)]
+    stacks = sorted({group.stack for group in groups})
+    for base in sorted({_base_of(root, stack) for stack in stacks}):
+        _prepare_base(root, base)
+    for stack in stacks:
+        if _divides_between_layers():
+            _divide_stack(root, stack, groups)
+    for group in groups:
+        for name in sorted(
+            group.styles, key=lambda name: group.styles[name] in _DIVISIONS
+        ):  # whole ones are marked first
+            _divide(root, name, group.styles[name])
+    if state.rank == 0 and undivided:
+        listed = "; ".join(f"`{name}`: {why}" for name, why in undivided.items())
+        _log.info("%s: not divided over tensor-parallel ranks: %s", type(root).__name__, listed)
+
+
+def _divides_between_layers() -> bool:
+    return state.cfg.optimize == "memory"
+
+
+# --- what can be divided ----------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown_styles(root: nn.Module, styles: Mapping[str, str], vocabulary: set[str]) -> None:
+    for name, style in styles.items():
+        is_known = style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
+        is_elsewhere = style == "embedding_rowwise" and name not in vocabulary and _stack_of(root, name) is not None
+        if not is_known or is_elsewhere:
+            raise UnsupportedError(
+                f"the plan of {type(root).__name__} divides `{_generic(name)}` by the style `{style}`, which smpkit"
+                " does not know there",
+                hint="except the model with smp.set_tensor_parallelism(module, enabled=False)",
+            )
+
+
+def _divisible_groups(
+    root: nn.Module, styles: Mapping[str, str], vocabulary: set[str], undivided: dict[str, str]
+) -> Iterator[_Group]:
+    """Yield the groups that are divided; say in `undivided` why others are not, by the name in the plan."""
+    groups: dict[str, _Group] = {}
+    for name, style in styles.items():
+        stack = _stack_of(root, name)
+        if stack is not None:
+            child = ".".join(name.split(".")[: stack.count(".") + 3])
+            groups.setdefault(child, _Group(child, stack)).styles[name] = style
+        elif style in _DIVISIONS and name not in vocabulary:
+            undivided[_generic(name)] = "it lies outside of lists of layers"
+    for group in groups.values():
+        reasons = (_why_undivided(root, name, style) for name, style in group.styles.items())
+        why = next(filter(None, reasons), None)
+        if why is None:
+            yield group
+        else:
+            undivided[_generic(group.name)] = why
+
+
+def _stack_of(root: nn.Module, name: str) -> str | None:
+    """Return the name of the outermost list of layers around something; None if there is none."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        outer = ".".join(parts[:count])
+        if parts[count].isdigit() and isinstance(root.get_submodule(outer), nn.ModuleList):
+            return outer
+    return None
+
+
+def _base_of(root: nn.Module, stack: str) -> str:
+    """Return the model that runs a list of layers: the nearest module around it that has a plan of its own."""
+    name = stack
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if has_tp_plan(root.get_submodule(name)):
+            return name
+    return ""
+
+
+def _is_excepted(root: nn.Module, name: str) -> bool:
+    marking = None if _is_parameter(root, name) else marking_of(root.get_submodule(name))
+    return marking is not None and not marking.enabled
+
+
+def _is_parameter(root: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return own in root.get_submodule(owner)._parameters
+
+
+def _why_undivided(root: nn.Module, name: str, style: str) -> str | None:
+    """Return why something cannot be divided by its style; None if it can."""
+    if _is_excepted(root, name):
+        return "it is excepted from tensor parallelism"
+    division = _DIVISIONS.get(style)
+    if division is None:
+        return None
+    if _is_parameter(root, name):
+        parameter = root.get_parameter(name)
+        if "gate_up" in name and not division.packed:  # halves of each expert, which its plan divides as one
+            return f"the plan divides `{name}` as if it held one weight"
+        return _why_indivisible(name, parameter.shape[_dim_of(parameter, division)], division)
+    layer = root.get_submodule(name)
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return f"`{name}` is no plain linear layer, but a {type(layer).__name__}"
+    owner = root.get_submodule(name.rpartition(".")[0])
+    if division.by_output and not division.whole_outside and _is_attention(owner):
+        return _why_heads_are_indivisible(owner, name, layer)
+    return _why_indivisible(name, layer.out_features if division.by_output else layer.in_features, division)
+
+
+def _why_indivisible(name: str, features: int, division: _Division) -> str | None:
+    features //= 1 + division.packed
+    return (
+        f"{state.tp_size} ranks do not divide the {features} features of `{name}`" if features % state.tp_size else None
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "head_dim") or "attention" in type(module).__name__.lower()
+
+
+def _heads(attention: nn.Module) -> int | None:
+    heads = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def _kv_heads(attention: nn.Module, name: str, layer: nn.Linear) -> int | None:
+    """Return how many heads a projection of keys or values has, where there may be fewer than of queries."""
+    width = getattr(attention, "head_dim", None)
+    may_be_fewer = name.endswith(("k_proj", "v_proj")) and hasattr(attention, "num_key_value_groups")
+    return layer.out_features // width if may_be_fewer and isinstance(width, int) else None
+
+
+def _why_heads_are_indivisible(attention: nn.Module, name: str, layer: nn.Linear) -> str | None:
+    heads, kv_heads = _heads(attention), _kv_heads(attention, name, layer)
+    if heads is None:
+        return "its number of heads is not known (no `config.num_attention_heads`)"
+    if heads % state.tp_size:
+        return f"{state.tp_size} ranks do not divide its {heads} heads"
+    if kv_heads is None and layer.out_features % heads:
+        return f"the {layer.out_features} features of `{name}` are not those of {heads} heads"
+    if kv_heads is not None and kv_heads % state.tp_size and state.tp_size % kv_heads:
+        return f"its {kv_heads} key and value heads are neither divided by {state.tp_size} ranks nor divide them"
+    return None
+
+
+# --- dividing ---------------------------------------------------------------------------------------------------------
+
+
+def _divide(root: nn.Module, name: str, style: str) -> None:
+    """Divide what a style names, and let it take and return what the style says."""
+    division = _DIVISIONS.get(style)
+    if division is not None and _is_parameter(root, name):
+        parameter = root.get_parameter(name)
+        divide_parameter(parameter, _dim_of(parameter, division), packed=division.packed)
+        return
+    module, owner = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
+    if division is not None:
+        assert isinstance(module, nn.Linear)
+        _divide_linear(module, name, division, owner)
+    elif style == _ADDS_UP:
+        _mark_whole(module, adds_up=True)
+    elif style in _EXPERTS:
+        module.register_forward_pre_hook(_enter_experts, with_kwargs=True)
+        module.register_forward_hook(_sum_of_experts)
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(_share_of_identity)
+    elif style == "mla_kv_a_proj" and not _divides_between_layers():
+        module.register_forward_hook(functools.partial(_copy_rotated_part, owner))
+
+
+def _dim_of(parameter: torch.Tensor, division: _Division) -> int:
+    return max(parameter.dim() - 2, 0) if division.by_output else parameter.dim() - 1
+
+
+def _mark_whole(module: nn.Module, *, adds_up: bool, except_for: torch.Tensor | None = None) -> None:
+    """Mark the undivided parameters in a module with how their gradients are reduced.
+
+    Args:
+        adds_up: each rank has a part of the gradient; else all have the whole one, of the samples of all.
+        except_for: a parameter that is reduced as any other of data parallelism.
+    """
+    # The average over data-parallel ranks divides by their number. Where each brings samples, the sum of the ranks'
+    # gradients is that of tp_size losses, and an equal gradient on all of them is, too.
+    size = state.tp_size
+    if state.cfg.prescaled_batch:
+        group, scale = CommGroup.DP_GROUP, float(size) if adds_up else 1.0
+    else:
+        group, scale = (CommGroup.DP_GROUP, 1.0) if adds_up else (CommGroup.RDP_GROUP, 1 / size)
+    for parameter in module.parameters():
+        shard = shard_of(parameter)
+        if parameter is not except_for and not (shard is not None and shard.is_distributed):
+            mark(parameter, TpShard(tuple(parameter.shape), None, (), state.tp_rank, size, group, scale))
+
+
+def _divide_linear(layer: nn.Linear, name: str, division: _Division, owner: nn.Module) -> None:
+    kv_heads = _kv_heads(owner, name, layer) if division.by_output and not division.whole_outside else None
+    rows = None
+    if kv_heads is not None and kv_heads < state.tp_size:
+        # Neighbouring ranks share a head. All hold the whole projection, and compute the head that their queries need.
+        width, heads = layer.out_features // kv_heads, _heads(owner)
+        assert heads is not None
+        rows = (width * (state.tp_rank * kv_heads // state.tp_size), width)
+        # Hugging Face's attention repeats keys and values this many times: here once for each query head of this rank.
+        vars(owner)["num_key_value_groups"] = heads // state.tp_size
+        _mark_whole(layer, adds_up=True)
+    elif division.by_output:
+        for parameter in layer.parameters():
+            divide_parameter(parameter, 0, packed=division.packed)
+        if not division.whole_outside:
+            layer.out_features //= state.tp_size  # for `repr`, and for models that reshape by it
+    else:
+        divide_parameter(layer.weight, 1, packed=division.packed)
+    vars(layer)["forward"] = _DividedLinear(layer, division, _SharedInput.of(owner), rows)
+
+
+class _DividedLinear:
+    """The forward of a divided linear layer; an object, because copies of a module copy it with them.
+
+    Args:
+        rows: first and number of the output features that are computed, of a layer that all ranks hold whole.
+    """
+
+    def __init__(
+        self, layer: nn.Linear, division: _Division, shared: _SharedInput, rows: tuple[int, int] | None
+    ) -> None:
+        self._layer, self._division, self._shared, self._rows = layer, division, shared, rows
+        self._in_block = _divides_between_layers()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_output(x) if self._division.by_output else self._by_input(x)
+
+    def _by_output(self, x: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self._layer.weight
+        bias: torch.Tensor | None = self._layer.bias
+        if self._rows is not None:
+            weight, bias = weight.narrow(0, *self._rows), None if bias is None else bias.narrow(0, *self._rows)
+        output = functional.linear(x if self._in_block else self._shared.enter(x), weight, bias)
+        if not self._division.whole_outside:
+            return output
+        # In a block what each rank computes from all features is its part of the gradient, elsewhere all of it.
+        return collectives.gather_to_tp(output, -1) if self._in_block else collectives.gather_from_tp(output, -1)
+
+    def _by_input(self, x: torch.Tensor) -> torch.Tensor:
+        if self._division.whole_outside:
+            width = self._layer.weight.shape[1]
+            x = x.narrow(-1, width * state.tp_rank, width) if self._in_block else collectives.scatter_to_tp(x, -1)
+        partial = functional.linear(x, self._layer.weight)
+        output = leave_region(partial, _layout_now()) if self._in_block else collectives.reduce_from_tp(partial)
+        bias: torch.Tensor | None = self._layer.bias
+        return output if bias is None else output + bias  # before the sum, each rank would add it
+
+
+class _SharedInput:
+    """The input of the layers in one module: those that get the same tensor share one exchange in backward."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @staticmethod
+    def of(owner: nn.Module) -> _SharedInput:
+        """Return that of a module, which forgets it at the end of its forward."""
+        shared = vars(owner).get("_smp_shared_input")
+        if shared is None:
+            shared = vars(owner)["_smp_shared_input"] = _SharedInput()
+            owner.register_forward_hook(_forget_input, always_call=True)
+        return shared
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that all ranks have, for computations that differ by rank."""
+        last = self._last  # one read: another microbatch may run in another thread
+        if last is None or last[0] is not x:
+            self._last = last = (x, collectives.copy_to_tp(x))
+        return last[1]
+
+    def forget(self) -> None:
+        self._last = None
+
+
+def _forget_input(owner: nn.Module, _args: Any, _output: Any) -> None:
+    vars(owner)["_smp_shared_input"].forget()
+
+
+def _enter_experts(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(value: Any) -> Any:  # hidden states, and the weights of the chosen experts
+        is_trained = isinstance(value, torch.Tensor) and value.requires_grad
+        return collectives.copy_to_tp(value) if is_trained else value
+
+    return tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()}
+
+
+def _sum_of_experts(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return collectives.reduce_from_tp(output)
+
+
+def _share_of_identity(_module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+    # The results of all experts are summed over ranks, and this one is the same on all.
+    return args[0] / state.tp_size
+
+
+def _copy_rotated_part(attention: nn.Module, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Copy the rotated part of DeepSeek's keys, which goes past the divided layer to the heads of every rank."""
+    config: Any = attention.config
+    size: int = config.qk_rope_head_dim
+    whole, rotated = output.narrow(-1, 0, output.shape[-1] - size), output.narrow(-1, -size, size)
+    return torch.cat([whole, collectives.copy_to_tp(rotated)], -1)
+
+
+# --- the model around the layers, and samples of its own on each rank -------------------------------------------------
+
+
+def _prepare_base(root: nn.Module, name: str) -> None:
+    """Let the model that runs the layers compute on the samples of all ranks, where each brings its own."""
+    base = root.get_submodule(name)
+    base.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)
+    if state.cfg.prescaled_batch:
+        return
+    _refuse_dropout(base)
+    embedding: Any = root.get_input_embeddings() if are_tied(root) else None  # type: ignore[operator]
+    shard = None if embedding is None else shard_of(embedding.weight)
+    table = None
+    if embedding is not None and not (shard is not None and shard.is_distributed):
+        # The head reads the table, too, for this rank's samples: it is reduced as an ordinary parameter.
+        table = embedding.weight
+        embedding.register_forward_hook(_divide_gradient)
+    _mark_whole(base, adds_up=False, except_for=table)
+    base.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
+    base.register_forward_hook(_return_own_samples, always_call=True)
+
+
+def _refuse_dropout(base: nn.Module) -> None:
+    # Not all dropout is a module: some models call the function, by what their configuration says.
+    chances = {f"config.{name}": value for name, value in vars(base.config).items() if re.search("drop|jitter", name)}
+    chances |= {name: module.p for name, module in base.named_modules() if isinstance(module, nn.Dropout)}
+    for name, value in chances.items():
+        if isinstance(value, float) and value > 0:
+            raise UnsupportedError(
+                f"{type(base).__name__} has dropout (`{name}`: {value}): ranks that bring samples of their own would"
+                " draw other masks for values that must be equal",
+                hint="set `prescaled_batch: true`, or the dropout to 0",
+            )
+
+
+def _divide_gradient(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / state.tp_size)  # type: ignore[no-untyped-call]
+
+
+def _refuse_outputs(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse optional outputs that this rank does not have whole."""
+    for name, why in {
+        "output_attentions": "each tensor-parallel rank has some of the heads",
+        "output_hidden_states": "each tensor-parallel rank has a part of them (`optimize: memory`)",
+    }.items():
+        is_asked = kwargs.get(name) if kwargs.get(name) is not None else getattr(module.config, name, False)
+        if is_asked and (name == "output_attentions" or _layout_now() is not Layout.REPLICATE):
+            raise UnsupportedError(f"{type(module).__name__} was asked for `{name}`, but {why}", hint="leave it out")
+
+
+def _gather_inputs(
+    base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if in_forward.gathered_by is not None:  # a model around this one has gathered them
+        return args, kwargs
+    tensors = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *kwargs.values()]
+    samples = next((each.shape[0] for each in tensors if isinstance(each, torch.Tensor) and each.dim() > 1), None)
+    if samples is None:
+        raise UnsupportedError(
+            "the model was called without a tensor that says how many samples there are",
+            hint="pass `input_ids` or `inputs_embeds`",
+        )
+    gathered = tuple(_gather_input(value, "", samples) for value in args)
+    named = {name: _gather_input(value, name, samples) for name, value in kwargs.items()}
+    in_forward.gathered_by = base
+    return gathered, named
+
+
+def _gather_input(value: Any, name: str, samples: int) -> Any:
+    if isinstance(value, dict):  # masks by kind of layer
+        return {key: _gather_input(each, name, samples) for key, each in value.items()}
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    if value.shape[0] == samples:
+        return collectives.gather_from_tp(value, 0)
+    if name == "position_ids" and value.dim() == 3 and value.shape[1] == samples:  # of several axes
+        return collectives.gather_from_tp(value, 1)
+    return value
+
+
+def _return_own_samples(base: nn.Module, _args: Any, output: Any) -> Any:
+    if in_forward.gathered_by is not base:
+        return output
+    in_forward.gathered_by = None
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return collectives.scatter_to_tp(value, 0) if value.dim() else value
+        return tuple(map(own, value)) if type(value) is tuple else value
+
+    if not isinstance(output, dict):
+        return own(output)
+    for name, value in output.items():
+        output[name] = own(value)
+    return output
+
+
+# --- parts of the hidden states between the layers --------------------------------------------------------------------
+
+
+def _layout_now() -> Layout:
+    """Return the layout between layers in this call.
+
+    Without gradients all is whole: nothing is kept that dividing would save, and a generated token is one position.
+    """
+    if not (_divides_between_layers() and torch.is_grad_enabled()):
+        return Layout.REPLICATE
+    return Layout.SHARD_SEQUENCE if state.cfg.prescaled_batch else Layout.SHARD_BATCH
+
+
+def _divide_stack(root: nn.Module, stack: str, groups: list[_Group]) -> None:
+    """Divide hidden states between the layers of a list, whose blocks gather them."""
+    layers: Any = root.get_submodule(stack)
+    inside = [group for group in groups if group.stack == stack]
+    blocks = {group.name for group in inside if _is_block(group)}
+    for name, module in layers.named_modules(prefix=stack):
+        has_own = next(module.parameters(recurse=False), None) is not None
+        is_norm = "norm" in type(module).__name__.lower()
+        if has_own and not is_norm and not any(f"{name}.".startswith(f"{block}.") for block in blocks):
+            raise UnsupportedError(
+                f"{type(root).__name__}: `optimize: memory` divides what lies between the layers of `{stack}`, but"
+                f" `{name}` is not in a block that tensor parallelism divides, and may need all of it",
+                hint="set `optimize: speed`",
+            )
+    _mark_whole(layers, adds_up=True)
+    layers[0].register_forward_pre_hook(_enter_stack, with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_pre_hook(_refuse_more_trained_inputs, with_kwargs=True)
+    layers[-1].register_forward_hook(_leave_stack)
+    for name in blocks:
+        root.get_submodule(name).register_forward_pre_hook(_enter_block, with_kwargs=True)
+
+
+def _is_block(group: _Group) -> bool:
+    """Tell whether a group has one sum over the ranks, which ends it, and one way in."""
+    divisions = [_DIVISIONS[style].by_output for style in group.styles.values() if style in _DIVISIONS]
+    return divisions.count(False) == 1 < len(divisions) and not {*_EXPERTS} & {*group.styles.values()}
+
+
+def _on_hidden_states(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with other hidden states."""
+    if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    if args and isinstance(args[0], torch.Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    raise UnsupportedError(
+        f"a layer of the model ({type(module).__name__}) was called without hidden states", hint="set `optimize: speed`"
+    )
+
+
+def _enter_stack(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    dim = _layout_now().dim
+    if dim is None:
+        return args, kwargs
+    return _on_hidden_states(module, args, kwargs, lambda hidden: collectives.scatter_to_tp(hidden, dim))
+
+
+def _leave_stack(_module: nn.Module, _args: Any, output: Any) -> Any:
+    dim = _layout_now().dim
+    if dim is None:
+        return output
+    if isinstance(output, tuple):
+        return collectives.gather_from_tp(output[0], dim), *output[1:]
+    return collectives.gather_from_tp(output, dim)
+
+
+def _enter_block(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return _on_hidden_states(module, args, kwargs, lambda hidden: enter_region(hidden, _layout_now()))
+
+
+def _refuse_more_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse layers that read values with a gradient besides their hidden states: these would stay whole."""
+    named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    trained = [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    if len(trained) > 1:
+        raise UnsupportedError(
+            f"a layer ({type(layer).__name__}) reads values with a gradient besides its hidden states"
+            f" ({', '.join(trained[1:])}), which would not be divided with them",
+            hint="set `optimize: speed`",
+        )

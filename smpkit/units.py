@@ -1,0 +1,31 @@
+"""How numbers are shown: bytes, seconds and rates, with the digits that a reader can use.
+
+`smpkit.config.words.duration` has the lengths of time that people live by: `4 m 12 s`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["amount", "count", "seconds"]
+
+_UNITS: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def amount(num_bytes: float) -> str:
+    """Return bytes with their unit: `512 B`, `4.0 KiB`, `12.0 MiB`, `3.1 GiB`."""
+    size = abs(num_bytes)
+    unit, scale = next(((unit, scale) for unit, scale in _UNITS if size >= scale), ("B", 1))
+    return f"{num_bytes / scale:.1f} {unit}" if scale > 1 else f"{num_bytes:.0f} B"
+
+
+def seconds(length: float) -> str:
+    """Return a length of time with three digits: `1.23 s`, `45.6 ms` or `789 µs`."""
+    if length >= 1:
+        return f"{length:.2f} s"
+    return f"{length * 1e3:.1f} ms" if length >= 1e-3 else f"{length * 1e6:.0f} µs"
+
+
+def count(number: float) -> str:
+    """Return a rate with three digits: `0.0123`, `3.33`, `213`, `27,300`."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,192 @@
+"""Models divided by the plan that they carry, on two real ranks: what is divided, what is not, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.tensor_parallel import plan
+from tests.models_of_others import DIVIDED, DIVISIBLE, PARTLY_DIVIDED, divisible
+from tests.ranks import run_ranks
+from tests.train import batch
+
+VOCABULARY = DIVIDED["vocab_size"]
+
+
+def wrapped(module: nn.Module, **config: Any) -> Any:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
+    smp.set_tensor_parallelism(module)
+    return smp.DistributedModel(module)
+
+
+def samples() -> tuple[Any, ...]:
+    return batch(DIVISIBLE["Llama"], 0, 8)
+
+
+def fresh(name: str = "Llama") -> Any:
+    return DIVISIBLE[name].build()
+
+
+def lazy_logits() -> None:
+    model = wrapped(fresh(), prescaled_batch=True)
+    tokens, mask, _ = samples()
+    output = model(input_ids=tokens, attention_mask=mask, labels=tokens)
+    kept = vars(output)["logits"]
+    assert kept.shape[-1] == VOCABULARY // 2 + (smp.tp_rank() == 0)
+    assert output[0] is output["loss"] is output.loss
+    assert vars(output)["logits"] is kept
+    assert output.logits.shape == (*tokens.shape, VOCABULARY)
+    assert output["logits"] is output.logits is output[1]
+    assert model.get_module().lm_head(torch.zeros(1, 2, 16).double()).shape[-1] == VOCABULARY
+    pair = model(input_ids=tokens, attention_mask=mask, labels=tokens, return_dict=False)
+    torch.testing.assert_close(pair[1], output.logits)
+    model.get_module().loss_function = lambda logits, **_: logits.sum() * 0 + logits.shape[-1]
+    assert model(input_ids=tokens, labels=tokens).loss == VOCABULARY
+    smp.shutdown()
+
+
+def generation() -> None:
+    """Ranks with batches of their own generate what one process does."""
+    module = fresh("Qwen3")
+    tokens, mask = (each[:4].flip(1) for each in samples()[:2])
+    options = {"max_new_tokens": 3, "do_sample": False}
+    plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
+    model = wrapped(module, optimize="memory")
+    mine = slice(2 * smp.tp_rank(), 2 * smp.tp_rank() + 2)
+    made = model.get_module().generate(tokens[mine], attention_mask=mask[mine], **options)
+    assert torch.equal(made, plain[mine])
+    smp.shutdown()
+
+
+def exceptions() -> None:
+    module = fresh()
+    smp.set_tensor_parallelism(module)
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
+    smp.set_tensor_parallelism(module.model.layers[0].mlp, enabled=False)
+    model: Any = smp.DistributedModel(module)
+    shards = {name: shard_of(each) for name, each in model.get_module().named_parameters()}
+    assert shards["model.layers.0.mlp.gate_proj.weight"] != shards["model.layers.1.mlp.gate_proj.weight"]
+    layers: Any = model.get_module().model.layers
+    assert layers[0].mlp.gate_proj.weight.shape == (24, 16)
+    assert layers[1].mlp.gate_proj.weight.shape == (12, 16)
+    smp.shutdown()
+
+
+def other_shapes() -> None:
+    model = wrapped(fresh())
+    tokens, *_ = samples()
+    with pytest.raises(UsageError, match=r"different shapes: \[2, 6\] on rank 0, \[3, 6\] on rank 1"):
+        model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
+    smp.shutdown()
+
+
+def residuals_inside() -> None:
+    """What a layer does between and beside its divided layers is computed on whole values."""
+    plain, module = fresh(), fresh()
+    for each in (plain, module):
+        mlp = each.model.layers[1].mlp
+        vars(mlp)["forward"] = lambda x, mlp=mlp: mlp.down_proj(mlp.up_proj(x)) * mlp.gate_proj.weight.mean() * 0 + x
+    model = wrapped(module, prescaled_batch=True)
+    tokens, *_ = samples()
+    for each in (plain, model):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    ours, theirs = (each.model.layers[1].input_layernorm.weight.grad for each in (model.get_module(), plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    smp.shutdown()
+
+
+def refused(module: nn.Module, message: str, **config: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        wrapped(module, **config)
+    smp.shutdown()
+
+
+def refusals() -> None:
+    dropped = fresh("Phi")
+    dropped.model.layers[0].resid_dropout.p = 0.5
+    refused(dropped, r"PhiModel has dropout \(`layers\.0\.resid_dropout`: 0\.5\)", optimize="speed")
+    by_function: Any = divisible("Starcoder2").build()  # it calls the function
+    by_function.config.residual_dropout = 0.5
+    refused(by_function, r"Starcoder2Model has dropout \(`config\.residual_dropout`: 0\.5\)")
+    for case, name in (
+        (DIVISIBLE["Mixtral"], "model.layers.0.mlp.gate"),
+        (PARTLY_DIVIDED["Qwen3Next"], "model.layers.0.linear_attn"),
+        (PARTLY_DIVIDED["Llama of three heads"], "model.layers.0.self_attn.q_proj"),
+    ):
+        refused(case.build(), f"`{name}` is not in a block that tensor parallelism divides", optimize="memory")
+    unknown = fresh()
+    unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
+    refused(unknown, r"divides `model\.layers\.\*\.mlp\.up_proj` by the style `diagonal`", optimize="speed")
+
+
+def test_every_style_of_transformers_is_known() -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    refused_by_name = {"sequence_parallel", "embedding_colwise"}
+    known = {*plan._DIVISIONS, *plan._EXPERTS, *plan._WHOLE, *plan._OTHER}
+    assert {*ALL_PARALLEL_STYLES.keys()} == known | refused_by_name
+
+
+def delayed() -> None:
+    """Weights that are made late are pieces of those that one rank would make."""
+    states = []
+    for degree in (1, 2):
+        smp.init({"tensor_parallel_degree": degree, "ddp": True})
+        torch.manual_seed(5)
+        with smp.delay_param_initialization():
+            module = divisible("Llama", tie_word_embeddings=True).build()
+        smp.set_tensor_parallelism(module)
+        states.append(smp.DistributedModel(module).original_state_dict())
+        smp.shutdown()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+
+
+def indivisible() -> None:
+    """Three heads stay whole, and so does what belongs to them."""
+    case = divisible("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
+    module = case.build()
+    model = wrapped(module, prescaled_batch=True)
+    layer = model.get_module().model.layers[0]
+    assert layer.self_attn.q_proj.weight.shape == (12, 12)
+    assert layer.mlp.gate_proj.weight.shape == (12, 12)
+    tokens, *_ = samples()
+    expected = case.build()(input_ids=tokens)
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected.logits)
+    smp.shutdown()
+
+
+def everything() -> None:
+    for case in (lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible):
+        case()
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(everything, 2, timeout=120)
+
+
+def test_losses_are_those_of_hugging_face() -> None:
+    """Every argument of the loss means what it does there; without tensor parallelism logits are whole."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from smpkit.torch.tensor_parallel.plan_vocabulary import causal_loss
+
+    smp.init({})
+    numbers = torch.Generator().manual_seed(0)
+    logits: Tensor = torch.randn(2, 5, 7, generator=numbers)
+    labels = torch.randint(0, 7, (2, 5), generator=numbers)
+    labels[0, 2:] = -100
+    for more in ({}, {"num_items_in_batch": 3}, {"shift_labels": labels}):
+        given: dict[str, Any] = more
+        torch.testing.assert_close(causal_loss(logits, labels, 7, **given), ForCausalLMLoss(logits, labels, 7, **given))
+    labels[0, 2:] = 4
+    expected = ForCausalLMLoss(logits, labels, 7, ignore_index=4)
+    torch.testing.assert_close(causal_loss(logits, labels, 7, ignore_index=4), expected)
+    smp.shutdown()
