@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Cost", "cut", "partition_of_chunk"]
+__all__ = ["Cost", "cut"]
 
 Cost = Callable[[int, int, int], int]
 """Of (part, start, end): the cost of a part with the items from `start` to before `end`."""
@@ -78,8 +78,3 @@ def _cheapest_last(
         if before is not None and (value is None or add(before, last) <= value):
             value, chosen = add(before, last), start
     return value, chosen
-
-
-def partition_of_chunk(chunk: int, num_partitions: int) -> int:
-    """Return where a chunk lies."""
-    return chunk % num_partitions

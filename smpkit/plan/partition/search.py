@@ -8,7 +8,6 @@ most even. Ties leave more to later ranks, which hold fewer microbatches.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
@@ -16,7 +15,7 @@ from typing import Final
 
 from smpkit.errors import ConfigError, Problem
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of, private_parameters_bytes
-from smpkit.plan.partition.cut import cut, partition_of_chunk
+from smpkit.plan.partition.cut import cut
 
 __all__ = ["assign", "partition"]
 
@@ -39,14 +38,13 @@ def partition(
         num_chunks: parts of a partition.
 
     Raises:
-        ConfigError: there are fewer units than parts, or an argument is impossible; names every problem.
+        ConfigError: there are fewer units than parts.
     """
-    _require(_basic_problems(units, num_partitions, memory_weight))
     _require(_shortage(len(units), num_partitions, num_chunks))
     costs = _RangeCosts(units, memory_weight)
     ends = cut(len(units), costs.of, [True] * num_partitions * num_chunks)
     places = {
-        index: partition_of_chunk(chunk, num_partitions)
+        index: chunk % num_partitions
         for chunk, (start, end) in enumerate(pairwise([0, *ends]))
         for index in range(start, end)
     }
@@ -65,10 +63,8 @@ def assign(
     With several chunks per partition, places count chunks: k is on partition k mod `num_partitions`. A partition may
     stay empty. Raises ConfigError, with every problem, if `pinned` is not valid.
     """
-    _require(_basic_problems(units, num_partitions, 0.0))
-    _require(_index_problems({"default_partition": default_partition}, num_partitions * num_chunks))
     pins = _resolve(units, num_partitions * num_chunks, pinned)
-    places = {i: partition_of_chunk(pins.get(i, default_partition), num_partitions) for i in range(len(units))}
+    places = {index: pins.get(index, default_partition) % num_partitions for index in range(len(units))}
     return assignment_of(units, places, num_partitions)
 
 
@@ -96,18 +92,6 @@ def _ancestors(name: str) -> list[str]:
     """Return a name and those of the modules around it, innermost first; the model's own is empty."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def _basic_problems(units: Sequence[UnitCost], num_partitions: int, memory_weight: float) -> list[Problem]:
-    problems = []
-    if num_partitions < 1:
-        problems.append(Problem(("pipeline_parallel_degree",), f"{num_partitions} is not a positive number"))
-    if not 0 <= memory_weight <= 1:
-        problems.append(Problem(("memory_weight",), f"{memory_weight} is not between 0 and 1"))
-    for name, count in sorted(Counter(unit.name for unit in units).items()):
-        if count > 1:
-            problems.append(Problem((), f"two units are called `{name}`"))
-    return problems
 
 
 def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Problem]:
