@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
-"""Numbers of transfers, the highest of which is that of a measurement (`replan.py`)."""
+"""At most: tags have room for so many."""
 
 
 @dataclass(frozen=True)
