@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
-"""At most: tags have room for so many."""
+"""Numbers of transfers."""
 
 
 @dataclass(frozen=True)
