@@ -119,11 +119,9 @@ class GpuLink:
         if tensor is not None and num_bytes:
             self._hosts.num_messages += 1
             self._hosts.num_bytes += num_bytes
-            outgoing = tensor.contiguous()
-            version = version_of(outgoing)
-            work, _ = self.channels.send(outgoing, target)
+            work, data = self.channels.send(tensor.contiguous(), target)
             self._num_begun += 1
-            self._sent.append((self._num_begun, SentTensor(work, outgoing, version, target, message)))
+            self._sent.append((self._num_begun, SentTensor(work, data, version_of(data), target, message)))
         return True
 
     def expects(self, message: Message) -> bool:

@@ -4,10 +4,10 @@ Scripts give the other ranks the same batch, a dummy of another shape, an empty 
 nothing about what they need. Containers, plain values (numbers, strings, None) and tensors are those of pp_rank 0.
 Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
 
-The arguments travel in one block from rank to rank, since each needs them later than the one before: their description,
-then the data of their tensors. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of those
-of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of argument than
-the others would wait for them for ever.
+The arguments travel from rank to rank, since each needs them later than the one before: their description, then the
+data of their tensors in one block. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of
+those of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of
+argument than the others would wait for them for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
-    as_layout,
     map_tensors,
     signature,
     spec_of,
@@ -36,7 +35,7 @@ from smpkit.torch.core.tensor_spec import (
 from smpkit.torch.core.tree import children, pickled, rebuild
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.messages import Tag, aligned, packed_bytes, unpack
+from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
 
 __all__ = ["Inputs"]
 
@@ -44,8 +43,6 @@ _COMPARED_CALLS: Final = 2
 """How many calls have their values compared: data that is sharded wrongly differs from the first on."""
 _PLAIN_TYPES: Final = NON_TENSOR_TYPES | {slice}
 _ABSENT: Final = object()
-_HEADER_BYTES: Final = 16
-"""Of a block: the size of the description that follows; with padding, so that tensors behind it are aligned."""
 _WHAT: Final = "the inputs of the step"
 
 
@@ -110,35 +107,28 @@ class Inputs:
             description = pickled((call, specs, template))
         except Exception as error:  # whatever a class of the user raises
             description = pickled((call, specs, _Unsendable(str(error), str(signature(template)))))
-        begin = _HEADER_BYTES + aligned(len(description))
-        block = devices.host_memory(begin + packed_bytes(specs), self._device)
-        block[:_HEADER_BYTES].view(torch.int64)[0] = len(description)
-        block[_HEADER_BYTES : _HEADER_BYTES + len(description)] = torch.frombuffer(
-            bytearray(description), dtype=torch.uint8
-        )
-        with torch.no_grad():
-            for view, tensor in zip(_laid_out(block[begin:], specs), dense, strict=True):
-                view.copy_(tensor, non_blocking=True)
+        data = pack(dense, specs)
         if any(devices.is_asynchronous(tensor.device) for tensor in dense):
             devices.wait_for_event(devices.record_event(self._device))
-        self._relay(block)
+        self._relay(torch.frombuffer(bytearray(description), dtype=torch.uint8), data)
         moved = [devices.to_device(tensor, self._device) for tensor in dense]
         same = {id(tensor): other for tensor, other in zip(tensors, moved, strict=True)}
         return map_tensors(lambda tensor: same.get(id(tensor), tensor), arguments)
 
     def _receive(self, call: str, own: Any) -> Any:
-        block = self._hosts.receive_block(self._rank - 1, Tag.INPUTS, _WHAT)
-        self._relay(block)
-        num_bytes = int(block[:_HEADER_BYTES].view(torch.int64)[0])
-        description, data = block[_HEADER_BYTES:][:num_bytes], block[_HEADER_BYTES + aligned(num_bytes) :]
+        source = self._rank - 1
+        description = self._hosts.receive_block(source, Tag.INPUTS, _WHAT)
         theirs, specs, template = pickle.loads(description.numpy().tobytes())  # noqa: S301 - our own job's rank
+        data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
+        self._relay(description, data)
         if theirs != call:
             raise UsageError(
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
-        # A copy, since the block is still being sent to the next rank, and a step may change its inputs.
-        arrived = _laid_out(devices.host_memory(len(data), self._device).copy_(data), specs)
+        # A copy, since the data are still being sent to the next rank, and a step may change its inputs.
+        parts = unpack(devices.host_memory(len(data), self._device).copy_(data), specs)
+        arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
         if isinstance(template, _Unsendable):
@@ -153,9 +143,10 @@ class Inputs:
         tensors = [tensor.to(self._device, non_blocking=True) for tensor in arrived]
         return _Filling(tensors, call, self._rank).filled(template, own, ())
 
-    def _relay(self, block: torch.Tensor) -> None:
+    def _relay(self, description: torch.Tensor, data: torch.Tensor) -> None:
         if self._rank < self._size - 1:
-            self._hosts.send_block(block, self._rank + 1, Tag.INPUTS, _WHAT)
+            self._hosts.send_block(description, self._rank + 1, Tag.INPUTS, _WHAT)
+            self._hosts.send_bytes(data, self._rank + 1, Tag.INPUT_DATA, _WHAT)
 
     def _compare(self, call: str, own: Any, specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) -> None:
         """Say once if this rank has passed other inputs to its first steps than pp_rank 0, whose inputs count."""
@@ -245,12 +236,6 @@ def _argument(path: tuple[Any, ...]) -> str:
 def _has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     both = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)]
     return torch.equal(*both)
-
-
-def _laid_out(block: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return views of the tensors in a block, each with the memory order of its spec."""
-    parts = unpack(block, specs)
-    return [as_layout(part, spec.shape, spec.order) for part, spec in zip(parts, specs, strict=True)]
 
 
 def _shapes(specs: Sequence[TensorSpec]) -> str:

@@ -49,9 +49,10 @@ class Tag:
     """As OBJECT."""
     INPUTS: Final = OBJECT + 4
     """As OBJECT."""
-    CHECKSUMS: Final = OBJECT + 6
-    OUTPUTS: Final = OBJECT + 7
-    HEADERS: Final = OBJECT + 8
+    INPUT_DATA: Final = OBJECT + 6
+    CHECKSUMS: Final = OBJECT + 7
+    OUTPUTS: Final = OBJECT + 8
+    HEADERS: Final = OBJECT + 9
     """Of messages on channels."""
 
 

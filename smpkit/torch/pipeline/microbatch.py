@@ -561,7 +561,7 @@ class Microbatch:
         if record is not None:
             # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
             number += len(record.transfers)
-        if number >= TRANSFERS_PER_MICROBATCH - 1:
+        if number >= TRANSFERS_PER_MICROBATCH:
             raise UnsupportedError(
                 f"one microbatch sends more than {len(self.transfers):,} values between pipeline ranks, the last for "
                 f"`{self._consumer or 'the step function'}`",

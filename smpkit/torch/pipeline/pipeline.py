@@ -132,16 +132,12 @@ class Pipeline:
         return self._inputs.share(call, arguments)
 
     @property
-    def peak_live_microbatches(self) -> int | None:
-        """How many microbatches this rank holds at once by the schedules of its steps; None without any."""
-        schedules = [] if self._executor is None else self._executor.schedules.values()
-        return max((each.peak_live_microbatches[state.pp_rank] for each in schedules), default=None)
-
-    @property
     def checkpointing_saves(self) -> int:
         """How many bytes of this rank's activations checkpointing saves, by the simulated schedule; 0 if unknown."""
-        live, assignment = self.peak_live_microbatches, self.assignment
-        if live is None or assignment is None:
+        schedules = [] if self._executor is None else self._executor.schedules.values()
+        live = max((each.peak_live_microbatches[state.pp_rank] for each in schedules), default=0)
+        assignment = self.assignment
+        if not live or assignment is None:
             return 0
         costs = () if self.facts is None else self.facts.costs
         own = [cost for cost in costs if assignment.partition_of.get(cost.name) == state.pp_rank]

@@ -187,9 +187,9 @@ def test_steady_state_sends_one_message_per_boundary_tensor_and_direction_and_no
                 found = [message for message in step["messages"] if message[:2] == (direction, peer)]
                 assert len(found) == microbatches
                 assert {size for _, _, size, _ in found} == {value_bytes}
-            # Besides: inputs with their size to the next rank, the way to both neighbours, what the step returned to
-            # the one before.
-            others = 2 * (rank < degree - 1) + len(neighbours) + (rank > 0)
+            # Besides: to the next rank the inputs and what they are, with its size; to both neighbours the way; to the
+            # one before what the step returned.
+            others = 3 * (rank < degree - 1) + len(neighbours) + (rank > 0)
             assert step["sent"] == microbatches * len(neighbours) + others
         assert steps[0] == steps[1] == steps[2]
 
