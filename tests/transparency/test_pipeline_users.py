@@ -49,6 +49,45 @@ class Reused(Loop):
         return self.norm(hidden @ weight[1:].T @ scaled[:-1])
 
 
+class SwishFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
+
+
+def swish(x: Tensor) -> Tensor:
+    result: Tensor = SwishFunction.apply(x)
+    return result
+
+
+class Swish(nn.Module):
+    """As in EfficientNets: without weights, and with a custom Function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swish(x)
+
+
+class Surrogate(nn.Module):
+    """As in spiking networks: the Function is hidden in an attribute."""
+
+    def __init__(self, more: float) -> None:
+        super().__init__()
+        self.spike = lambda x: SwishFunction.apply(x) + more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spike(x)
+
+
+def swishing() -> nn.Module:
+    return nn.Sequential(block(), Swish(), block(), Surrogate(0.5), block(), Swish())
+
+
 class Remembering(nn.Module):
     """Registers a hook at its first call, and keeps a list."""
 
@@ -142,6 +181,7 @@ ROWS = {
     "outputs that Hugging Face collects by hooks": (Case(mixtral, tokens, collecting_step), PLACED),
     # Parameters were NaN on the ranks that do not hold them.
     "weights as values": (Case(Reused, vectors, mse_step), PLACED),
+    "custom Functions in modules without weights": (Case(swishing, vectors, mse_step), PLACED),
     "tracing leaves no hooks and nothing in lists": (
         Case(Remembering, vectors, mse_step),
         Way(pipeline=2, microbatches=2, traced=True),

@@ -13,10 +13,9 @@ What depends on values (a branch on a tensor, the shape of `x[mask]`) has no ans
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +25,10 @@ from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of_unwrapped, tensors_in
 from smpkit.torch.pipeline.backward import mutable_alias
-from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
+from smpkit.torch.pipeline.changes import Arguments, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import MISSING, make_placeholders
+from smpkit.torch.pipeline.outputs import Call, CallKind
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
@@ -37,8 +36,6 @@ from smpkit.torch.pipeline.units import install
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
 
 __all__ = ["record_on_fakes"]
-
-_NoTorchFunction: Final = torch._C.DisableTorchFunction
 
 
 def record_on_fakes(
@@ -144,56 +141,16 @@ class _FakeMicrobatch(Microbatch):
         self.numbers.append(number)
         return super()._transfer(tensor, target, spec)
 
-    def run_on_owner(
-        self,
-        owner: int,
-        target: Any,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mode: object = None,
-        *,
-        stream: bool | None = None,  # noqa: ARG002 - nothing is drawn
-        is_unit: bool = False,  # noqa: ARG002 - nothing inside any call is dispatched
-        changes_first: bool = False,
-        is_inferable: bool = False,  # noqa: ARG002 - every call is run on fakes
-    ) -> Any:
-        """Return placeholders of what `function` returns on rank `owner`."""
-        caller_args = args, kwargs
-        with _NoTorchFunction():
-            self.call_trace.append(name)
-            self._consumer = name
-            device_type = self.stage.device.type
-            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            call, args, kwargs = self._describe_call(
-                owner, target, args, kwargs, (mode, torch.is_grad_enabled(), autocast)
-            )
-            segment = Segment(owner, self.segments[owner])
-        names = target if isinstance(target, tuple) else (target,)
-        self.module_calls += [_ModuleCall(segment, each) for each in names if isinstance(each, str)]
-        if call.output_spec is MISSING:
-            found = self._run_on_fakes(function, (args, kwargs), changes_first=changes_first)
-            self.stage.output_specs.remember(call, *found)
-        with _NoTorchFunction():
-            result = make_placeholders(call.output_spec, self.stage.device, owner)
-            self.changes.apply(call.changes, owner, name, caller_args, (args, kwargs))
+    def run_on_owner(self, owner: int, call: Call) -> Any:
+        """Return placeholders of what a call returns on rank `owner`; note the call if it is one of a module."""
+        result = super().run_on_owner(owner, call)
+        segment = Segment(owner, self.segments[owner])
+        names = call.target if isinstance(call.target, tuple) else (call.target,)
+        self.module_calls += [_ModuleCall(segment, name) for name in names if isinstance(name, str)]
         return result
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without data in place of the value that every rank would get; count the transfers."""
-        if type(tensor) is not StageTensor:
-            return tensor
-        number = len(self.numbers)
-        for rank in range(self.stage.size):
-            if rank != tensor.owner:
-                self._count_and_send(tensor, rank, tensor.spec.without_gradient, number)
-        return torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device=self.stage.device)
-
-    def _run_on_fakes(
-        self, function: Callable[..., Any], given: Arguments, *, changes_first: bool
-    ) -> tuple[Any, tuple[Change, ...]]:
-        """Run a call; return its output spec, and which arguments it changes in place."""
+    def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
+        """Learn on fake tensors what a new kind of call returns, and which arguments it changes in place."""
         fakes: dict[int, torch.Tensor] = {}
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,19 +163,24 @@ class _FakeMicrobatch(Microbatch):
         args, kwargs = map_tensors(fake, given)
         tensors = tensors_in((args, kwargs))
         versions = versions_of(tensors)
-        with self._inside_unit():
-            output = function(*args, **kwargs)
-        with _NoTorchFunction():
-            changes = changed_arguments(tensors, versions, changes_first=changes_first)
-            return map_tensors(spec_of_unwrapped, output), changes
-
-    @contextlib.contextmanager
-    def _inside_unit(self) -> Iterator[None]:
         self.stage.inside_unit = True
         try:
-            yield
+            with torch._C._EnableTorchFunction():  # the caller has disabled it
+                output = call.function(*args, **kwargs)
         finally:
             self.stage.inside_unit = False
+        changes = changed_arguments(tensors, versions, changes_first=call.changes_first)
+        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, output), changes)
+
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data in place of the value that every rank would get; count the transfers."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        number = len(self.numbers)
+        for rank in range(self.stage.size):
+            if rank != tensor.owner:
+                self._count_and_send(tensor, rank, tensor.spec.without_gradient, number)
+        return torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device=self.stage.device)
 
 
 def _fake_value(tensor: StageTensor, device: torch.device) -> torch.Tensor:

@@ -51,11 +51,13 @@ from smpkit.torch.pipeline.changes import (
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.outputs import (
     MISSING,
-    CachedCall,
+    Call,
+    CallKind,
     Mode,
     describe_difference,
     has_same_specs,
     infer_output,
+    make_call,
     make_placeholders,
     replicated_spec_of,
     spec_of_leaf,
@@ -84,6 +86,17 @@ _NoTorchFunction: Final = torch._C.DisableTorchFunction
 def _described(transfer: P2PTransfer) -> str:
     user = f" for `{transfer.consumer}`" if transfer.consumer else ""
     return f"{transfer.spec} from rank {transfer.source} to rank {transfer.target}{user}"
+
+
+def _inside_a_unit_error(name: str) -> UsageError:
+    # Inside a unit only its owner runs, so no other rank would take part in this operation.
+    return UsageError(
+        f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an object (a"
+        " cache of keys and values, say), in which smpkit does not look, or in a weight's place"
+        " (torch.func.functional_call)",
+        hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors; make a"
+        " weight in the module that uses it",
+    )
 
 
 class Microbatch:
@@ -120,7 +133,7 @@ class Microbatch:
         """All calls and transfers in order: the same on every rank, or the ranks run different programs."""
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
-        self._rank, self._device_type = stage.rank, stage.device.type
+        self._rank, self._device_type, self._output_specs = stage.rank, stage.device.type, stage.output_specs
         self.segments = [0] * stage.size
         """The segment that each rank is in."""
         self._sent = [False] * stage.size
@@ -157,158 +170,103 @@ class Microbatch:
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
             return self.run_plain_operation(func, name, args, kwargs, mode)
-        self._check_between_units(name)
+        if self.stage.inside_unit:
+            raise _inside_a_unit_error(name)
         for target in targets:
             if id(target) in self.stage.parameter_owners:
                 raise parameter_change_error(name, target)
             if type(target) is not StageTensor:
                 raise held_everywhere_error(name, target)
-        result = self.run_on_owner(targets[0].owner, func, name, func, args, kwargs, changes_first=changes)
+        result = self.run_on_owner(targets[0].owner, Call(func, name, func, args, kwargs, None, None, True, changes))
         return targets[0] if isinstance(result, StageTensor) else result
 
     def run_plain_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
         """Run an operation that changes none of its arguments; see `run_operation`."""
-        self._check_between_units(name)
-        owner = owner_of_operation(args, kwargs, self.stage)
-        return self.run_on_owner(owner, func, name, func, args, kwargs, mode, is_inferable=True)
-
-    def _check_between_units(self, name: str) -> None:
         if self.stage.inside_unit:
-            raise UsageError(  # inside a unit only its owner runs, so no other rank would take part in this operation
-                f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an"
-                " object (a cache of keys and values, say), in which smpkit does not look, or in a weight's place"
-                " (torch.func.functional_call)",
-                hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors;"
-                " make a weight in the module that uses it",
-            )
+            raise _inside_a_unit_error(name)
+        owner = owner_of_operation(args, kwargs, self.stage)
+        return self.run_on_owner(owner, make_call((func, name, func, args, kwargs, mode, None, True, False)))
 
-    def run_on_owner(
-        self,
-        owner: int,
-        target: Any,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mode: object = None,
-        *,
-        stream: bool | None = None,
-        is_unit: bool = False,
-        changes_first: bool = False,
-        is_inferable: bool = False,
-    ) -> Any:
-        """Run `function` on rank `owner` and make placeholders of its result everywhere else.
+    def run_on_owner(self, owner: int, call: Call) -> Any:
+        """Run a call on rank `owner`, and make placeholders of its result everywhere else.
 
-        Args:
-            target: what identifies the call in the cache of output specs.
-            name: the module or operation, for messages and for its stream of random numbers.
-            mode: what else decides the result, such as a module's `training`.
-            stream: whether its stream of random numbers is a closed one; None if it has none of its own.
-            is_unit: whether calls inside it are not dispatched.
-            changes_first: whether it certainly changes its first argument in place.
-            is_inferable: whether every rank may run `function` on tensors without data.
+        Every rank makes the same transfers, whether it sends, receives or only counts them.
         """
-        stage = self.stage
         with _NoTorchFunction():
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
-            self.call_trace.append(name)
-            self._consumer = name
-            # Every rank makes the same transfers, whether it sends, receives or only counts them.
-            device_type, caller_args = self._device_type, (args, kwargs)
+            self.call_trace.append(call.name)
+            self._consumer = call.name
+            device_type = self._device_type
             autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            mode_key = (mode, torch.is_grad_enabled(), autocast)
-            call, usual = stage.output_specs.latest.get(target), None
-            if call is not None and not kwargs and call.mode == mode_key:
-                usual = self._usual_arguments(call, owner, args)
-            if call is None or usual is None:
-                call, args, kwargs = self._describe_call(owner, target, args, kwargs, mode_key)
-                if call.output_spec is MISSING:
-                    self._begin_new_call(call, function if is_inferable else None, args, kwargs)
+            mode = call.mode, torch.is_grad_enabled(), autocast
+            args, kwargs = call.args, call.kwargs
+            kind = self._output_specs.latest.get(call.target)
+            if (
+                kind is None
+                or kwargs
+                or kind.mode != mode
+                or (usual := self._usual_arguments(kind, owner, args)) is None
+            ):
+                kind, args, kwargs = self._describe(owner, call, mode)
+                if kind.output_spec is MISSING:
+                    self._begin_new_kind(call, kind, (args, kwargs))
             else:
                 args = usual
             if owner != self._rank:
-                if stream is not None:
-                    stage.random.skip(name)  # as on the owner, so that streams stay equal on all ranks
-                if call.output_spec is MISSING:
-                    what = f"the transfer of the first output of `{name}`"
-                    stage.output_specs.remember(call, *stage.transport.hosts.receive_object(owner, what))
-                spec = call.output_spec
-                if type(spec) is TensorSpec:
-                    result = make_stage_tensor(spec, stage.device, owner)
-                else:
-                    result = make_placeholders(spec, stage.device, owner)
-                if call.changes:
-                    self.changes.apply(call.changes, owner, name, caller_args, (args, kwargs))
+                result = self._placeholders(owner, call, kind)
+                if kind.changes:
+                    self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs))
                 return result
-        return self._run_call(call, name, function, caller_args, (args, kwargs), stream, is_unit, changes_first)
+        return self._run_call(call, kind, args, kwargs)
 
-    def _run_call(
-        self,
-        call: CachedCall,
-        name: str,
-        function: Callable[..., Any],
-        caller_args: Arguments,
-        owner_args: Arguments,
-        stream: bool | None,
-        is_unit: bool,
-        changes_first: bool,
-    ) -> Any:
-        """Run a call that this rank owns; see `run_on_owner`."""
-        stage, owner = self.stage, self._rank
-        with _NoTorchFunction():
-            if stream:
-                self.backward_work.units[self.segments[owner]].append(name)
-            # Only after all transfers: a receive may have begun a segment, in which older values are detached.
-            args, kwargs, tensors = self._as_local_data(call, *owner_args)
-            versions = versions_of(tensors)
-            kept = None if stream is None else stage.random.enter(name, stream)
-        try:
-            stage.inside_unit = is_unit
-            try:
-                output = function(*args, **kwargs)
-            finally:
-                if kept is not None:
-                    stage.random.leave(kept)
-            with _NoTorchFunction():
-                known, has_changed = call.output_spec, changes_first or versions != versions_of(tensors)
-                # Most calls return what is known, and nothing else happens.
-                if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
-                    return make_stage_tensor(known, stage.device, owner, output, self.segments[owner])
-                changes = changed_arguments(tensors, versions, changes_first=changes_first) if has_changed else ()
-                result = self._publish_output(call, name, output, changes)
-        except Exception:
-            stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
-            raise
-        finally:
-            stage.inside_unit = False
-        if call.changes:
-            with _NoTorchFunction():
-                self.changes.apply(call.changes, owner, name, caller_args, owner_args, tensors)
-        return result
+    def _usual_arguments(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
 
-    def _describe_call(
-        self, owner: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode_key: Mode
-    ) -> tuple[CachedCall, tuple[Any, ...], dict[str, Any]]:
-        """Look up a call by a key made of its arguments, and transfer those.
+        None: they are others; see [Note: the latest call].
+        """
+        arguments = kind.arguments
+        if arguments is None or len(args) != len(arguments) or kind.output_spec is MISSING:
+            return None
+        for number, argument in enumerate(args):
+            part = type(argument)
+            if part is StageTensor:
+                if argument.spec is not arguments[number]:  # equal specs are usually one object; else look it up
+                    return None
+                if argument.owner != owner or argument.grad_fn is not None:
+                    args = (*args[:number], self._transfer_once(argument, owner), *args[number + 1 :])
+            elif part in NON_TENSOR_TYPES:
+                known = arguments[number]
+                if type(known) is not tuple or known[0] is not part or known[1] != argument:
+                    return None
+            elif (
+                part not in _PLAIN
+                or self.stage.weight_of(argument) is not None
+                or replicated_spec_of(argument) != arguments[number]
+            ):
+                return None
+        return args
 
-        Returns the call, and the arguments as `owner` has them.
+    def _describe(self, owner: int, call: Call, mode: Mode) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
+        """Look up the kind of a call by a key made of its arguments, and transfer those.
+
+        Returns the kind, and the arguments as rank `owner` has them.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise vmap_error(self._consumer)
-        key = [target, *mode_key]
-        given: tuple[Any, ...] | None = None if kwargs else args
+            raise vmap_error(call.name)
+        key = [call.target, *mode]
+        comparable: tuple[Any, ...] | None = None if call.kwargs else call.args
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal given
+            nonlocal comparable
             if type(tensor) is not StageTensor:
                 weight = self.stage.weight_of(tensor)
                 if weight is None:
                     refuse_made_of_weights(tensor, self.stage)
                     key.append(replicated_spec_of(tensor))
                     return tensor
-                given = None  # it may have to be sent each time
+                comparable = None  # it may have to be sent each time
                 if self.stage.holds(owner, weight):
                     key.append(dense_spec_of(tensor))
                     return tensor
@@ -316,9 +274,9 @@ class Microbatch:
             key.append(tensor.spec)
             return self._transfer_once(tensor, owner)
 
-        args = describe(args, key, visit)
-        kwargs = describe(kwargs, key, visit) if kwargs else kwargs
-        return self.stage.output_specs.add_call(target, mode_key, given, tuple(key)), args, kwargs
+        args = describe(call.args, key, visit)
+        kwargs = describe(call.kwargs, key, visit) if call.kwargs else call.kwargs
+        return self._output_specs.kind_of(call.target, mode, comparable, tuple(key)), args, kwargs
 
     def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
         """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""
@@ -326,26 +284,18 @@ class Microbatch:
             self._weights[id(tensor)] = tensor, value_of_weight(tensor, weight, self.stage, self.segments)
         return self._weights[id(tensor)][1]
 
-    def _begin_new_call(
-        self, call: CachedCall, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it.
-
-        Args:
-            function: what every rank may run on tensors without data, if anything.
-        """
-        output_specs = self.stage.output_specs
-        if function is not None:
-            inferred = infer_output(function, args, kwargs, self._spec_without_data, self.stage.device)
+    def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
+        """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it."""
+        output_specs = self._output_specs
+        if call.is_operation and not call.changes_first:
+            inferred = infer_output(call.function, *given, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
-                output_specs.remember_inferred(call, inferred)
+                output_specs.remember_inferred(kind, inferred)
                 return
-        if self.record is not None and not self.diverged and output_specs.expect_other_floats(call):
+        if self.record is not None and not self.diverged and output_specs.expect_other_floats(kind):
             return
-        # All ranks must reach a broadcast in program order. While other work ran in `_diverge`, another microbatch may
-        # have made the same call.
-        self._diverge(f"`{self._consumer}` was called in a way in which the first one did not call it")
-        output_specs.look_up(call)
+        # All ranks must reach a broadcast in program order. Other work runs first, and may tell what this call returns.
+        self._diverge(f"`{call.name}` was called in a way in which the first one did not call it")
 
     def _spec_without_data(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Return what all ranks know of a value that one of them holds; None for one that all of them hold."""
@@ -353,39 +303,59 @@ class Microbatch:
             return tensor.spec
         return None if self.stage.weight_of(tensor) is None else dense_spec_of(tensor)
 
-    def _usual_arguments(self, call: CachedCall, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
+    def _placeholders(self, owner: int, call: Call, kind: CallKind) -> Any:
+        """Return the result of a call that another rank runs."""
+        if call.stream is not None:
+            self.stage.random.skip(call.name)  # as on the owner, so that streams stay equal on all ranks
+        spec, device = kind.output_spec, self.stage.device
+        if type(spec) is TensorSpec:  # most calls
+            return make_stage_tensor(spec, device, owner)
+        if spec is MISSING:
+            told = self.stage.transport.hosts.receive_object(owner, f"the transfer of the first output of `{call.name}`")
+            self._output_specs.remember(kind, *told)
+        return make_placeholders(kind.output_spec, device, owner)
 
-        None: they are others; see [Note: the latest call].
-        """
-        arguments = call.arguments
-        if arguments is None or len(args) != len(arguments) or call.output_spec is MISSING:
-            return None
-        for number, argument in enumerate(args):
-            kind = type(argument)
-            if kind is StageTensor:
-                if argument.spec is not arguments[number]:  # equal specs are usually one object; else look it up
-                    return None
-                if argument.owner != owner or argument.grad_fn is not None:
-                    args = (*args[:number], self._transfer_once(argument, owner), *args[number + 1 :])
-            elif kind in NON_TENSOR_TYPES:
-                known = arguments[number]
-                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
-                    return None
-            elif (
-                kind not in _PLAIN
-                or self.stage.weight_of(argument) is not None
-                or replicated_spec_of(argument) != arguments[number]
-            ):
-                return None
-        return args
+    def _run_call(self, call: Call, kind: CallKind, owner_args: tuple[Any, ...], owner_kwargs: dict[str, Any]) -> Any:
+        """Run a call that this rank owns."""
+        stage, owner, name, stream = self.stage, self._rank, call.name, call.stream
+        with _NoTorchFunction():
+            if stream:
+                self.backward_work.units[self.segments[owner]].append(name)
+            # Only after all transfers: a receive may have begun a segment, in which older values are detached.
+            args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
+            versions = versions_of(tensors)
+            kept = None if stream is None else stage.random.enter(name, stream)
+        try:
+            stage.inside_unit = not call.is_operation
+            try:
+                output = call.function(*args, **kwargs)
+            finally:
+                if kept is not None:
+                    stage.random.leave(kept)
+            with _NoTorchFunction():
+                known, has_changed = kind.output_spec, call.changes_first or versions != versions_of(tensors)
+                # Most calls return what is known, and nothing else happens.
+                if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
+                    return make_stage_tensor(known, stage.device, owner, output, self.segments[owner])
+                changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
+                result = self._publish(name, kind, output, changes)
+        except Exception:
+            stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
+            raise
+        finally:
+            stage.inside_unit = False
+        if kind.changes:
+            with _NoTorchFunction():
+                given = owner_args, owner_kwargs
+                self.changes.apply(kind.changes, owner, name, (call.args, call.kwargs), given, tensors)
+        return result
 
     def _as_local_data(
-        self, call: CachedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
-        if call.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
+        if kind.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
             segment = self.segments[self._rank]
             for part in args:
                 if type(part) is StageTensor and part.segment == segment and part.value is not None:
@@ -417,11 +387,11 @@ class Microbatch:
             return self.backward_work.cut(value, tensor.segment, segment)
         return value
 
-    def _publish_output(self, call: CachedCall, name: str, output: Any, changes: tuple[Change, ...]) -> Any:
-        """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
+    def _publish(self, name: str, kind: CallKind, output: Any, changes: tuple[Change, ...]) -> Any:
+        """Return the result of a call that ran here as stage tensors; broadcast its spec if its kind is new."""
         device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
-        known, is_one = call.output_spec, type(output) is torch.Tensor
-        if call.is_inferred and not (is_one and output.stride() == known.stride):
+        known, is_one = kind.output_spec, type(output) is torch.Tensor
+        if kind.is_inferred and not (is_one and output.stride() == known.stride):
             output = with_strides_of(known, output)
         if not is_one:
             refuse_nonresident(name, output)
@@ -435,7 +405,7 @@ class Microbatch:
         )
         output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if known is MISSING:
-            self.stage.output_specs.remember(call, output_spec, changes)
+            self._output_specs.remember(kind, output_spec, changes)
             self.stage.transport.hosts.send_object((output_spec, changes))
         elif known is not output_spec and known != output_spec and not has_same_specs(known, output_spec):
             raise UsageError(
@@ -445,7 +415,7 @@ class Microbatch:
                 " numbers as tensors",
             )
         for change in changes:
-            if change not in call.changes:
+            if change not in kind.changes:
                 raise unrecorded_change_error(name, change)
         return stage_tensors
 

@@ -22,11 +22,12 @@ values: they get an `AbsentObject`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +52,8 @@ __all__ = [
     "MAX_INFERRED",
     "MISSING",
     "AbsentObject",
-    "CachedCall",
+    "Call",
+    "CallKind",
     "Collectors",
     "Mode",
     "OutputSpecs",
@@ -61,6 +63,7 @@ __all__ = [
     "describe_difference",
     "has_same_specs",
     "infer_output",
+    "make_call",
     "make_placeholders",
     "replicated_spec_of",
     "returning_collected",
@@ -80,27 +83,48 @@ Mode = tuple[object, bool, torch.dtype | None]
 _CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, type, Enum)
 """Leaves of a result that other ranks may copy: `has_same_specs` sees if a later call returns another one."""
 
-_Outcome = tuple[Any, tuple[Change, ...]]
-"""What a kind of call returns, and which of its arguments it changes in place."""
-
 
 # --- kinds of call ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class CachedCall:
-    """A kind of call."""
+class Call(NamedTuple):
+    """A call of a module or an operation by code that all ranks run."""
+
+    target: Any
+    """What identifies it among the kinds of call: an operation, or the name of a module."""
+    name: str
+    """For messages, and for its stream of random numbers."""
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: object = None
+    """What else decides the result, such as a module's `training`."""
+    stream: bool | None = None
+    """Whether its stream of random numbers is a closed one; None if it has none of its own."""
+    is_operation: bool = False
+    """Whether it is an operation of torch, and not code of modules, in which no call is dispatched."""
+    changes_first: bool = False
+    """Whether it certainly changes its first argument in place."""
+
+
+make_call: Final[Callable[[tuple[Any, ...]], Call]] = functools.partial(tuple.__new__, Call)
+"""Makes a call of all its fields, as `Call` does but without Python: every layer and operation makes one."""
+
+
+@dataclass(slots=True, eq=False)
+class CallKind:
+    """A kind of call: what calls with equal keys have in common."""
 
     key: tuple[Any, ...]
-    """All that its result depends on."""
-    output_spec: Any
-    changes: tuple[Change, ...]
-    """The arguments that it changes in place."""
-    arguments: tuple[Any, ...] | None
-    """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
+    """All that the result depends on."""
     mode: Mode
+    output_spec: Any = MISSING
+    changes: tuple[Change, ...] = ()
+    """The arguments that such a call changes in place."""
+    arguments: tuple[Any, ...] | None = None
+    """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     is_inferred: bool = False
-    """Whether no rank had run the call when its output spec was made."""
+    """Whether no rank had run such a call when its output spec was made."""
     has_tensors_only: bool = False
     """Whether its positional arguments are tensors, all of them."""
 
@@ -109,57 +133,55 @@ class OutputSpecs:
     """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Outcome] = {}
-        self._inferred: dict[tuple[Any, ...], Any] = {}
+        self._kinds: dict[tuple[Any, ...], CallKind] = {}
+        self._inferred: dict[tuple[Any, ...], CallKind] = {}
         """Apart from the others, since each rank can make them again at any time."""
-        self._with_other_floats: dict[tuple[Any, ...], _Outcome] = {}
-        """Known calls by their keys without floats."""
-        self.latest: dict[Any, CachedCall] = {}
+        self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
+        """Kinds that some rank has run, by their keys without floats."""
+        self.latest: dict[Any, CallKind] = {}
         """By target; see [Note: the latest call]."""
 
     def __len__(self) -> int:
-        """Return how many kinds of call are known."""
-        return len(self._known)
+        """Return how many kinds of call there are whose output specs an owner tells."""
+        return len(self._kinds)
 
-    def look_up(self, call: CachedCall) -> None:
-        """Look up the output spec of a call again: another of its kind may have run since its key was made."""
-        call.output_spec, call.changes = self._known.get(call.key, (MISSING, ()))
-
-    def remember(self, call: CachedCall, output_spec: Any, changes: tuple[Change, ...]) -> None:
-        """Keep what a call of a new kind returns and changes."""
-        self._known[call.key] = call.output_spec, call.changes = output_spec, changes
-        self._with_other_floats[_without_floats(call.key)] = output_spec, changes
-
-    def expect_other_floats(self, call: CachedCall) -> bool:
-        """Expect of a call what another one has returned that had other floats (a temperature), if there was one.
-
-        They seldom decide shapes; if they do, the owner says so.
-        """
-        known = self._with_other_floats.get(_without_floats(call.key))
-        if known is not None:
-            call.output_spec, call.changes = known
-        return known is not None
-
-    def remember_inferred(self, call: CachedCall, output_spec: Any) -> None:
-        """Keep what a call returns that no rank has run yet, and that changes nothing."""
-        self._inferred[call.key] = call.output_spec = output_spec
-        call.is_inferred = True
-        if len(self._inferred) > MAX_INFERRED:
-            del self._inferred[next(iter(self._inferred))]
-
-    def add_call(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
-        """Return the call with this key, which is the latest of its target from now on.
+    def kind_of(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
+        """Return the kind of call with this key, which is the latest of its target from now on.
 
         Args:
             args: the arguments, if `key` describes nothing else.
         """
-        arguments = None if args is None else _comparable(args)
-        tensors_only = arguments is not None and all(isinstance(part, torch.Tensor) for part in args or ())
-        inferred = MISSING if key in self._known else self._inferred.get(key, MISSING)
-        output_spec, changes = self._known.get(key, (inferred, ()))
-        call = CachedCall(key, output_spec, changes, arguments, mode, inferred is not MISSING, tensors_only)
-        self.latest[target] = call
-        return call
+        kind = self._kinds.get(key) or self._inferred.get(key)
+        if kind is None:
+            kind = self._kinds[key] = CallKind(key, mode)
+        kind.arguments = None if args is None else _comparable(args)
+        kind.has_tensors_only = args is not None and all(isinstance(part, torch.Tensor) for part in args)
+        self.latest[target] = kind
+        return kind
+
+    def remember(self, kind: CallKind, output_spec: Any, changes: tuple[Change, ...]) -> None:
+        """Keep what calls of a new kind return and change."""
+        kind.output_spec, kind.changes = output_spec, changes
+        self._with_other_floats[_without_floats(kind.key)] = kind
+
+    def expect_other_floats(self, kind: CallKind) -> bool:
+        """Expect of a kind of call what another one returns that has other floats (a temperature), if there is one.
+
+        They seldom decide shapes; if they do, the owner says so.
+        """
+        other = self._with_other_floats.get(_without_floats(kind.key))
+        if other is None:
+            return False
+        kind.output_spec, kind.changes = other.output_spec, other.changes
+        del self._kinds[kind.key]  # there may be a new float in each step
+        return True
+
+    def remember_inferred(self, kind: CallKind, output_spec: Any) -> None:
+        """Keep what calls return that no rank has run yet, and that change nothing."""
+        kind.output_spec, kind.is_inferred = output_spec, True
+        self._inferred[kind.key] = self._kinds.pop(kind.key)
+        if len(self._inferred) > MAX_INFERRED:
+            del self._inferred[next(iter(self._inferred))]
 
 
 def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -7,7 +7,7 @@
     │   ├── layer 0          a unit                  runs on its owner
     │   │   └── attention    nested in a unit        as any module, inside the unit's call
     │   └── layer 1          a unit                  runs on its owner
-    ├── dropout              without parameters      runs where its input is
+    ├── dropout              without weights         runs where its input is, if it is torch's or applies a Function
     └── head                 a unit of another rank  runs on its owner
 
 An operation between units (`x + y`) runs where its parameter is, else where most of its bytes are
@@ -16,8 +16,10 @@ An operation between units (`x + y`) runs where its parameter is, else where mos
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -25,12 +27,20 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall
+from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
-from smpkit.torch.pipeline.outputs import active_collectors, add_collected, collector_key, returning_collected
+from smpkit.torch.pipeline.outputs import (
+    Call,
+    active_collectors,
+    add_collected,
+    collector_key,
+    make_call,
+    returning_collected,
+)
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
-from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, microbatch_between_units
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
 from smpkit.torch.placement.placement import names_by_module
 
 __all__ = [
@@ -55,27 +65,24 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
     for module, names in names_by_module(root).items():
         name = names[0]
         pp_ranks = pp_ranks_of(name, placement)
-        if len(pp_ranks) == 1 and stage.rank not in pp_ranks:
-            stage.remote_modules[name] = module
-        else:
-            stage.modules[name] = module
-        if not pp_ranks:
-            if _is_torch_leaf(module):
-                module._compiled_call_impl = _CallOfInput(module, name, stage.random)
-        elif isinstance(module, _CONTAINERS):
+        is_remote = len(pp_ranks) == 1 and stage.rank not in pp_ranks
+        (stage.remote_modules if is_remote else stage.modules)[name] = module
+        if isinstance(module, _CONTAINERS) and pp_ranks:
             continue  # they are never called
-        elif len(pp_ranks) == 1:
-            above = _enclosing_unit(name, placement)
-            if above is None:
-                position = _Position.ENCLOSING
-            else:
-                position = _Position.UNIT if above == name else _Position.NESTED
-            # A module that several units share counts as a part of each.
-            is_here = stage.rank == NO_RANK or any(stage.rank in pp_ranks_of(other, placement) for other in names)
-            owner = next(iter(pp_ranks))
-            module._compiled_call_impl = _OwnedCall(module, name or "model", owner, stage, position, is_here=is_here)
+        if len(pp_ranks) > 1:
+            where = _Where.EVERYWHERE
+        elif not pp_ranks:
+            if not _is_leaf(module):
+                continue
+            where = _Where.AT_INPUT
         else:
-            module._compiled_call_impl = _CallEverywhere(module, name or "model", stage.random, pp_ranks, closed=False)
+            above = _enclosing_unit(name, placement)
+            where = _Where.ENCLOSING if above is None else _Where.UNIT if above == name else _Where.NESTED
+        call = _Call(module, name or "model", where, stage.random, pp_ranks)
+        # A module that several units share counts as a part of each.
+        if len(pp_ranks) == 1 and stage.rank != NO_RANK:
+            call.is_here = any(stage.rank in pp_ranks_of(other, placement) for other in names)
+        module._compiled_call_impl = call
 
 
 def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
@@ -103,12 +110,14 @@ def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
     return {owner for unit, owner in placement.items() if unit.startswith(below)}
 
 
-class _Position(Enum):
-    """Where a module of one rank stands relative to the units; see the drawing at the top."""
+class _Where(Enum):
+    """Where a module runs; see the drawing at the top."""
 
+    EVERYWHERE = auto()
     ENCLOSING = auto()
     UNIT = auto()
     NESTED = auto()
+    AT_INPUT = auto()
 
 
 def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
@@ -121,8 +130,9 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
     for name, module in root.named_modules():
         if isinstance(module, _CONTAINERS) or _enclosing_unit(name.rpartition(".")[0], placement) is not None:
             continue
-        if name in placement or name in above or _is_torch_leaf(module):
-            module._compiled_call_impl = _CallEverywhere(module, name or "model", random, (), closed=name not in above)
+        if name in placement or name in above or _is_leaf(module):
+            where = _Where.EVERYWHERE if name in above else _Where.AT_INPUT
+            module._compiled_call_impl = _Call(module, name or "model", where, random, ())
 
 
 def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
@@ -133,108 +143,81 @@ def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
     return None
 
 
-def _is_torch_leaf(module: nn.Module) -> bool:
-    known = type(module).__module__.startswith(("torch.nn", "smpkit.torch.tensor_parallel"))
-    return known and not any(True for _ in module.children())
+def _is_leaf(module: nn.Module) -> bool:
+    """Return whether a module without weights runs as a whole: one of torch.nn's, or one with a custom Function."""
+    if type(module).__module__.startswith(("torch.nn", "smpkit.torch.tensor_parallel")):
+        return not any(True for _ in module.children())
+    methods = vars(type(module))
+    return any(_names_custom_function(each, methods) for each in (type(module).forward, *vars(module).values()))
 
 
-class _OwnedCall(ModuleCall):
-    """Runs a module on its owner only.
+def _names_custom_function(value: Any, methods: Mapping[str, Any], depth: int = 3) -> bool:
+    """Return whether a function, or one that it names, names a custom autograd.Function.
+
+    Such a Function needs real tensors. Any other code may run on every rank, operation by operation.
+    """
+    if isinstance(value, type):
+        return issubclass(value, torch.autograd.Function)
+    if not isinstance(value, FunctionType) or not depth or (value.__module__ or "").startswith("torch."):
+        return False
+    named = [value.__globals__.get(name, methods.get(name)) for name in value.__code__.co_names]
+    with contextlib.suppress(ValueError):  # a cell that nothing has filled yet
+        named += [cell.cell_contents for cell in value.__closure__ or ()]
+    return any(_names_custom_function(each, methods, depth - 1) for each in named)
+
+
+class _Call(ModuleCall):
+    """The call of a module, which runs it where that is to be.
 
     Args:
-        is_here: whether it is a part of this rank's units, or this process stands for all ranks.
+        pp_ranks: of the units that it is a part of, or that are parts of it.
     """
 
+    is_here = True
+    """Whether it is a part of this rank's units, or this process stands for all ranks."""
+
     def __init__(
-        self, module: nn.Module, name: str, owner: int, stage: StageContext, position: _Position, *, is_here: bool
+        self, module: nn.Module, name: str, where: _Where, random: RandomStreams, pp_ranks: Collection[int]
     ) -> None:
         super().__init__(module)
-        self.pp_ranks = frozenset({owner})
-        self._module, self._name, self._owner, self._stage = module, name, owner, stage
-        self._is_nested, self._is_here = position is _Position.NESTED, is_here
-        self._closed = position is not _Position.ENCLOSING
-        self.stream = None if self._is_nested else name
-        self._get_collectors = active_collectors()
+        self.pp_ranks = frozenset(pp_ranks)
+        self._module, self._name, self._random = module, name, random
+        self._is_everywhere, self._is_nested = where is _Where.EVERYWHERE, where is _Where.NESTED
+        self._closed = where not in (_Where.EVERYWHERE, _Where.ENCLOSING)
+        self._owner = min(self.pp_ranks) if where not in (_Where.EVERYWHERE, _Where.AT_INPUT) else None
+        self.stream = None if self._is_nested or self._is_everywhere else name
+        self._get_collectors = None if self._owner is None else active_collectors()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name, stage = self._name, self._stage
         original = self.original if self.checkpointing is None else self.checkpointing(self.original)
         try:
-            microbatch = Current.microbatch
-            if microbatch is not None and not stage.inside_unit:
-                if microbatch.unit_wrapper is not None:
+            microbatch, owner = Current.microbatch, self._owner
+            if microbatch is not None and not self._is_everywhere and not microbatch.stage.inside_unit:
+                if owner is None:
+                    owner = pp_rank_of((args, kwargs), microbatch.stage)
+                elif microbatch.unit_wrapper is not None:
                     original = microbatch.unit_wrapper(original)
-                # Outputs that a Hugging Face model collects by hooks must reach every rank: see `outputs.py`.
-                collectors = None if self._get_collectors is None else self._get_collectors()
-                mode: object = self._module.training
-                if collectors:
-                    original, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
-                output = microbatch.run_on_owner(
-                    self._owner, name, name, original, args, kwargs, mode, stream=self._closed, is_unit=True
-                )
-                return add_collected(collectors, output) if collectors else output
-            if not self._is_here:
+                if owner is not None:
+                    name, mode = self._name, self._module.training
+                    if self._get_collectors is not None and (collectors := self._get_collectors()):
+                        # Outputs that a Hugging Face model collects by hooks must reach every rank: see `outputs.py`.
+                        original, key = returning_collected(collectors, original), collector_key(collectors)
+                        call = Call(name, name, original, args, kwargs, (mode, key), self._closed)
+                        return add_collected(collectors, microbatch.run_on_owner(owner, call))
+                    call = make_call((name, name, original, args, kwargs, mode, self._closed, False, False))
+                    return microbatch.run_on_owner(owner, call)
+            if not self.is_here:
                 raise UsageError(
-                    f"`{name}`, whose weights pipeline rank {self._owner} holds, was called outside a step, on rank"
-                    f" {stage.rank}",
+                    f"`{self._name}`, whose weights pipeline rank {self._owner} holds, was called outside a step, on"
+                    f" rank {state.pp_rank}",
                     hint="call it in a function with @smp.step, which all pipeline ranks run",
                 )
             if self._is_nested:
                 return original(*args, **kwargs)
-            return stage.random.run(name, self._closed, original, args, kwargs)
-        except Exception as error:
-            _explain(error, name)
-            raise
-
-
-class _CallOfInput(ModuleCall):
-    """Runs a module without parameters (a Dropout, an activation) on the owner of its input."""
-
-    def __init__(self, module: nn.Module, name: str, random: RandomStreams) -> None:
-        super().__init__(module)
-        self._module, self._name, self._random = module, name, random
-        self.stream = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self._name
-        original = self.original if self.checkpointing is None else self.checkpointing(self.original)
-        try:
-            microbatch = microbatch_between_units()
-            owner = None if microbatch is None else pp_rank_of((args, kwargs), microbatch.stage)
-            if microbatch is None or owner is None:
-                return self._random.run(name, True, original, args, kwargs)
-            return microbatch.run_on_owner(
-                owner, name, name, original, args, kwargs, self._module.training, stream=True
-            )
-        except Exception as error:
-            _explain(error, name)
-            raise
-
-
-class _CallEverywhere(ModuleCall):
-    """Runs a module on every rank.
-
-    Args:
-        closed: whether operations in it draw from its own stream, as in a unit.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, random: RandomStreams, pp_ranks: Collection[int], *, closed: bool
-    ) -> None:
-        super().__init__(module)
-        self.pp_ranks = frozenset(pp_ranks)
-        self._name, self._random, self._closed = name, random, closed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original = self.original if self.checkpointing is None else self.checkpointing(self.original)
-        kept = self._random.enter(self._name, self._closed)
-        try:
-            return original(*args, **kwargs)
+            return self._random.run(self._name, self._closed, original, args, kwargs)
         except Exception as error:
             _explain(error, self._name)
             raise
-        finally:
-            self._random.leave(kept)
 
 
 def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
@@ -263,9 +246,8 @@ def run_together(
         return function(argument)
     stage = current_microbatch().stage
     modes = tuple([module.training for module in members])
-    result = current_microbatch().run_on_owner(
-        owner, names, f"{names[0]} to {names[-1]}", function, (argument,), {}, modes, is_unit=True
-    )
+    together = Call(names, f"{names[0]} to {names[-1]}", function, (argument,), {}, modes)
+    result = current_microbatch().run_on_owner(owner, together)
     if owner != stage.rank:
         for call in calls:
             if call.stream is not None:

@@ -109,8 +109,8 @@ def test_a_result_gets_the_strides_that_were_inferred_and_keeps_its_graph() -> N
 def test_inferred_outputs_are_bounded() -> None:
     output_specs, spec = OutputSpecs(), spec_of(X)
     for number in range(MAX_INFERRED + 10):
-        call = output_specs.add_call("mul", (None, True, None), (number,), (number,))
-        output_specs.remember_inferred(call, spec)
+        kind = output_specs.kind_of("mul", (None, True, None), (number,), (number,))
+        output_specs.remember_inferred(kind, spec)
     assert len(output_specs._inferred) == MAX_INFERRED
     assert len(output_specs) == 0
-    assert call.output_spec == spec
+    assert kind.output_spec == spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import infer_output
+from smpkit.torch.pipeline.outputs import Call, infer_output
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, make_stage_tensor
@@ -318,10 +318,10 @@ def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
     shapes = iter([(2,), (3,)])
     with running(OWNER, Wire()) as microbatch:
         x = value_on(OWNER)
-        run: Sequence[Any] = (OWNER, "layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
-        microbatch.run_on_owner(*run)
+        call = Call("layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
+        microbatch.run_on_owner(OWNER, call)
         with pytest.raises(UsageError, match=r"`layer` returned float32\[2\] the first time and float32\[3\] now"):
-            microbatch.run_on_owner(*run)
+            microbatch.run_on_owner(OWNER, call)
 
 
 def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> None:
@@ -329,9 +329,8 @@ def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> No
         x = value_on(OWNER)
         for training in (True, False, True):
             rows = 1 + training
-            made = microbatch.run_on_owner(
-                OWNER, "layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training
-            )
+            call = Call("layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training)
+            made = microbatch.run_on_owner(OWNER, call)
             assert made.shape == (rows,)
 
 
