@@ -53,6 +53,22 @@ def test_groups_are_connected_in_one_order_each_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("is_scripts", [True, False])
+def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: bool) -> None:
+    if is_scripts:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+    try:
+        for seconds in (77, 88):
+            smp.init({"timeout_seconds": seconds})
+        assert dist.group.WORLD is not None
+        options: Any = dist.group.WORLD._get_backend(CPU).options
+        assert options._timeout == timedelta(seconds=77 if is_scripts else 88)
+    finally:
+        smp.shutdown()
+        if is_scripts:
+            dist.destroy_process_group()
+
+
 def misses_one() -> str:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True, "timeout_seconds": 3})
     assert initialize._world is not None
