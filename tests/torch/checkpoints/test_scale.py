@@ -15,7 +15,10 @@ from smpkit.torch.checkpoints import agreement, reader, resume
 from smpkit.torch.checkpoints.agreement import MESSAGES_PER_RANK
 from smpkit.torch.checkpoints.entries import MAX_WRITERS, writers_of
 from smpkit.torch.checkpoints.folder import Index, read_index
+from smpkit.torch.checkpoints.integrity import find_corruption
 from smpkit.torch.checkpoints.resume import files_to_check
+from smpkit.torch.checkpoints.tensors import open_tensors
+from smpkit.torch.distributed.objects import object_from
 from tests.ranks import run_ranks
 
 AGREEMENTS = {"save": 5, "resume": 4}
@@ -58,11 +61,10 @@ def save_and_resume(path: Path) -> list[Any]:
     """Return how often this rank agreed, and which files it opened."""
     counts: Counter[str] = Counter()
     opened: dict[str, set[str]] = {"to compare": set(), "to load": set()}
-    sent, open_tensors, find_corruption = agreement.object_from, reader.open_tensors, resume.find_corruption
 
     def counted(*args: Any) -> Any:
         counts["agreements"] += 1
-        return sent(*args)
+        return object_from(*args)
 
     def loaded(file: Path) -> Any:
         opened["to load"].add(file.name)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed's, which its types hide
 
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError, RemoteError, UsageError
@@ -56,7 +57,7 @@ def test_groups_are_connected_in_one_order_each_once() -> None:
 @pytest.mark.parametrize("is_scripts", [True, False])
 def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: bool) -> None:
     if is_scripts:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore(), timeout=timedelta(seconds=77))
     try:
         for seconds in (77, 88):
             smp.init({"timeout_seconds": seconds})
