@@ -28,6 +28,7 @@ from smpkit.torch.tensor_parallel.registry import Translation
 
 __all__ = [
     "GROUPS",
+    "MAX_WRITERS",
     "MODEL",
     "SCALER",
     "STATES",
@@ -54,6 +55,8 @@ __all__ = [
 TensorFactory = Callable[[], torch.Tensor]
 """Makes a whole tensor when it is called."""
 
+MAX_WRITERS: Final = 8
+"""Of what many replicas hold: each of them will open the files of all writers when it resumes."""
 MODEL: Final = "model."
 STATES: Final = "optim.state."
 GROUPS: Final = "optim.param_groups"
@@ -218,8 +221,8 @@ def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
 def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
     """Return by name which of the ranks that hold an item, and share a file system, writes it.
 
-    Ranks that hold the same items divide them so that each writes about as many bytes. All of them come to the same
-    answer for these, whatever else they hold, without a message.
+    Ranks that hold the same items divide them so that each of `MAX_WRITERS`, spread over them, writes about as many
+    bytes. All of them come to the same answer for these, whatever else they hold, without a message.
 
     Args:
         items: name, bytes, and the ranks that hold it.
@@ -229,7 +232,8 @@ def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collectio
     writers = {}
     for name, size, holders in sorted(items, key=lambda item: (-item[1], item[0])):
         if ranks := holders.intersection(here):
-            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks), 0))
+            step = -(-len(ranks) // MAX_WRITERS)
+            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks)[::step], 0))
             writers[name] = min(so_far, key=so_far.__getitem__)
             so_far[writers[name]] += size
     return writers

@@ -30,14 +30,13 @@ from torch.futures import Future
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
-from smpkit.torch.checkpoints.folder import Index, dtype_of, find_damage, read_index
+from smpkit.torch.checkpoints.folder import dtype_of, find_damage, read_index
 from smpkit.torch.checkpoints.integrity import find_corruption
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
 __all__ = [
     "CheckpointReader",
-    "IndexReader",
     "Piece",
     "Reader",
     "StateReader",
@@ -162,22 +161,50 @@ def _nesting(name: str) -> tuple[str, ...]:
     return (kind, rest) if rest else (kind,)
 
 
-class IndexReader(Reader):
-    """Reads a partial checkpoint by its index.
+class CheckpointReader(Reader):
+    """Reads the tensors of a partial checkpoint of `smp.save_checkpoint` for `torch.distributed.checkpoint`.
+
+    ::
+
+        reader = smp.CheckpointReader("checkpoints/step_100_partial")
+        state = {"model": model.state_dict()}          # a plain model, or one of DTensors
+        torch.distributed.checkpoint.load(state, storage_reader=reader)
+
+    Names are `model.` + the parameter's, and `optim.state.` + the parameter's + `.exp_avg`, say.
 
     Args:
-        missing: the files that are not in the folder: those of hosts with folders of their own.
+        verify_checksums: compare the files with the checksums they were saved with, each before it is read from.
+        missing: the files that are not in the folder, as those of hosts with folders of their own, if all files have
+            been looked at already.
         weights_only: False also loads objects of classes that `smp.load` refuses, which can run any code.
+
+    Raises:
+        CheckpointError: the folder is no complete checkpoint, or is damaged.
     """
 
     def __init__(
-        self, folder: Path, index: Index, missing: Collection[str] = (), weights_only: bool | None = None
+        self,
+        folder: str | os.PathLike[str],
+        verify_checksums: bool = True,
+        *,
+        missing: Collection[str] | None = None,
+        weights_only: bool | None = None,
     ) -> None:
-        self.index = index
+        path = Path(folder)
+        self.index = read_index(path)
+        if missing is None:
+            if damage := find_damage(path, self.index):
+                raise CheckpointError(damage)
+            missing = [name for name in self.index.files if not (path / name).is_file()]
         self._missing = frozenset(missing)
         self._weights_only = weights_only
-        super().__init__(folder, {name: self._describe(spec) for name, spec in index.tensors.items()})
-        self.objects = index.objects.keys()
+        self._to_verify = set(self.index.files) if verify_checksums else set[str]()
+        super().__init__(path, {name: self._describe(spec) for name, spec in self.index.tensors.items()})
+        self.objects = self.index.objects.keys()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None and Path(checkpoint_id) != self.folder:
+            type(self).__init__(self, checkpoint_id, verify_checksums=bool(self._to_verify))
 
     def _describe(self, spec: Mapping[str, Any]) -> tuple[Sequence[int], torch.dtype, Sequence[tuple[Piece, Chunk]]]:
         pieces: dict[tuple[int, ...], tuple[Piece, Chunk]] = {}
@@ -218,43 +245,8 @@ class IndexReader(Reader):
                 hint="when it was saved, hosts had a folder each: copy these files here from there, or resume on the "
                 "same hosts with the same degrees",
             )
-
-
-class CheckpointReader(IndexReader):
-    """Reads the tensors of a partial checkpoint of `smp.save_checkpoint` for `torch.distributed.checkpoint`.
-
-    ::
-
-        reader = smp.CheckpointReader("checkpoints/step_100_partial")
-        state = {"model": model.state_dict()}          # a plain model, or one of DTensors
-        torch.distributed.checkpoint.load(state, storage_reader=reader)
-
-    Names are `model.` + the parameter's, and `optim.state.` + the parameter's + `.exp_avg`, say.
-
-    Args:
-        verify_checksums: compare the files with the checksums they were saved with, each before it is read from.
-
-    Raises:
-        CheckpointError: the folder is no complete checkpoint, or is damaged.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], verify_checksums: bool = True) -> None:
-        path = Path(folder)
-        index = read_index(path)
-        if damage := find_damage(path, index):
-            raise CheckpointError(damage)
-        super().__init__(path, index, [name for name in index.files if not (path / name).is_file()])
-        self._to_verify = set(index.files) if verify_checksums else set[str]()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None and Path(checkpoint_id) != self.folder:
-            type(self).__init__(self, checkpoint_id, verify_checksums=bool(self._to_verify))
-
-    def check_files(self, names: Collection[str]) -> None:
-        super().check_files(names)
         new = self._to_verify.intersection(names)
-        crcs = {self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}
-        if corruption := find_corruption(crcs):
+        if corruption := find_corruption({self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}):
             raise CheckpointError(corruption)
         self._to_verify -= new
 

@@ -21,7 +21,7 @@ from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.integrity import archive_corruption, find_corruption
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.reader import IndexReader, StateReader
+from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.core.runtime import WrappedOptimizer, state
@@ -84,8 +84,7 @@ def resume_from_checkpoint(
     def load() -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if partial:
-            index = files.read_index(folder / name)
-            reader = IndexReader(folder / name, index, missing, weights_only)
+            reader = CheckpointReader(folder / name, False, missing=missing, weights_only=weights_only)
             return _load_partial(reader, model, optimizer, strict, states, weights_only)
         return _load_full(folder, name, model, strict, translate_function, weights_only)
 
@@ -289,7 +288,7 @@ def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:
 
 
 def _load_partial(
-    reader: IndexReader,
+    reader: CheckpointReader,
     model: DistributedModel,
     optimizer: WrappedOptimizer | None,
     strict: bool,

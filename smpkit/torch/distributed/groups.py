@@ -147,11 +147,12 @@ class Groups:
         with waiting(name, group):
             work.wait()
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta, *, owns_default_group: bool) -> None:
         """Use another timeout in all groups but a default group that the script made."""
         self._timeout = timeout
         for group in self.all():
-            group.set_timeout(timeout)
+            if owns_default_group or group is not dist.group.WORLD:
+                group.set_timeout(timeout)
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""

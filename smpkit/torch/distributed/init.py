@@ -276,7 +276,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         if not dist.is_initialized():
             _make_default_group(backend, world, timeout)
         elif known:
-            world.groups.set_timeout(timeout)
+            world.groups.set_timeout(timeout, owns_default_group=world.owned)
         deadline.attach(failure_store)
         groups = world.groups.for_mesh(mesh, launch.rank)
         state.begin(cfg, launch, mesh, groups, world.groups.for_objects())

@@ -311,7 +311,8 @@ class Microbatch:
         if type(spec) is TensorSpec:  # most calls
             return make_stage_tensor(spec, device, owner)
         if spec is MISSING:
-            told = self.stage.transport.hosts.receive_object(owner, f"the transfer of the first output of `{call.name}`")
+            what = f"the transfer of the first output of `{call.name}`"
+            told = self.stage.transport.hosts.receive_object(owner, what)
             self._output_specs.remember(kind, *told)
         return make_placeholders(kind.output_spec, device, owner)
 

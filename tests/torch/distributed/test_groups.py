@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed's, which its types hide
 
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError, RemoteError, UsageError
@@ -50,6 +51,22 @@ def test_groups_are_connected_in_one_order_each_once() -> None:
         [(0, 1, 2, 3), (2, 3), (0, 2)],
         [(0, 1, 2, 3), (2, 3), (1, 3)],
     ]
+
+
+@pytest.mark.parametrize("is_scripts", [True, False])
+def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: bool) -> None:
+    if is_scripts:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore(), timeout=timedelta(seconds=77))
+    try:
+        for seconds in (77, 88):
+            smp.init({"timeout_seconds": seconds})
+        assert dist.group.WORLD is not None
+        options: Any = dist.group.WORLD._get_backend(CPU).options
+        assert options._timeout == timedelta(seconds=77 if is_scripts else 88)
+    finally:
+        smp.shutdown()
+        if is_scripts:
+            dist.destroy_process_group()
 
 
 def misses_one() -> str:

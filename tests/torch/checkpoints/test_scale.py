@@ -1,0 +1,101 @@
+"""What a save and a resume cost grows as the number of ranks: who writes, opens and sends what, planned and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.torch.checkpoints import agreement, reader, resume
+from smpkit.torch.checkpoints.agreement import MESSAGES_PER_RANK
+from smpkit.torch.checkpoints.entries import MAX_WRITERS, writers_of
+from smpkit.torch.checkpoints.folder import Index, read_index
+from smpkit.torch.checkpoints.integrity import find_corruption
+from smpkit.torch.checkpoints.resume import files_to_check
+from smpkit.torch.checkpoints.tensors import open_tensors
+from smpkit.torch.distributed.objects import object_from
+from tests.ranks import run_ranks
+
+AGREEMENTS = {"save": 5, "resume": 4}
+"""Of a save to a folder that is known: the call, prepared, written, published, marked. Of a resume: who shares the
+folder, which checkpoints there are, are they intact, loaded."""
+
+
+def items_of(num_ranks: int) -> list[tuple[str, int, frozenset[int]]]:
+    """Return what the ranks of data parallelism with sharded optimizer states hold: weights all, states one each."""
+    everyone = frozenset(range(num_ranks))
+    weights = [(f"weight {number}", 1000 + 37 * number, everyone) for number in range(96)]
+    return weights + [(f"state {rank}", 4000, frozenset({rank})) for rank in everyone]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 64, 512])
+def test_the_plan_of_a_save_and_of_a_resume_is_linear(num_ranks: int) -> None:
+    items = items_of(num_ranks)
+    writers = writers_of(items, range(num_ranks))
+    assert writers.keys() == {name for name, *_ in items}, "each is written once"
+    written = Counter({writers[name]: 0 for name, *_ in items})
+    for name, size, holders in items:
+        assert writers[name] in holders
+        written[writers[name]] += size if name.startswith("weight") else 0
+    mean = written.total() / min(num_ranks, MAX_WRITERS)
+    assert max(written.values()) <= mean + 1000 + 37 * 96
+    # Each rank decides the same for what it holds, without knowing the rest.
+    own = writers_of([item for item in items if num_ranks - 1 in item[2]], range(num_ranks))
+    assert own.items() <= writers.items()
+    model_files = {writers[name] for name, *_ in items if name.startswith("weight")}
+    assert num_ranks * (len(model_files) + 1) <= (MAX_WRITERS + 1) * num_ranks, "files that a resume opens"
+    entries = {f"model_{rank}": {"size": 7 + rank, "crc32": 1, "rank": 0, "host": "", "folder": 0} for rank in written}
+    index = Index("x", "", 1, {}, "float32", "", entries)
+    checked = [name for rank in range(num_ranks) for name in files_to_check(index, rank, num_ranks, True)]
+    assert sorted(checked) == sorted(entries), "each file is compared once"
+    messages = {kind: count * MESSAGES_PER_RANK * (num_ranks - 1) for kind, count in AGREEMENTS.items()}
+    assert max(messages.values()) < 20 * num_ranks
+
+
+def save_and_resume(path: Path) -> list[Any]:
+    """Return how often this rank agreed, and which files it opened."""
+    counts: Counter[str] = Counter()
+    opened: dict[str, set[str]] = {"to compare": set(), "to load": set()}
+
+    def counted(*args: Any) -> Any:
+        counts["agreements"] += 1
+        return object_from(*args)
+
+    def loaded(file: Path) -> Any:
+        opened["to load"].add(file.name)
+        return open_tensors(file)
+
+    def compared(crcs: Any) -> Any:
+        opened["to compare"].update(file.name for file in crcs)
+        return find_corruption(crcs)
+
+    smp.init({"ddp": True, "shard_optimizer_state": True})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(16))))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    smp.save_checkpoint(path, "one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "object_from", counted)
+        patch.setattr(reader, "open_tensors", loaded)
+        patch.setattr(resume, "find_corruption", compared)
+        smp.save_checkpoint(path, "two")
+        saving = counts["agreements"]
+        smp.resume_from_checkpoint(path)
+    return [saving, counts["agreements"] - saving, opened["to compare"], opened["to load"]]
+
+
+def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
+    results = run_ranks(save_and_resume, 8, tmp_path)
+    files = sorted(read_index(tmp_path / "two_partial").files)
+    assert sorted(name for *_, compared, _ in results for name in compared) == files, "each file is compared once"
+    models = {f"model_0_0_{rank}.safetensors" for rank in range(8)}
+    for rank, (saving, resuming, _, loaded) in enumerate(results):
+        assert (saving, resuming) == (AGREEMENTS["save"], AGREEMENTS["resume"])
+        assert loaded == {*models, f"optimizer_0_0_{rank}.safetensors"}, "its own states, and no others'"
