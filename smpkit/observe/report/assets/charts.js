@@ -86,7 +86,7 @@ function axes(ink, xText, yText, more) {
   const font = "11px system-ui, sans-serif", grid = {stroke: ink.grid, width: 1};
   const common = {stroke: ink.muted, font, grid, ticks: {show: false}};
   return [
-    {...common, size: 30, values: (_, splits) => splits.map(xText)},
+    {...common, size: 30, space: 75, values: (_, splits) => splits.map(xText)},
     {...common, size: 62, values: (_, splits) => splits.map(yText), ...more},
   ];
 }
