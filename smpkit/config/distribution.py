@@ -60,7 +60,7 @@ class ModelParallelBlock(Switched):
     """SMP v1, on or off, and its parameters."""
 
     parameters: ModelParallelConfig = Field(default_factory=ModelParallelConfig)
-    """The library's parameters; in a job file also the path of a JSON file that holds them, relative to the job file.
+    """The library's parameters; in a job file also the path of a JSON file in its folder that holds them.
 
     An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
     """

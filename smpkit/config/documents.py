@@ -333,6 +333,7 @@ class _Reader:
     def _mapping(self, node: Any, path: KeyPath, around: tuple[Any, ...]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         own: dict[str, Any] = {}
+        first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             if str(key_node.tag) == _TAG + "merge":
                 for source in value_node.value if value_node.id == "sequence" else [value_node]:
@@ -342,12 +343,11 @@ class _Reader:
                 continue
             key, position = self._key(key_node), _position(key_node)
             here = (*path, key)
-            if key in own:
-                first, _ = self.document.positions[here]
-                problem = Problem(here, f"is written twice, first on line {first}", "remove one")
-                self.document.positions[here] = position
-                self.document.problems.append(self.document.located(problem))
             self.document.positions[here] = position
+            first_line = first_lines.setdefault(key, position[0])
+            if key in own:
+                problem = Problem(here, f"is written twice, first on line {first_line}", "remove one")
+                self.document.problems.append(self.document.located(problem))
             own[key] = self.value(value_node, here, around)
         return merged | own
 

@@ -152,7 +152,7 @@ def _kind(document: Document) -> str:
 
 
 def _load(kind: str, path: Path, document: Document, overrides: Sequence[str]) -> Loaded:
-    sources = _Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind])
+    sources = _Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
     sources.resolve_parameters()
     for override in overrides:
         sources.set_override(override)
@@ -367,7 +367,7 @@ class _Sources:
             document.located(each, below=below) for each in problems for below, document in [self.layer(each.path)]
         ]
         located = sorted(
-            [*self.layers[0][1].problems, *self.problems, *located],
+            [*self.problems, *located],
             key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0, not problem.excerpt),
         )
         # Several on one line are told apart by a mark below it.

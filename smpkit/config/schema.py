@@ -48,7 +48,7 @@ def _aliases_and_old_keys(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
 
 def _or_path(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
     parameters = schema["properties"]["parameters"]
-    path = {"type": "string", "description": "Path of a JSON file, relative to the job file."}
+    path = {"type": "string", "description": "Path of a JSON file in the folder of the job file."}
     parameters["anyOf"] = [{"$ref": parameters.pop("$ref")}, path]
 
 

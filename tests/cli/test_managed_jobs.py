@@ -134,7 +134,7 @@ def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "job.yaml:4: output: is a folder of this machine, `./out`" in result.stderr
     assert "job.yaml:7: environment.A: has 600 characters, SageMaker takes at most 512" in result.stderr
-    assert "\n--set compute.instance_type: `ml.p4d.24xlage` is not one of" in result.stderr
+    assert "\n--set compute.instance_type: `ml.p4d.2xlarge` is not one of" in result.stderr
     assert "did you mean `ml.p4d.24xlarge`?" in result.stderr
     assert result.stderr.rstrip().endswith("3 problems in the job for SageMaker")
 

@@ -148,6 +148,8 @@ def test_keys_written_twice_are_told_beside_other_problems(folder: Path) -> None
     first, second = problems(path)
     assert first.startswith("job.yaml:2: compute.spot: must be true or false, got 1")
     assert second.startswith("job.yaml:3: entry_point: is written twice, first on line 1")
+    (alone,) = problems(write(folder, "entry_point: train.py\nname: a\nname: b\n"))
+    assert alone.startswith("job.yaml:3: name: is written twice, first on line 2")
 
 
 @pytest.mark.parametrize(

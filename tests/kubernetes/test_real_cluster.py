@@ -58,14 +58,14 @@ def user(tmp_path: Path) -> Iterator[User]:
 @pytest.mark.slow
 def test_a_pipeline_over_two_pods(user: User) -> None:
     name = user.submit(SCRIPT.read_text(), distribution=PIPELINE, hyperparameters={"steps": 3})
-    user.run("wait", name)
+    user.run("status", name, "--watch")
     assert "step 3 on pod-1" in user.run("logs", name, "--rank", "1")
 
 
 @pytest.mark.slow
 def test_the_first_failing_rank_is_named(user: User) -> None:
     name = user.submit(FAILS)
-    user.run("wait", name, code=1)
+    user.run("status", name, "--watch", code=1)
     failure = json.loads(user.run("status", name, "--json"))["failure"]
     assert (failure["headline"], failure["rank"], failure["host"]) == ("ValueError: bad batch", 1, "pod-1")
     assert {line.split()[0] for line in user.run("logs", name).splitlines()} == {"pod-0", "pod-1"}
