@@ -101,9 +101,6 @@ class _StandIns:
         place = _STAND_INS.joinpath(*name.split("."))
         folders = [str(place)] if place.is_dir() else None
         file = place / "__init__.py" if folders else place.with_suffix(".py")
-        if name != "torch._six" and os.environ.get("RANK", "0") == "0":
-            text = "`%s` is not installed: smpkit's stand-in has the names that public scripts of SMP v1 import"
-            logging.getLogger("smpkit").warning(text, name)
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
 
 

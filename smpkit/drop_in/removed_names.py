@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from smpkit.errors import UnsupportedError
 
-__all__ = ["is_torch_tpu_available", "load_metric", "refusing"]
+__all__ = ["announce", "is_torch_tpu_available", "load_metric", "refusing"]
+
+
+def announce(package: str) -> None:
+    """Log that a stand-in is imported. Its module does so: libraries only look whether a package is there."""
+    if os.environ.get("RANK", "0") == "0":
+        text = "`%s` is not installed: smpkit's stand-in has the names that public scripts of SMP v1 import"
+        logging.getLogger("smpkit").warning(text, package)
 
 
 def is_torch_tpu_available(check_device: bool = True) -> bool:

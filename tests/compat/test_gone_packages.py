@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,6 +87,13 @@ def check_refused_names() -> None:
 
 
 def check_flash_attention() -> None:
+    log = logging.getLogger("smpkit")
+    with mock.patch.object(log, "warning") as warning:
+        assert importlib.util.find_spec("flash_attn") is not None  # as transformers looks, which then asks its version
+        assert importlib.import_module("flash_attn").__version__ < "2"
+        warning.assert_not_called()
+        importlib.import_module("flash_attn.flash_attention")
+        warning.assert_called_once()
     attention = importlib.import_module("flash_attn.flash_attention").FlashAttention(attention_dropout=0.5).eval()
     qkv = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64)
     for causal in (False, True):

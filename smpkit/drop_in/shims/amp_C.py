@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from smpkit.drop_in.removed_names import announce
+
 __all__ = ["multi_tensor_l2norm", "multi_tensor_scale"]
 
 Tensors = Sequence[torch.Tensor]
+
+announce("amp_C")
 
 
 @torch.no_grad()

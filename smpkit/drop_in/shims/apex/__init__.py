@@ -6,7 +6,9 @@ There is no `apex.normalization`: libraries such as transformers use it wherever
 import sys
 from types import ModuleType
 
-from smpkit.drop_in.removed_names import refusing
+from smpkit.drop_in.removed_names import announce, refusing
+
+announce("apex")
 
 _REFUSED = {
     "fp16_utils": '`"fp16": true` in the model-parallel parameters, or torch.autocast',

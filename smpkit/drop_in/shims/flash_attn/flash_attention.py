@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from smpkit.drop_in.removed_names import announce
 from smpkit.errors import UnsupportedError
 
 __all__ = ["FlashAttention"]
+
+announce("flash_attn")
 
 
 class FlashAttention(nn.Module):
