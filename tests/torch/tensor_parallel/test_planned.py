@@ -25,7 +25,7 @@ RANKS = 4
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT2", {"tensor_parallel_degree": 2}),
     ("Llama", {"tensor_parallel_degree": 4, "prescaled_batch": True}),
-    ("Mixtral", {"tensor_parallel_degree": 2, "shard_optimizer_state": True}),
+    ("Mixtral", {"tensor_parallel_degree": 2, "shard_optimizer_state": True, "optimize": "speed"}),
     ("GPT2", {"tensor_parallel_degree": 2, "shard_optimizer_state": True, "prescaled_batch": True}),
     ("GPT2", {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
     ("Llama", {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
