@@ -211,15 +211,16 @@ def _memory(
     Args:
         live: how many microbatches each stage holds at its peak.
     """
-
-    def of_share(stage: int) -> list[RankMemory]:
+    half = "float16" if config.fp16 else "bfloat16" if config.bf16 else None
+    stages = []
+    for stage in range(assignment.num_partitions):
         shares = shares_of(
             mesh,
             stage,
             shards_states=config.shard_optimizer_state,
             sharding_degree=config.sharded_data_parallel_degree,
         )
-        return [
+        memories = [
             memory_of_ranks(
                 model,
                 assignment,
@@ -229,12 +230,10 @@ def _memory(
                 offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
                 share=share,
                 persistent=config.sdp_param_persistence_threshold,
-                half="float16" if config.fp16 else "bfloat16" if config.bf16 else None,
+                half=half,
                 only=stage,
             )[0]
             for share in shares
         ]
-
-    return tuple(
-        max(of_share(stage), key=lambda memory: memory.total_bytes) for stage in range(assignment.num_partitions)
-    )
+        stages.append(max(memories, key=lambda memory: memory.total_bytes))
+    return tuple(stages)

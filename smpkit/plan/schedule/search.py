@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final
 
-from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import ScheduleError, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
@@ -30,15 +29,14 @@ from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
 from smpkit.plan.schedule.templates import looped
 
-__all__ = ["WORTH", "LowerBounds", "interleaved", "lower_bounds", "simple"]
+__all__ = ["LowerBounds", "interleaved", "lower_bounds", "simple"]
 
-WORTH: Final = 0.002
+_WORTH: Final = 0.002
 """A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 
 
 def simple(graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Run all forwards of a rank, then all its backwards; every microbatch is live at once (GPipe)."""
-    _require_positive(num_microbatches, "num_microbatches")
     caps = (num_microbatches,) * graph.num_ranks
     actions, _ = list_schedule(graph, num_microbatches, caps, costs or Costs(), forwards_first=graph.has_backward)
     return Schedule("simple", graph, num_microbatches, actions, caps)
@@ -51,29 +49,20 @@ def interleaved(
     costs: Costs | None = None,
     *,
     split_backward: bool = False,
-    worth: float = WORTH,
 ) -> Schedule:
     """Run backward first, and choose by simulation how many microbatches each rank holds.
 
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
     to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
-    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within `worth`)
+    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
     the one with the fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
         split_backward: also try to split the backward into input and weight halves (zero bubble; our extension).
-        worth: by which share a schedule must be faster to hold more.
     """
-    _require_positive(num_microbatches, "num_microbatches")
-    _require_positive(active_microbatches, "active_microbatches")
     limit = min(active_microbatches, num_microbatches)
-    if costs is None and not split_backward and graph.is_chain and limit >= graph.num_ranks:
-        # With equal costs nothing is faster than 1F1B, and with fewer live microbatches it is slower.
-        actions, _ = list_schedule(graph, num_microbatches, graph.depths, Costs())
-        return Schedule("interleaved", graph, num_microbatches, actions, graph.depths)
-    search = _Search(graph, num_microbatches, limit, costs or Costs(), worth)
-    return search.best(split_backward and graph.has_backward)
+    return _Search(graph, num_microbatches, limit, costs or Costs()).best(split_backward and graph.has_backward)
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,6 @@ class _Search:
     limit: int
     """The most microbatches that any rank may hold."""
     costs: Costs
-    worth: float
 
     def best(self, split_backward: bool) -> Schedule:
         """Return the fastest schedule; of those as fast, the one that holds least."""
@@ -108,13 +96,13 @@ class _Search:
         if split_backward:
             found += self._tried(split=True)
         fastest = min(each.seconds for each in found)
-        equals = [each for each in found if each.seconds <= fastest * (1 + self.worth)]
+        equals = [each for each in found if each.seconds <= fastest * (1 + _WORTH)]
         return min(equals, key=lambda each: each.order).schedule
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
         """Yield candidates, until no further one can be faster by enough."""
         bounds = lower_bounds(self.graph, self.costs, split)
-        enough = bounds.step_seconds(self.num_microbatches) * (1 + self.worth)
+        enough = bounds.step_seconds(self.num_microbatches) * (1 + _WORTH)
         for candidate in self._split(bounds.full_pipe) if split else self._whole(bounds.full_pipe):
             yield candidate
             if candidate.seconds <= enough:
@@ -186,11 +174,6 @@ def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) 
     shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), limit)]
     choices = {tuple(max(1, min(cap, limit)) for cap in shape) for shape in shapes}
     return sorted(choices, key=lambda caps: (sum(caps), caps))
-
-
-def _require_positive(value: int, name: str) -> None:
-    if value < 1:
-        raise UsageError(f"`{name}` is {value}", hint="use 1 or more")
 
 
 @dataclass(frozen=True)

@@ -260,21 +260,3 @@ def test_the_same_question_gets_the_same_answer(data: st.DataObject, graph: Segm
     costs = data.draw(costs_of(graph))
     again = SegmentGraph(graph.num_ranks, tuple(sorted(graph.segments)), graph.transfers, graph.has_backward)
     assert interleaved(graph, 3, 2, costs).actions == interleaved(again, 3, 2, costs).actions
-
-
-@pytest.mark.parametrize(
-    ("num_microbatches", "active", "message"),
-    [(0, 1, "`num_microbatches` is 0"), (1, 0, "`active_microbatches` is 0")],
-)
-def test_impossible_numbers_are_refused(num_microbatches: int, active: int, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        interleaved(SegmentGraph.chain(2), num_microbatches, active)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 8, 13, 24])
-@pytest.mark.parametrize("more", [-1, 0, 2])
-def test_a_chain_of_equal_costs_is_what_the_search_would_find(num_ranks: int, num_microbatches: int, more: int) -> None:
-    """It is not searched, since planners ask for it thousands of times."""
-    graph, limit = SegmentGraph.chain(num_ranks), max(1, num_ranks + more)
-    assert interleaved(graph, num_microbatches, limit) == interleaved(graph, num_microbatches, limit, Costs())
