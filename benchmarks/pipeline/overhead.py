@@ -29,6 +29,7 @@ from smpkit.torch.core.runtime import state
 MICROBATCHES = 32
 FEW, MANY = 2, 42
 WARM_UPS = 5
+NAMES = ("smpkit", "torch 1F1B")
 
 Figures = dict[str, list[float]]
 """Microseconds on each rank."""
@@ -147,16 +148,48 @@ def plain_cost(*, train: bool) -> float:
     return statistics.median(spent) / 1000 / MANY
 
 
-def beside_torch(repetitions: int) -> dict[str, float]:
-    """Return microseconds per microbatch of one layer per rank, by smpkit and by torch's 1F1B, which take turns."""
-    init(MICROBATCHES)
-    inputs, targets = torch.zeros(MICROBATCHES, 8), torch.zeros(MICROBATCHES, 1)
+def bytecodes() -> dict[str, float]:
+    """Return how many bytecodes of Python one more microbatch takes: the same on every machine, however busy."""
+    few, many = MICROBATCHES // 2, MICROBATCHES
+    counts = [list(map(bytecodes_of, both(number))) for number in (few, many)]
+    return {
+        f"a microbatch, {name}": (more - less) / (many - few) for name, less, more in zip(NAMES, *counts, strict=True)
+    }
+
+
+def bytecodes_of(step: Callable[[], object]) -> int:
+    """Return how many bytecodes this thread runs in a step."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    for _ in range(WARM_UPS):
+        step()
+    sys.settrace(trace)
+    step()
+    sys.settrace(None)
+    return count
+
+
+def both(num_microbatches: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return steps with one layer per rank, of smpkit and of torch's 1F1B."""
+    init(num_microbatches)
+    inputs, targets = torch.zeros(num_microbatches, 8), torch.zeros(num_microbatches, 1)
     chunks = [range(rank, rank + 1) for rank in range(smp.size())]
     theirs = torch_step(
-        "1F1B", nn.Sequential(Scale(), Scale()), chunks, mean, inputs, targets, num_microbatches=MICROBATCHES
+        "1F1B", nn.Sequential(Scale(), Scale()), chunks, mean, inputs, targets, num_microbatches=num_microbatches
     )
     ours = smpkit_step(nn.Sequential(Scale(), Scale()), chunks, mean, inputs, targets)
-    spent = dict(zip(("smpkit", "torch 1F1B"), in_turns([ours, theirs], repetitions), strict=True))
+    return ours, theirs
+
+
+def beside_torch(repetitions: int) -> dict[str, float]:
+    """Return microseconds per microbatch, by smpkit and by torch's 1F1B, which take turns."""
+    spent = dict(zip(NAMES, in_turns(both(MICROBATCHES), repetitions), strict=True))
     fastest = {f"a microbatch, {name}, fastest step": min(times) for name, times in spent.items()}
     return fastest | {f"a microbatch, {name}, median step": statistics.median(times) for name, times in spent.items()}
 
@@ -168,8 +201,8 @@ def gathered(mine: dict[str, float]) -> Figures:
     return {name: [figures[name] for figures in every] for name in mine}
 
 
-def table(figures: Figures) -> str:
-    lines = ["| CPU µs per ... | rank 0 | rank 1 |", "|---|---|---|"]
+def table(figures: Figures, unit: str) -> str:
+    lines = [f"| {unit} per ... | rank 0 | rank 1 |", "|---|---|---|"]
     return "\n".join([*lines, *[f"| {name} | {a:.1f} | {b:.1f} |" for name, (a, b) in figures.items()]])
 
 
@@ -177,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--count", action="store_true", help="count bytecodes of a microbatch, and measure no times")
     options = parser.parse_args(arguments)
     if "WORLD_SIZE" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
@@ -184,9 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["SMPKIT_SUMMARY"] = "0"
         os.execv(sys.executable, [*torchrun, "benchmarks.pipeline.overhead", *(arguments or sys.argv[1:])])
     torch.set_num_threads(1)
-    figures = gathered({**beside_torch(options.repetitions), **slopes(options.repetitions)})
+    measured = bytecodes() if options.count else {**beside_torch(options.repetitions), **slopes(options.repetitions)}
+    figures = gathered(measured)
     if state.rank == 0:
-        print(table(figures), flush=True)
+        print(table(figures, "bytecodes" if options.count else "CPU µs"), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(figures))
     smp.shutdown()

@@ -227,16 +227,17 @@ class _Step:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
         forward = self._resume_forward if plan.has_revisits else self.run_forward
-        # gloo sends data only once the receive is posted: post it before its value is needed.
-        self._post(plan.actions[:LOOKAHEAD])
-        has_waited = False
+        num_posted = 0
         for number, action in enumerate(plan.actions):
-            self._post(plan.actions[number + LOOKAHEAD : number + LOOKAHEAD + 1])
-            if action.receives and not has_waited:
-                has_waited = True
-                # A rank that is about to wait has the time now. Between actions, or the buffers would be made in
-                # whatever mode the step's code has set.
-                self._post(plan.actions[number : plan.num_ahead])
+            # gloo sends data only once the receive is posted: post it before its value is needed. A rank that is about
+            # to wait has the time for more. Between actions, or buffers would be made in whatever mode the step's code
+            # has set.
+            num_due = number + 1 + LOOKAHEAD
+            if action.receives:
+                num_due = max(num_due, plan.num_ahead)
+            for later in plan.actions[num_posted:num_due]:
+                self._post(later)
+            num_posted = max(num_posted, num_due)
             microbatch = self.microbatches[action.microbatch]
             if microbatch.diverged:
                 # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
@@ -257,13 +258,12 @@ class _Step:
             if not microbatch.released:
                 self._finish_backward(microbatch)
 
-    def _post(self, actions: Sequence[PlannedAction]) -> None:
-        """Start the receives of actions that come soon."""
-        for action in actions:
-            microbatch = self.microbatches[action.microbatch]
-            if not microbatch.diverged and (action.kind is not Kind.FORWARD or action.microbatch not in self.outputs):
-                for message in action.receives:
-                    self.stage.transport.post(message)
+    def _post(self, action: PlannedAction) -> None:
+        """Start the receives of an action that comes soon."""
+        microbatch = self.microbatches[action.microbatch]
+        if not microbatch.diverged and (action.kind is not Kind.FORWARD or action.microbatch not in self.outputs):
+            for message in action.receives:
+                self.stage.transport.post(message)
 
     # --- forward -------------------------------------------------------------------------------------------------
 

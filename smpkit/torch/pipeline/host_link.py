@@ -80,10 +80,11 @@ class HostLink:
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self.ranks)) if peer != group.rank()]
         self._values: dict[int, SentTensor] = {}
-        """By tag, values whose gradient has not come: see [Note: sent tensors]."""
+        """By number of the message, values whose gradient has not come: see [Note: sent tensors]."""
         self._sent: list[SentTensor] = []
         """Everything else that was sent in this step."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        """By number, receives that have begun."""
         self._forgotten: list[object] = []
         """Receives that were posted and forgotten."""
         self._first_tag = 0
@@ -114,16 +115,16 @@ class HostLink:
 
     def post(self, message: Message) -> None:
         """Start a receive before its data is needed."""
-        tag = self.tag_of(message)
-        if tag not in self._posted:
+        if message.number not in self._posted:
             buffer = self._buffers.take(message.transfer.spec)
-            self._posted[tag] = self._recv(buffer, message.sender, tag, message), buffer
+            work = self._recv(buffer, message.sender, self.tag_of(message), message)
+            self._posted[message.number] = work, buffer
 
     def receive(self, message: Message, use: Use | None) -> torch.Tensor | None:
         """Return a value or gradient, after `use`; see `Transport.receive`."""
         spec = message.transfer.spec
         self.post(message)
-        work, buffer = self._posted.pop(self.tag_of(message))
+        work, buffer = self._posted.pop(message.number)
         is_on_host = self._device.type == "cpu"
         # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
         result = usable(buffer, spec, use) if is_on_host else None

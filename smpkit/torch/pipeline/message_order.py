@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind
@@ -55,12 +55,15 @@ class TransferRecord:
     """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
 
 
-class Message(NamedTuple):
+class Message:
     """A value, or its gradient (`backward`), that travels once in a step."""
 
-    microbatch: int
-    transfer: P2PTransfer
-    backward: bool
+    __slots__ = ("backward", "microbatch", "number", "transfer")
+
+    def __init__(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
+        self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
+        self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
+        """Its own among the messages of a step; that of a gradient follows that of the value."""
 
     @property
     def sender(self) -> int:
@@ -69,11 +72,6 @@ class Message(NamedTuple):
     @property
     def receiver(self) -> int:
         return self.transfer.source if self.backward else self.transfer.target
-
-    @property
-    def number(self) -> int:
-        """Its own among the messages of a step; that of a gradient follows that of the value."""
-        return (self.microbatch * TRANSFERS_PER_MICROBATCH + self.transfer.number) * 2 + self.backward
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def _blocks(
     rank: int,
 ) -> dict[int, int]:
     """Simulate the receives of a rank as `Transport` begins them; return the peak number of blocks of each size."""
-    positions = {message: position for position, message in enumerate(messages)}
+    positions = {message.number: position for position, message in enumerate(messages)}
     last = {action.microbatch: number for number, action in enumerate(actions)}
     begun = 0
     live: Counter[tuple[int, int]] = Counter()
@@ -163,7 +161,7 @@ def _blocks(
                 *received.get((backward, action.segment), ()),
                 *sent.get((rank, backward, action.segment), ()),
             ):
-                until = max(until, positions[Message(action.microbatch, transfer, backward)] + 1)
+                until = max(until, positions[Message(action.microbatch, transfer, backward).number] + 1)
             # Before a message is sent or taken, `Transport` begins all receives that come before it.
             for message in messages[begun:until]:
                 size = message.transfer.spec.num_bytes

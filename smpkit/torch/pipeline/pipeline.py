@@ -129,7 +129,11 @@ class Pipeline:
                 hint="let such an exception end the script, and resume from a checkpoint: messages of that step are"
                 " still under way",
             )
-        return self._inputs.share(call, arguments)
+        try:
+            return self._inputs.share(call, arguments)
+        except Exception as error:
+            self.abandon(error)  # what pp_rank 0 has sent of this step is under way
+            raise
 
     @property
     def checkpointing_saves(self) -> int:
