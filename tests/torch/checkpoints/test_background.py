@@ -221,7 +221,7 @@ class SlowFile:
 def write_slowly(folder: Path) -> None:
     """Save, on one rank for longer than the others wait for a sign of it."""
     Job(pipeline_parallel_degree=2)
-    begin = folder_module._CheckedFile.__init__
+    begin: Any = folder_module._CheckedFile.__init__
 
     def begin_slowly(self: Any, file: Any, go_on: Any) -> None:
         begin(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
