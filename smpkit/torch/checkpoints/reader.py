@@ -135,8 +135,7 @@ class Reader(StorageReader):
         return done
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # torch's own tools nest what they read by this: {"model": {"wte.weight": ...}, ...}.
-        return Metadata(dict(self.tensors), {name: _nesting(name) for name in self.tensors}, self._pieces)
+        return Metadata(dict(self.tensors), storage_data=self._pieces)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -151,14 +150,6 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
-
-
-def _nesting(name: str) -> tuple[str, ...]:
-    kind, _, rest = name.partition(".")
-    if kind == "optim" and rest.startswith("state."):
-        parameter, _, key = rest.removeprefix("state.").rpartition(".")
-        return kind, "state", parameter, key
-    return (kind, rest) if rest else (kind,)
 
 
 class CheckpointReader(Reader):
