@@ -22,10 +22,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -46,8 +46,6 @@ _CUSTOM: Final[Any] = BackwardCFunction
 """The base class of the nodes of Functions written in Python."""
 _REENTRANT: Final = "CheckpointFunctionBackward"
 """torch.utils.checkpoint(use_reentrant=True) raises in a backward with `inputs`."""
-
-_NO_LEAVES: Final[frozenset[Node]] = frozenset()
 
 Root = torch.Tensor | GradientEdge
 Gradients = tuple[torch.Tensor | None, ...]
@@ -105,102 +103,147 @@ def backward_inputs(
     return WeightBackward(groups, boundary_gradients)
 
 
+class _NodeShape(NamedTuple):
+    """What decides how a graph splits at a node."""
+
+    kind: type
+    num_dims: int
+    """Of the variable of a leaf; -1 for other nodes."""
+    after: tuple[int, ...]
+    """The numbers of the nodes that it leads to."""
+
+
 def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[_WeightGroup], list[torch.Tensor]]:
     """Return the groups of the second half, and the weights whose gradients the first half makes."""
-    graph = _Graph([_edge(root).node for root in roots], {get_gradient_edge(leaf).node for leaf in inputs})
-    if not graph.can_split:
-        return [], []
-    first_half = graph.first_half_leaves()
-    # From the roots on, as in one backward: gradients are reduced in that order.
-    late = {node: graph.boundaries[node] - first_half for node in reversed(graph.boundaries)}
-    groups = [
-        _WeightGroup(tuple(group), tuple(graph.weights(_NO_LEAVES.union(*[late[node] for node in group]))))
-        for group in _groups(late)
+    nodes = list(dict.fromkeys(_edge(root).node for root in roots))
+    num_roots, numbers, shape = len(nodes), {node: number for number, node in enumerate(nodes)}, []
+    for node in nodes:  # which grow meanwhile
+        kind, after = type(node), []
+        for each, _ in node.next_functions:
+            if each is not None:
+                number = numbers.setdefault(each, len(nodes))
+                if number == len(nodes):
+                    nodes.append(each)
+                after.append(number)
+        shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
+    ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
+    groups, first_half = _split(tuple(shape), num_roots, ends)
+    found = [
+        _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
+        for boundaries, leaves in groups
     ]
-    return groups, graph.weights(first_half)
+    return found, [_variable(nodes[each]) for each in first_half]
+
+
+@functools.lru_cache(maxsize=256)
+def _split(
+    shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]
+) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
+    """Return the groups of a graph, each as boundary nodes and leaves, and the leaves of the first half.
+
+    Microbatches of a kind have graphs of one shape.
+    """
+    return _Graph(shape, num_roots, inputs).groups()
 
 
 class _Graph:
-    """The autograd graph below some roots.
+    """The shape of the autograd graph below some tensors, and which of its nodes reach an input.
 
     Args:
+        num_roots: how many of the first nodes are roots.
         inputs: the nodes of inputs.
     """
 
-    def __init__(self, roots: Sequence[Node], inputs: Collection[Node]) -> None:
-        self._roots = roots
-        self._leaves: dict[Node, int] = {}
-        """Their numbers, in an order that is the same in every run."""
-        self._leaves_below: dict[Node, frozenset[Node]] = {}
+    def __init__(self, shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]) -> None:
+        self._shape, self._roots = shape, range(num_roots)
+        self._reaches_input: set[int] = set()
+        self._leaves_below: dict[int, frozenset[int]] = {}
         """For nodes that reach no input, the leaves that they lead to."""
-        self.boundaries: dict[Node, frozenset[Node]] = {}
-        """For nodes that reach an input, the leaves that they lead to by edges that reach none, if there are any."""
-        self.can_split = True
-        for node, after in _post_order(roots):
-            kind = type(node)
-            if kind is _ACCUMULATE:
-                if node not in inputs:
-                    self._leaves[node], self._leaves_below[node] = len(self._leaves), frozenset((node,))
-                continue
-            if kind.__name__ == _REENTRANT:
-                self.can_split = False
-            below = [self._leaves_below[each] for each in after if each in self._leaves_below]
-            leaves = below[0] if len(below) == 1 else _NO_LEAVES.union(*below)
-            if len(below) == len(after):
-                self._leaves_below[node] = leaves
-            elif leaves:
-                self.boundaries[node] = leaves
+        self._can_split = True
+        for node in self._post_order():
+            self._classify(node, inputs)
 
-    def weights(self, leaves: Collection[Node]) -> list[torch.Tensor]:
-        """Return the weights of some leaves, in an order that is the same in every run."""
-        return [_variable(leaf) for leaf in sorted(leaves, key=self._leaves.__getitem__)]
+    def groups(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
+        """Return what `_split` returns."""
+        if not self._can_split:
+            return (), ()
+        boundaries = {node: off for node in sorted(self._reaches_input) if (off := self._leaves_off_path(node))}
+        first_half = self._first_half_leaves(boundaries)
+        groups = []
+        for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
+            leaves = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
+            groups.append((tuple(group), tuple(sorted(leaves))))
+        return tuple(groups), tuple(sorted(first_half))
 
-    def first_half_leaves(self) -> frozenset[Node]:
+    def _post_order(self) -> Iterator[int]:
+        """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
+        stack = [(root, False) for root in self._roots]
+        seen: set[int] = set()
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                yield node
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(each, False) for each in self._shape[node].after]
+
+    def _classify(self, node: int, inputs: frozenset[int]) -> None:
+        kind, _, after = self._shape[node]
+        self._can_split = self._can_split and kind.__name__ != _REENTRANT
+        if node in inputs or any(each in self._reaches_input for each in after):
+            self._reaches_input.add(node)
+        elif kind is _ACCUMULATE:
+            self._leaves_below[node] = frozenset((node,))
+        elif len(after) == 1:
+            self._leaves_below[node] = self._leaves_below[after[0]]
+        else:
+            self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
+
+    def _leaves_off_path(self, node: int) -> frozenset[int]:
+        """Return the leaves that a node leads to by those of its edges that reach no input."""
+        off = [self._leaves_below[each] for each in self._shape[node].after if each not in self._reaches_input]
+        return frozenset().union(*off) if off else frozenset()
+
+    def _first_half_leaves(self, boundaries: dict[int, frozenset[int]]) -> frozenset[int]:
         """Return the leaves whose gradients the first half makes."""
         # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
-        first_half = {leaf for root in self._roots for leaf in self._leaves_below.get(root, ())}
-        users: defaultdict[Node, set[Node]] = defaultdict(set)
-        for boundary, leaves in self.boundaries.items():
+        first_half = {
+            leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
+        }
+        users: defaultdict[int, list[int]] = defaultdict(list)
+        for boundary, leaves in boundaries.items():
             # A custom Function would run twice, with its side effects. Biases and norms alone are cheaper than another
             # start of the engine.
-            if isinstance(boundary, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
+            is_custom = issubclass(self._shape[boundary].kind, _CUSTOM)
+            if is_custom or all(self._shape[leaf].num_dims < 2 for leaf in leaves):
                 first_half |= leaves
             for leaf in leaves:
-                users[leaf].add(boundary)
+                users[leaf].append(boundary)
         # Where one boundary node of a weight leads to another, a backward from the former to the weight would run the
         # latter again.
-        shared = [leaf for leaf, found in users.items() if len(found) > 1 and leaf not in first_half]
-        return frozenset(first_half.union(leaf for leaf in shared if self._are_chained(users[leaf])))
+        shared = [(leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half]
+        return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
 
-    def _are_chained(self, boundaries: set[Node]) -> bool:
+    def _are_chained(self, boundaries: set[int]) -> bool:
         """Return whether one of the boundary nodes leads to another."""
-        starts = [node for boundary in boundaries for node, _ in boundary.next_functions if node is not None]
-        return any(node in boundaries for node, _ in _post_order(starts, self._leaves_below))
+        seen: set[int] = set()
+        for boundary in boundaries:
+            stack = [each for each in self._shape[boundary].after if each in self._reaches_input]
+            while stack:
+                node = stack.pop()
+                if node in boundaries:
+                    return True
+                if node not in seen:
+                    seen.add(node)
+                    stack += [each for each in self._shape[node].after if each in self._reaches_input]
+        return False
 
 
-def _post_order(roots: Sequence[Node], without: Collection[Node] = ()) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield every node once, after all that it leads to, with these; in a loop: graphs are deeper than Python's stack.
-
-    Args:
-        without: nodes to leave out.
-    """
-    stack: list[tuple[Node, list[Node] | None]] = [(root, None) for root in roots]
-    seen: set[Node] = set(without)
-    while stack:
-        node, after = stack.pop()
-        if after is not None:
-            yield node, after
-        elif node not in seen:
-            seen.add(node)
-            after = [each for each, _ in node.next_functions if each is not None]
-            stack.append((node, after))
-            stack += [(each, None) for each in after]
-
-
-def _groups(leaves_of: dict[Node, frozenset[Node]]) -> Iterator[list[Node]]:
+def _groups(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:
     """Yield groups of boundary nodes that share leaves (union-find); nodes without leaves are in none."""
-    group_of: dict[Node, list[Node]] = {}
-    by_leaf: dict[Node, Node] = {}
+    group_of: dict[int, list[int]] = {}
+    by_leaf: dict[int, int] = {}
     for boundary, leaves in leaves_of.items():
         group_of[boundary] = [boundary]
         for leaf in leaves:
