@@ -133,7 +133,7 @@ def copy_and_assign() -> None:
     mark(attention.get_buffer("table"), TpShard((8,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 0.5))
     written = marks(layer)
     assert sum(each is not None and each.is_distributed for each in written.values()) >= 4
-    assert sum(each is not None and not each.is_distributed for each in written.values()) >= 2
+    assert sum(each is not None and not each.is_distributed for each in written.values()) >= 1
 
     stack = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
     stack[1].load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
