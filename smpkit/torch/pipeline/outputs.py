@@ -312,12 +312,17 @@ def infer_output(
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        spec = known(tensor)
-        if spec is None:
+        # What all ranks hold is faked, too: an operation may send it (the loss of tensor parallelism its labels), and
+        # ranks that have sent such a shape before would go on where others wait.
+        if (spec := known(tensor)) is not None:
+            shape, stride, place = spec.shape, spec.stride, device
+        elif tensor.layout is torch.strided:
+            shape, stride, place = tensor.shape, tensor.stride(), tensor.device
+        else:
             return tensor
         if id(tensor) not in fakes:
             fakes[id(tensor)] = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+                shape, stride, dtype=tensor.dtype, device=place, requires_grad=tensor.requires_grad
             )
         return fakes[id(tensor)]
 
