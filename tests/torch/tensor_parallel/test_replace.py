@@ -125,7 +125,7 @@ def marks(module: nn.Module) -> dict[str, TpShard | None]:
 
 
 def copy_and_assign() -> None:
-    start(optimize="speed")
+    start(optimize="memory", prescaled_batch=True)
     torch.manual_seed(3)
     layer = smp.nn.DistributedTransformer(1, 2, 4, 8, 16).double()
     attention = next(each for each in layer.modules() if isinstance(each, smp.nn.DistributedAttentionLayer))
@@ -133,7 +133,7 @@ def copy_and_assign() -> None:
     mark(attention.get_buffer("table"), TpShard((8,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 0.5))
     written = marks(layer)
     assert sum(each is not None and each.is_distributed for each in written.values()) >= 4
-    assert sum(each is not None and not each.is_distributed for each in written.values()) >= 1
+    assert sum(each is not None and not each.is_distributed for each in written.values()) >= 2
 
     stack = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
     stack[1].load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
