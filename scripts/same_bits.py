@@ -112,7 +112,7 @@ def token_model() -> nn.Module:
 
 
 def language_model() -> nn.Module:
-    sizes = {"num_layers": 2, "num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16}
+    sizes: Any = {"num_layers": 2, "num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16}
     sizes |= {"intermediate_size": 24, "vocab_size": 11, "num_positions": 5, "causal_mask_size": 5}
     return smp.nn.DistributedTransformerLMHead(**sizes, attention_dropout_prob=0.1, initializer_range=0.2)
 

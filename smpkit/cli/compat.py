@@ -105,7 +105,7 @@ def _parameters(given: str) -> dict[str, str]:
     class Part(ModelParallelConfig):
         """The job's parameters, without rules between them: `smp.init` in the script may give others."""
 
-        def cross_problems(self, *_: object) -> tuple[()]:
+        def broken_rules(self) -> tuple[()]:
             return ()
 
     Part.from_sources(None, text)

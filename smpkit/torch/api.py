@@ -8,18 +8,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 
 __all__ = ["is_initialized", "is_tracing", "local_rank", "local_size", "rank", "size", "state"]
-__all__ += [
-    "dp_rank",
-    "dp_size",
-    "mp_rank",
-    "mp_size",
-    "pp_rank",
-    "pp_size",
-    "rdp_rank",
-    "rdp_size",
-    "tp_rank",
-    "tp_size",
-]
+__all__ += ["dp_rank", "dp_size", "mp_rank", "mp_size", "pp_rank", "pp_size", "tp_rank", "tp_size"]
 __all__ += ["get_dp_group", "get_mp_group", "get_pp_group", "get_rdp_group", "get_tp_group", "get_world_process_group"]
 __all__ += ["get_dp_process_group", "get_mp_process_group", "get_pp_process_group", "get_tp_process_group"]
 __all__ += ["get_rdp_process_group", "rdp_rank", "rdp_size"]

@@ -131,7 +131,8 @@ def _a_pipeline_with_replicas() -> list[float]:
     optimizer = smp.DistributedOptimizer(_Plain(inner) if smp.pp_rank() else inner)
     model = smp.DistributedModel(module)
     assert model.get_module() is module is model.module
-    assert model.module.module.layers is module.layers
+    last: Any = model.module.module
+    assert last.layers is module.layers
     assert model.train() is model
     called: list[str] = []
     model.register_post_partition_hook(lambda m, o: called.append(f"partitioned {m is model} {o is optimizer}"))

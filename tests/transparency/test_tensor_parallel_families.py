@@ -70,10 +70,10 @@ def families() -> dict[str, tuple[Any, str]]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    names = {
-        kind: name if isinstance(name, str) else name[0] for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    }
-    known = {kind: (CONFIG_MAPPING[kind], name) for kind, name in sorted(names.items()) if kind in CONFIG_MAPPING}
+    configs: Any = CONFIG_MAPPING
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {kind: name if isinstance(name, str) else name[0] for kind, name in classes.items()}
+    known = {kind: (configs[kind], name) for kind, name in sorted(names.items()) if kind in configs}
     return {kind: both for kind, both in known.items() if getattr(both[0], "base_model_tp_plan", None)}
 
 
