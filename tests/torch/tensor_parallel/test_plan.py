@@ -131,7 +131,8 @@ def test_every_style_of_transformers_is_known() -> None:
 
     refused_by_name = {"sequence_parallel", "embedding_colwise"}
     known = {*plan._DIVISIONS, *plan._EXPERTS, *plan._WHOLE, *plan._OTHER}
-    assert {*ALL_PARALLEL_STYLES.keys()} == known | refused_by_name
+    of_experts = {"ep_dispatch_experts", "grouped_gemm"}  # of a plan of its own; there once a model has imported them
+    assert {*ALL_PARALLEL_STYLES.keys()} - of_experts == known | refused_by_name
 
 
 def delayed() -> None:
