@@ -106,7 +106,7 @@ def pack(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None = N
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     specs = specs or [spec_of(tensor) for tensor in tensors]
-    if len(tensors) > 1 and _is_uniform(specs):
+    if len(tensors) > 1 and _is_uniform(specs) and len({each.device for each in tensors}) == 1:
         with torch.no_grad():  # one copy instead of one for each tensor
             stacked = torch.stack(list(tensors))
         if device is _HOST:
