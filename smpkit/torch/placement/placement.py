@@ -53,11 +53,9 @@ def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.d
             parameter.data = parameter.data.to(device)
         else:
             # The object stays, with its shape: an optimizer that was made earlier holds it. Its values are one element
-            # of NaN, so that using it by mistake shows.
+            # of NaN, so that using it by mistake shows, on the device: models ask a parameter where to make masks.
             filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-            parameter.data = torch.full((), filler, dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
+            parameter.data = torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
     for module, names in names_by_module(root).items():
         is_here = any(placement.pp_rank_of(name) in (None, state.pp_rank) for name in names)
         target = device if is_here else torch.device("meta")
