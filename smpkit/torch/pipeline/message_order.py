@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
-"""Numbers of transfers."""
+"""How many numbers each microbatch has for its transfers: no two messages of a step share a tag."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Shapes, of this rank's samples outside of the stack of layers and of what its la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,9 +124,6 @@ class DistributedTransformerLMHead(DistributedModule):
             head.weight = self.word_embedding.weight
         return head
 
-    needs_cross_states: ClassVar[bool] = True
-    """Whether cross attention cannot be left out of a call."""
-
     def forward(self, inputs: Inputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return logits, or `(loss, logits)` if there are labels, or hidden states without a head.
 
@@ -174,7 +171,7 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
         by_name = dict(zip(names, unpack_tuple("DistributedTransformerLMHead", inputs, names), strict=True))
-        if self.add_cross_attention and self.needs_cross_states and by_name["cross_states"] is None:
+        if self.add_cross_attention and by_name["cross_states"] is None:
             raise UsageError("DistributedTransformerLMHead needs `cross_states`")
         rotates = self.transformer.rotates and not self.add_cross_attention
         if by_name["position_ids"] is not None and self.position_embedding is None and not rotates:
