@@ -129,10 +129,10 @@ class RecordedGraph:
                 unit = unit.rpartition(".")[0]
             if unit and value.differentiable:
                 received[value.target, unit] += value.num_bytes
-        found: Counter[Segment] = Counter()
+        copies: Counter[Segment] = Counter()
         for (segment, unit), num_bytes in received.items():
-            found[segment] += min(num_bytes, unsaved[unit])
-        return found
+            copies[segment] += min(num_bytes, unsaved[unit])
+        return copies
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> RecordedGraph:
@@ -206,11 +206,11 @@ def peaks(
     Args:
         copies: bytes that segments keep beside what their units keep.
     """
-    found = []
+    most = []
     for rank, live in enumerate(_live_bytes(schedule, runs, copies or {})):
         of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
-        found.append(max(live, default=0) / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
-    return found
+        most.append(max(live, default=0) / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
+    return most
 
 
 def _live_bytes(

@@ -211,8 +211,8 @@ class State(Place):
             raise UsageError("there is no model or no optimizer yet", hint="wrap both first")
         names = {id(parameter): name for name, parameter in self.model.module.named_parameters()}
         numbered = enumerate(each for group in self.optimizer.param_groups for each in group["params"])
-        found = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
-        return [{index: name for index, name in found.items() if name is not None} for _ in range(self.tp_size)]
+        by_number = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
+        return [{index: name for index, name in by_number.items() if name is not None} for _ in range(self.tp_size)]
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
