@@ -149,7 +149,7 @@ def decide(
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
-        forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
+        forecasts = forecast(timeline, runs, config.activation_loading_horizon, speed)
     live = peaks(schedule, runs, flow.copies(model.costs))
     memory = _memory(config, mesh, model, assignment, live, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
