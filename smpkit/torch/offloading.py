@@ -200,12 +200,12 @@ class Offloading(StepParticipant):
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         # Layers that are chosen for may all be kept.
         marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
-        found = torch.tensor([self.engine.num_calls + marked], device="cpu")
+        num_checkpointed = torch.tensor([self.engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
-                dist.all_reduce(found, group=group)
-        return bool(found.item())
+                dist.all_reduce(num_checkpointed, group=group)
+        return bool(num_checkpointed.item())
 
 
 def offload_report() -> OffloadReport:

@@ -125,16 +125,16 @@ def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
 
 def _num_live(keys: Sequence[Hashable]) -> list[int]:
     """Return for each index of the list how many keys occur up to there and again from there on."""
-    left, found, live = Counter(keys), [], 0
+    left, counts, live = Counter(keys), [], 0
     begun: set[Hashable] = set()
     for key in keys:
         if key not in begun:
             begun.add(key)
             live += 1
-        found.append(live)
+        counts.append(live)
         left[key] -= 1
         live -= not left[key]
-    return found
+    return counts
 
 
 def to_json(schedule: Schedule) -> str:

@@ -92,11 +92,11 @@ class _Search:
 
     def best(self, split_backward: bool) -> Schedule:
         """Return the fastest schedule; of those as fast, the one that holds least."""
-        found = list(self._tried(split=False))
+        candidates = list(self._tried(split=False))
         if split_backward:
-            found += self._tried(split=True)
-        fastest = min(each.seconds for each in found)
-        equals = [each for each in found if each.seconds <= fastest * (1 + _WORTH)]
+            candidates += self._tried(split=True)
+        fastest = min(each.seconds for each in candidates)
+        equals = [each for each in candidates if each.seconds <= fastest * (1 + _WORTH)]
         return min(equals, key=lambda each: each.order).schedule
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
