@@ -48,8 +48,8 @@ from smpkit.plan.tune.machine import Machine, from_calibration
 from smpkit.plan.tune.predict import Job, Prediction, predict
 from smpkit.testing import run_ranks
 from smpkit.torch.describe import describe
-from smpkit.torch.distributed.held_memory import HeldMemory
 from smpkit.torch.pipeline.backward import BackwardWork
+from smpkit.torch.recording.held_memory import HeldMemory
 
 SAMPLES: Final = 16
 WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32

@@ -13,8 +13,8 @@ from smpkit.errors import UsageError
 from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.recording import step_values
 from smpkit.torch.step import StepOutput
 from smpkit.torch.trackers import Trackers, open_trackers
 

@@ -28,7 +28,7 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import cores as numa
-from smpkit.torch.distributed import deadline, gpus, recorder, watcher
+from smpkit.torch.distributed import deadline, gpus, watcher
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
@@ -284,7 +284,8 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             watcher.watch(failure_store)
         if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
-        recorder.start()
+        for start in state.start_hooks:
+            start()
     except BaseException:
         if not known:
             shutdown()
