@@ -242,8 +242,8 @@ def _at_exit() -> None:
         watcher.stop()
         return
     error = _end_work()
-    if _world is not None:
-        deadline.report_end()
+    if (failures := deadline.current_failures()) is not None:
+        failures.report_end()
     _shut_down()
     if error is not None:
         # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
@@ -277,11 +277,10 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             _make_default_group(backend, world, timeout)
         elif known:
             world.groups.set_timeout(timeout, owns_default_group=world.owned)
-        deadline.attach(failure_store)
+        failures = deadline.attach(failure_store)
         groups = world.groups.for_mesh(mesh, launch.rank)
         state.begin(cfg, launch, mesh, groups, world.groups.for_objects())
-        if not known:
-            watcher.watch(failure_store)
+        watcher.watch(failures)
         if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
         for start in state.start_hooks:
