@@ -22,8 +22,8 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.recording import step_values
 from smpkit.torch.step import StepOutput
 
 __all__ = ["log", "progress"]

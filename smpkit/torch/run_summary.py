@@ -28,9 +28,9 @@ from smpkit.observe.summary_text import block
 from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.init import shared_store
-from smpkit.torch.distributed.recorder import QUIET, Recorder, latest_recorder
+from smpkit.torch.recording import step_values
+from smpkit.torch.recording.recorder import QUIET, Recorder, latest_recorder
 
 __all__ = ["install", "summary_of_rank"]
 

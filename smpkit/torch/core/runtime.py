@@ -135,6 +135,8 @@ class State(Place):
         """Whether the step runs on tensors without data, to measure the model."""
         self.module_manager = ModuleManager()
         """Hugging Face's `save_pretrained` takes its translation of state dicts from it; set with the model."""
+        self.start_hooks: list[Callable[[], object]] = []
+        """Called at the end of `smp.init()`, by all ranks: they start what other modules do for the job."""
         self.reset_hooks: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: they reset what other modules keep as long as the process groups live."""
         self.end_hooks: list[Callable[[], Exception | None]] = []

@@ -35,9 +35,9 @@ from smpkit.torch.core import offloader, status
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
-from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
+from smpkit.torch.recording.recorder import note_memory
 
 __all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
 
