@@ -230,19 +230,6 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     return Timeouts(**found)
 
 
-def _variables(
-    environment: Environment, topology: Topology, environ: Mapping[str, str], arguments: Sequence[str], port: int
-) -> dict[str, str]:
-    """Return what every rank of this host has, beyond `environ`."""
-    variables = {
-        **platform_variables(environment, topology, arguments),
-        **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
-    }
-    if topology.launcher != "shell":
-        variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
-    return variables
-
-
 @contextlib.contextmanager
 def meeting_port(topology: Topology) -> Iterator[int]:
     """Yield the port at which ranks meet; one that was chosen here stays reserved while they run.

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smpkit.config.wire import INSTANCE_GROUPS
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.topology import DEFAULT_PORT, Topology, distribution_hosts
+from smpkit_container.topology import DEFAULT_PORT, Topology
 
 __all__ = ["mpi_rank_variables", "platform_variables", "process_variables", "torchrun_variables"]
 
@@ -96,12 +95,12 @@ def _mapping(environment: Environment, topology: Topology, arguments: Sequence[s
     return {
         "channels": sorted(environment.channels),
         "current_host": topology.host,
-        "current_host_rank": resources.hosts.index(topology.host) if topology.host in resources.hosts else 0,
+        "current_host_rank": topology.node_rank,
         "current_instance_group": resources.group_name,
         "current_instance_group_hosts": groups.get(resources.group_name, {}).get("hosts", []),
         "current_instance_type": resources.instance_type,
         "distributed_config": {},
-        "distribution_instance_groups": environment.framework.get(INSTANCE_GROUPS) or [resources.group_name],
+        "distribution_instance_groups": [resources.group_name],
         "entry_script": script,
         "framework_module": "smpkit_container",
         "framework_params": environment.framework,
@@ -141,7 +140,7 @@ def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[st
     """Return the toolkit's own picture of the job: the same facts, some under older names."""
     renamed = {
         "additional_framework_parameters": named["framework_params"],
-        "distribution_hosts": list(distribution_hosts(environment)),
+        "distribution_hosts": named["hosts"],
         "is_modelparallel_enabled": bool(environment.mp_parameters),
         "is_smddpmprun_installed": False,
         "is_smddprun_installed": False,

@@ -172,9 +172,6 @@ class Cloud:
     def call(self, service: str, operation: str, *, retries: bool = True, **arguments: Any) -> dict[str, Any]:
         """Make a call, and raise what boto3 raises."""
         answer: dict[str, Any] = getattr(self.client(service, retries=retries), operation)(**arguments)
-        meta = answer.get("ResponseMetadata", {})
-        if "html" in meta.get("HTTPHeaders", {}).get("content-type", "") and not meta.get("RequestId"):
-            raise NotAwsError
         return answer
 
     def client(self, service: str, *, retries: bool = True) -> Any:
@@ -311,12 +308,6 @@ _BEFORE_THE_CALL: tuple[tuple[Any, type[SmpkitError], str], ...] = (
 """botocore's errors -> ours, and the hint."""
 
 
-class NotAwsError(BotoCoreError):  # type: ignore[misc]  # botocore has no types
-    """A proxy, or the log-in page of a network, answered."""
-
-    fmt = "what answered is not AWS"
-
-
 def code_of(error: BaseException) -> str:
     """Return the service's code of an error; empty if it has none."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
@@ -326,7 +317,7 @@ def is_in_doubt(error: BaseException) -> bool:
     """Tell whether the call may have taken effect despite the error: no answer came, or an internal error (5xx)."""
     if isinstance(error, ClientError):
         return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
-    return isinstance(error, (ConnectionError, HTTPClientError, NotAwsError, ResponseParserError))
+    return isinstance(error, (ConnectionError, HTTPClientError, ResponseParserError))
 
 
 def explained(error: BaseException, doing: str, service: str) -> SmpkitError:

@@ -16,7 +16,7 @@ from smpkit.config import scheduled as names
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
-from smpkit.config.wire import INSTANCE_GROUPS, PROCESSES_PER_HOST
+from smpkit.config.wire import PROCESSES_PER_HOST
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
 from smpkit_estimator.hyperparameters import hyperparameters
@@ -123,8 +123,7 @@ def config_files(
     """
     sent = hyperparameters(job, submit_directory=submit_directory, job_name=name, region=region)
     launcher = job.distribution.launcher if mpi else "torchrun"
-    dropped = [INSTANCE_GROUPS, *PROCESSES_PER_HOST.values()]  # of a job with groups, only hosts with ranks run here
-    sent = {key: text for key, text in sent.items() if key not in dropped}
+    sent = {key: text for key, text in sent.items() if key not in PROCESSES_PER_HOST.values()}
     if launcher == "torchrun":
         sent = {key: text for key, text in sent.items() if not key.startswith("sagemaker_mpi_")}
     if ranks_per_host is not None:

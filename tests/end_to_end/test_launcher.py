@@ -570,29 +570,3 @@ def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
     assert done.code == 7
     assert done.failure is not None
     assert done.failure.startswith("the script exited with code 7\nrank 0 on algo-1, exit 7\n")
-
-
-def test_a_host_outside_the_named_groups_runs_the_script_alone(tmp_path: Path) -> None:
-    """Two groups of a job, each with its launcher: two ranks on the one that trains, one process on the other."""
-    source = RANK + "names = ('RANK', 'WORLD_SIZE', 'SM_CURRENT_INSTANCE_GROUP', 'SM_HOSTS')\n"
-    source += "print(*(os.environ[name] for name in names))\n"
-    groups = [
-        {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1"]},
-        {"instance_group_name": "train", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-2"]},
-    ]
-    shown = {}
-    for group in groups:
-        (host,), name = group["hosts"], str(group["instance_group_name"])
-        named = {"sagemaker_distribution_instance_groups": ["train"]}
-        job = Job(tmp_path / name, "mpirun" if name == "train" else "torchrun", source, hyperparameters=named)
-        resources = {"current_host": host, "current_group_name": name, "hosts": ["algo-1", "algo-2"]}
-        config = {**resources, "instance_groups": groups}
-        (job.base / "input" / "config" / "resourceconfig.json").write_text(json.dumps(config))
-        done = job.run()
-        assert done.code == 0, done.err
-        shown[name] = sorted(done.out.splitlines())
-    hosts = '["algo-1","algo-2"]'
-    assert shown == {
-        "data": [f"[rank 0] 0 1 data {hosts}"],
-        "train": [f"[rank 0] 0 2 train {hosts}", f"[rank 1] 1 2 train {hosts}"],
-    }
