@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
@@ -22,9 +22,6 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted, suggestion
 from smpkit.errors import JobError, SmpkitError, UsageError
 from smpkit_estimator.status import JobStatus
-
-if TYPE_CHECKING:
-    from smpkit_estimator.files import Files
 
 __all__ = [
     "OWN",
@@ -38,8 +35,8 @@ __all__ = [
     "SystemClock",
     "base_name",
     "known_backends",
+    "merged",
     "open_backend",
-    "rank_of",
     "run_below",
     "tried",
     "unique_name",
@@ -129,8 +126,8 @@ class Backend(Protocol):
             UnsupportedError: this machine cannot reach it.
         """
 
-    def files(self, place: str) -> Files:
-        """Return what is at a place that a job file or `JobStatus` names, such as its checkpoints.
+    def latest_checkpoint(self, place: str) -> str | None:
+        """Return the newest whole checkpoint at the place that `JobStatus` names; None if there is none yet.
 
         Raises:
             UnsupportedError: this machine cannot look there.
@@ -200,24 +197,24 @@ class Plan:
         return as_yaml(dict(self.shown))
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class LogLine:
-    """One line of a job's log; sorts by time."""
+    """One line of a job's log."""
 
     time: datetime
-    stream: str
-    number: int
-    """Its position among the lines of its stream that this reader read."""
-    text: str = field(compare=False)
-    host: str = field(compare=False)
-    rank: int | None = field(compare=False)
-    """The rank that wrote it, where the launcher put it before the line."""
+    host: str
+    text: str
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it, where the launcher, or mpirun, put it before the line."""
+        prefix = re.match(r"\[rank (?P<ours>\d+)\]|\[\d+,(?:mpirank:)?(?P<mpi>\d+)", self.text)
+        return int(prefix["ours"] or prefix["mpi"]) if prefix else None
 
 
-def rank_of(text: str) -> int | None:
-    """Return the rank that the launcher, or mpirun, put before a line."""
-    prefix = re.match(r"\[rank (?P<ours>\d+)\]|\[\d+,(?:mpirank:)?(?P<mpi>\d+)", text)
-    return int(prefix["ours"] or prefix["mpi"]) if prefix else None
+def merged(lines: Iterable[LogLine]) -> list[LogLine]:
+    """Sort lines of several streams by time; those of one stream keep their order."""
+    return sorted(lines, key=lambda line: line.time)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -20,7 +19,7 @@ from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
 from smpkit.config.words import quoted
-from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UnsupportedError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
@@ -43,8 +42,8 @@ from smpkit_estimator.backend import (
     run_below,
     unique_name,
 )
+from smpkit_estimator.checkpoints import newest_checkpoint
 from smpkit_estimator.doctor import check_cloud, check_job
-from smpkit_estimator.files import Files
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.request import (
     TrainingPlan,
@@ -57,7 +56,7 @@ from smpkit_estimator.scheduled import first_of_each
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["Bucket", "SageMaker", "open_sagemaker"]
+__all__ = ["SageMaker", "open_sagemaker"]
 
 _SUBJECT = "job for SageMaker"
 _MAX_PAGE = 100
@@ -262,10 +261,11 @@ class SageMaker:
                 seen=self.clock.now(),
             )
 
-    def files(self, place: str) -> Files:
-        if not place.startswith("s3://"):
-            raise UnsupportedError(f"{place} is no place in S3, where SageMaker keeps files")
-        return Bucket(self.cloud, place)
+    def latest_checkpoint(self, place: str) -> str | None:
+        folder = f"{place.rstrip('/')}/"
+        prefix = split_uri(folder)[1]
+        files = {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(folder)}
+        return newest_checkpoint(place, files, lambda name: self.cloud.read(folder + name))
 
     def results(self, name: str, into: Path) -> Path:
         output = self.details(name)["OutputDataConfig"]["S3OutputPath"].rstrip("/")
@@ -283,25 +283,6 @@ class SageMaker:
         if job is None or any(finding.state != "ok" for finding in reached):
             return reached
         return reached + check_job(job, self.cloud, write=write)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What lies below a prefix in S3, as `Files`."""
-
-    cloud: Cloud
-    uri: str
-
-    @property
-    def place(self) -> str:
-        return self.uri.rstrip("/")
-
-    def list(self) -> dict[str, datetime]:
-        prefix = split_uri(f"{self.place}/")[1]
-        return {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(f"{self.place}/")}
-
-    def read(self, name: str) -> bytes:
-        return self.cloud.read(f"{self.place}/{name}")
 
 
 def open_sagemaker(access: Access) -> SageMaker:

@@ -24,8 +24,8 @@ from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, Us
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, base_name, tried, unique_name
 from smpkit_estimator.batch.requests import PLACE, SHORTEST_LIMIT, definition, shown_definition, staging_of, submission
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.doctor import check_cloud
-from smpkit_estimator.files import Files, folder_here
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.scheduled import (
@@ -211,8 +211,8 @@ class AwsBatch:
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
         return run_in_volume(job_again(kept["job"], None), name, "a volume of the nodes")
 
-    def files(self, place: str) -> Files:
-        return folder_here(place, "a volume of the nodes")
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a volume of the nodes")
 
     # ---- jobs and their places ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError, UsageError
 from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, SystemClock, base_name, tried, unique_name
-from smpkit_estimator.files import Files, folder_here
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.kubernetes.api import Api, Object, connect
 from smpkit_estimator.kubernetes.manifests import (
     JOB_LABEL,
@@ -176,8 +176,8 @@ class KubernetesCluster:
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         return run_in_volume(job_again(self._kept(name)[0], None), name, "a volume of the cluster")
 
-    def files(self, place: str) -> Files:
-        return folder_here(place, "a volume of the cluster")
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a volume of the cluster")
 
     def _job(self, name: str) -> Object:
         """Return the Job whose pods are the hosts.

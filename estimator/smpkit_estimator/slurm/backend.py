@@ -37,7 +37,7 @@ from smpkit_estimator.backend import (
     tried,
     unique_name,
 )
-from smpkit_estimator.files import Files, Folder
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.scheduled import (
     config_files,
@@ -191,10 +191,8 @@ class SlurmCluster:
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         return run_below(find_run(name) / "output" / "data", name)
 
-    def files(self, place: str) -> Files:
-        if "://" in place:
-            raise UnsupportedError(f"{place} is no folder that Slurm's nodes see")
-        return Folder(Path(place))
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a file system of the nodes")
 
 
 def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
