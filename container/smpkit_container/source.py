@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from smpkit.config.wire import MAX_UNPACKED_BYTES
 from smpkit.errors import LaunchError
+from smpkit_container.aws import fetch
 from smpkit_container.environment import Environment
-from smpkit_container.s3 import fetch
 
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 

@@ -1,18 +1,26 @@
-"""Name everything a script may ask its environment for: the union of the SM_* variables of AWS's two toolkits."""
+"""What a script is told: the union of the SM_* variables of AWS's two toolkits, and its command-line arguments."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
-__all__ = ["mpi_rank_variables", "platform_variables", "process_variables", "torchrun_variables"]
+__all__ = [
+    "compact",
+    "mpi_rank_variables",
+    "platform_variables",
+    "process_variables",
+    "script_arguments",
+    "torchrun_variables",
+]
 
 _LEVEL_INFO = 20
+_MP_PARAMETERS = "mp_parameters"
 _FROM_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -178,3 +186,41 @@ def _text(value: Any) -> str:
     if value is None:
         return ""  # as the toolkit has it: `null` would be a text that counts as true
     return value if isinstance(value, str) else compact(value)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def script_arguments(
+    hyperparameters: Mapping[str, Any], extra: Sequence[str] = (), *, pass_mp_parameters: bool = False
+) -> list[str]:
+    """Return the script's arguments, as the AWS training toolkit maps hyperparameters: `--key value ...` sorted by key
+    (`-k value` for one letter), followed by `extra` as it is.
+
+    Lists and mappings are the exception: they are JSON, which SDK v3's scripts give too. The toolkit writes lists as
+    Python does (`[1, None]`), and mappings as `a=1,b=None`, which nothing can read back.
+
+    `mp_parameters` is left off unless asked for: most scripts do not declare it, and it reaches them through
+    `SM_HP_MP_PARAMETERS` anyway. When asked for, it has the toolkit's form `--mp_parameters ddp=True,microbatches=4`.
+    """
+    arguments: list[str] = []
+    for name in sorted(hyperparameters):
+        value = hyperparameters[name]
+        if name != _MP_PARAMETERS:
+            arguments += [f"-{name}" if len(name) == 1 else f"--{name}", _argument(value)]
+        elif pass_mp_parameters and value:
+            pairs = (f"{key}={_argument(value[key])}" for key in sorted(value))
+            arguments += [f"--{name}", ",".join(pairs)]
+    return [*arguments, *extra]
+
+
+def compact(value: Any) -> str:
+    """Return `value` as JSON without blanks and with sorted keys: one value, one text, on every host."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _argument(value: Any) -> str:
+    """Return the argument's text: containers as JSON, null as an empty text, else as Python prints it (`True`)."""
+    if value is None:
+        return ""
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value)

@@ -32,12 +32,11 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, SystemClock
+from smpkit_estimator.backend import Clock, Finding, SystemClock, tried
 
 __all__ = [
     "Cloud",
     "CloudProblem",
-    "S3Object",
     "Session",
     "StandIns",
     "code_of",
@@ -71,13 +70,6 @@ class Identity(NamedTuple):
 
     account: str
     arn: str
-
-
-class S3Object(NamedTuple):
-    """An object in a bucket."""
-
-    key: str
-    modified: datetime
 
 
 def open_session(profile: str | None = None, region: str | None = None) -> Session:
@@ -128,6 +120,14 @@ class Cloud:
             answer = self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
             self._identity = Identity(answer["Account"], answer["Arn"])
         return self._identity
+
+    def check(self, *, needed: bool = True) -> list[Finding]:
+        """Look at credentials and region; that they are missing is a problem only if they are `needed`."""
+
+        def look() -> Finding:
+            return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
+
+        return [tried("credentials", look, needed=needed)]
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""
@@ -221,11 +221,12 @@ class Cloud:
         bucket, key = split_uri(uri)
         self.ask("s3", "delete_object", f"cannot delete {uri}", Bucket=bucket, Key=key)
 
-    def objects(self, uri: str) -> Iterator[S3Object]:
-        """Yield the objects whose names begin with `uri`."""
-        bucket, prefix = split_uri(uri)
-        for item in self.pages("s3", "list_objects_v2", "Contents", f"cannot list {uri}", Bucket=bucket, Prefix=prefix):
-            yield S3Object(item["Key"], item["LastModified"])
+    def objects(self, folder: str) -> dict[str, datetime]:
+        """Return the objects below an S3 URI that ends with a slash, and when each was written."""
+        bucket, prefix = split_uri(folder)
+        doing = f"cannot list {folder}"
+        found = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
+        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in found}
 
     def read(self, uri: str) -> bytes:
         """Return the content of a (small) object."""

@@ -19,8 +19,9 @@ from typing import Any, Literal, Protocol
 from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
+from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
-from smpkit.errors import JobError, SmpkitError, UsageError
+from smpkit.errors import ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.status import JobStatus
 
 __all__ = [
@@ -34,9 +35,11 @@ __all__ = [
     "Query",
     "SystemClock",
     "base_name",
+    "in_doubt",
     "known_backends",
     "merged",
     "open_backend",
+    "refuse",
     "run_below",
     "tried",
     "unique_name",
@@ -47,7 +50,7 @@ OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
     "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
-    "batch": "smpkit_estimator.batch.backend:open_batch",
+    "batch": "smpkit_estimator.batch:open_batch",
 }
 
 
@@ -225,6 +228,25 @@ class Finding:
     state: Literal["ok", "problem", "info"]
     text: str
     hint: str | None = None
+
+
+def refuse(problems: Iterable[Problem], where: str) -> None:
+    """Raise if there are problems: the first one of each key.
+
+    Raises:
+        ConfigError: there are.
+    """
+    first: dict[KeyPath, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.path, problem)
+    if first:
+        raise ConfigError(list(first.values()), subject=f"job for {where}")
+
+
+def in_doubt(error: SmpkitError, name: str) -> UnreachableError:
+    """Return the error of a job that may have been started, though nobody said so."""
+    hint = f"`smpkit status {name}` tells whether it was; look before you start another"
+    return UnreachableError(f"{error.message}; it may have been started all the same", hint=hint)
 
 
 def tried(what: str, check: Callable[[], Finding], *, needed: bool = True) -> Finding:

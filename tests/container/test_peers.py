@@ -22,9 +22,9 @@ import pytest
 
 from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import LaunchError
+from smpkit_container.aws import job_token
 from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import News, Peers, meet
-from smpkit_container.token import job_token
 from smpkit_container.topology import Topology
 from tests.leftovers import processes_with
 

@@ -18,12 +18,10 @@ from typing import Any
 from smpkit.config import scheduled as names
 from smpkit.config.backend import Slurm
 from smpkit.config.confidential import HIDDEN, masked
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.config.words import quoted
-from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError
+from smpkit.errors import CloudError, Problem, SmpkitError, UnreachableError
 from smpkit.modules import module_command
 from smpkit_estimator.backend import (
     Access,
@@ -33,6 +31,8 @@ from smpkit_estimator.backend import (
     Query,
     SystemClock,
     base_name,
+    in_doubt,
+    refuse,
     run_below,
     tried,
     unique_name,
@@ -41,14 +41,12 @@ from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.scheduled import (
     config_files,
-    first_of_each,
     host_variables,
     job_again,
     limit_of,
     not_for_schedulers,
+    scheduler_notes,
     shown_files,
-    unused_settings,
-    world_problems,
 )
 from smpkit_estimator.slurm.folder import (
     Run,
@@ -134,8 +132,7 @@ class SlurmCluster:
         except UnreachableError as error:
             number = id_by_name(run.name)
             if number is None:
-                hint = f"`smpkit status {run.name}` tells whether it was; look before you start another"
-                raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
+                raise in_doubt(error, run.name) from None
             return number
         return answer.strip().partition(";")[0]
 
@@ -163,15 +160,11 @@ class SlurmCluster:
         yield from query.of((listed_run(run, known, now) for run in runs), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        changes = changes or {}
-        if "InstanceType" in changes:
-            hint = "submit the job file with another `backend.slurm.partition`, and the same `checkpoints`"
-            raise UnsupportedError("`--instance-type` is not for Slurm, whose nodes have no types", hint=hint)
         old = find_run(name)
         kept = kept_job(old)["job"]
-        if "MaxRuntimeInSeconds" in changes:
+        if changes and "MaxRuntimeInSeconds" in changes:
             kept.get("backend", {}).get("slurm", {}).pop("time", None)
-        job = job_again(kept, changes)
+        job = job_again(kept, changes, machine="backend.slurm.partition")
         checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
         job = job.model_copy(update={"checkpoints": checkpoints})
         variables = read_json(old / "variables.json") or {}
@@ -217,10 +210,9 @@ def _planned(
         ConfigError: the job cannot be sent as it is; lists all problems, with those that were seen before.
     """
     options = job.backend.slurm
-    problems = [*_not_for_slurm(job, name), *problems, *world_problems(job)]
+    problems = [*_not_for_slurm(job, name), *problems]
     runtime = _container_runtime(options, job.image, problems)
-    if problems:
-        raise ConfigError(first_of_each(problems), subject="job for Slurm")
+    refuse(problems, "Slurm")
     root = Path(options.folder) if options.folder else runs_folder()
     run = root / name
     inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}
@@ -286,10 +278,7 @@ def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Pat
 
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     """Yield the settings that Slurm cannot follow."""
-    if re.fullmatch(JOB_NAME, name) is None:
-        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
-        yield Problem(("name",), message, "give a shorter one")
-    yield from not_for_schedulers(job)
+    yield from not_for_schedulers(job, name)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():
@@ -298,10 +287,8 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
 
 
 def _notes(job: JobConfig, settings: Mapping[str, str]) -> Iterator[str]:
-    yield from unused_settings(job, "Slurm")
+    yield from scheduler_notes(job, "Slurm", "on Slurm, mpirun would start its processes with srun")
     options = job.backend.slurm
-    if job.distribution.launcher == "mpirun":
-        yield "the ranks are started with torchrun, not mpirun: on Slurm, mpirun would start its processes with srun"
     if job.image is not None and options.container == "none":
         yield f"the image {job.image} is not used: `backend.slurm.container` is `none`"
     grace = options.grace_seconds or _grace_seconds(settings)
