@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
-import boto3
+from boto3 import Session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -32,7 +32,7 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, Finding, SystemClock, tried
+from smpkit_estimator.backend import Clock, Finding, tried
 
 __all__ = [
     "Cloud",
@@ -54,17 +54,6 @@ _RETRIES = {"mode": "standard", "total_max_attempts": 8}
 """botocore's own: throttling, errors of the service and of the network, with pauses of up to 20 s."""
 
 
-class Session(Protocol):
-    """What is used of `boto3.Session`."""
-
-    @property
-    def region_name(self) -> str | None:
-        """The region, if one is set."""
-
-    def client(self, service_name: str, /, **options: Any) -> Any:
-        """Make a client of one service."""
-
-
 class Identity(NamedTuple):
     """Who calls."""
 
@@ -82,10 +71,9 @@ def open_session(profile: str | None = None, region: str | None = None) -> Sessi
     """
     chosen = region or os.environ.get("AWS_REGION") or None
     try:
-        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
+        return Session(profile_name=profile, region_name=chosen)
     except CloudProblem as error:
         raise explained(error, "cannot use AWS", "sts") from None
-    return session
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -102,14 +90,14 @@ class Cloud:
 
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
         self._session = session
-        self.clock = clock or SystemClock()
+        self.clock = clock or Clock()
         self._clients: dict[tuple[str, bool], Any] = {}
         self._identity: Identity | None = None
 
     @property
     def region(self) -> str:
         """The region of the session."""
-        region = self._session.region_name
+        region: str | None = self._session.region_name
         if not region:
             raise CloudError("no AWS region is set", hint="set AWS_REGION, use `--region`, or `aws configure`")
         return region

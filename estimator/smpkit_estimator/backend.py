@@ -33,7 +33,6 @@ __all__ = [
     "LogLine",
     "Plan",
     "Query",
-    "SystemClock",
     "base_name",
     "in_doubt",
     "known_backends",
@@ -257,18 +256,8 @@ def tried(what: str, check: Callable[[], Finding], *, needed: bool = True) -> Fi
         return Finding(what, "problem" if needed else "info", error.message, error.hint)
 
 
-class Clock(Protocol):
-    """Tells the time and waits. Tests replace it, so that hours pass in milliseconds."""
-
-    def now(self) -> datetime:
-        """The present, in UTC."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
-
-class SystemClock:
-    """The machine's own clock."""
+class Clock:
+    """Tells the time and waits; tests have another one, on which hours pass in milliseconds."""
 
     def now(self) -> datetime:
         """The present, in UTC."""

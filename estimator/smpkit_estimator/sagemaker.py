@@ -54,7 +54,7 @@ from smpkit_estimator.request import (
     resumed_request,
 )
 from smpkit_estimator.sources import job_sources, pack, packing_notes
-from smpkit_estimator.status import JobStatus
+from smpkit_estimator.status import JobStatus, machines_of
 
 __all__ = ["SageMaker", "open_sagemaker"]
 
@@ -291,7 +291,16 @@ def open_sagemaker(access: Access) -> SageMaker:
 
 
 def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
-    return Plan(sent.body["TrainingJobName"], sent.machines, sent.shown(), sent, sent.max_seconds, notes)
+    body = sent.body
+    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(body))
+    return Plan(
+        name=body["TrainingJobName"],
+        machines=f"{kinds}, spot" if body.get("EnableManagedSpotTraining") else kinds,
+        shown=sent.shown(),
+        payload=sent,
+        max_seconds=body.get("StoppingCondition", {}).get("MaxRuntimeInSeconds"),
+        notes=notes,
+    )
 
 
 def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smpkit.config import scheduled as names
-from smpkit.config.confidential import masked
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
@@ -22,7 +21,7 @@ from smpkit.config.wire import PROCESSES_PER_HOST
 from smpkit.config.words import quoted
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
-from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 from smpkit_estimator.status import FINAL, JobStatus, Phase
 
 __all__ = [
@@ -34,6 +33,7 @@ __all__ = [
     "not_for_schedulers",
     "place_problems",
     "places_in_volumes",
+    "result_places",
     "run_in_volume",
     "scheduler_notes",
     "shown_files",
@@ -140,13 +140,7 @@ def config_files(
 
 def shown_files(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return those contents without secrets."""
-    return {**files, "hyperparameters": {name: _masked(name, text) for name, text in files["hyperparameters"].items()}}
-
-
-def _masked(name: str, text: str) -> str:
-    value = json.loads(text)
-    hidden = masked(name, value)
-    return text if hidden == value else json.dumps(hidden)
+    return {**files, "hyperparameters": shown_hyperparameters(files["hyperparameters"])}
 
 
 def host_variables(
@@ -183,13 +177,15 @@ def host_variables(
 
 def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
     """Return where a job's folders below `/opt/ml` lie in its volumes."""
-    places = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
-    if job.output is not None:
-        output = f"{job.output.rstrip('/')}/{name}"
-        places |= {"model": f"{output}/model", "output/data": f"{output}/data"}
-    if job.checkpoints is not None:
-        places["checkpoints"] = job.checkpoints.uri
-    return places
+    inputs = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
+    output = f"{job.output.rstrip('/')}/{name}" if job.output is not None else None
+    return inputs | result_places(output, job.checkpoints.uri if job.checkpoints is not None else None)
+
+
+def result_places(output: str | None, checkpoints: str | None) -> dict[str, str]:
+    """Return where results lie that do not stay in the run's own folder, by their names below `/opt/ml`."""
+    places = {"model": f"{output}/model", "output/data": f"{output}/data"} if output is not None else {}
+    return places | ({"checkpoints": checkpoints} if checkpoints is not None else {})
 
 
 # ---- what is found again ---------------------------------------------------------------------------------------------

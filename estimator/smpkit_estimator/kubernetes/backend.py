@@ -21,11 +21,11 @@ from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.backend import (
     Access,
+    Clock,
     Finding,
     LogLine,
     Plan,
     Query,
-    SystemClock,
     base_name,
     in_doubt,
     refuse,
@@ -70,7 +70,7 @@ class KubernetesCluster:
     """The jobs in one namespace of a cluster."""
 
     def __init__(self, access: Access) -> None:
-        self.clock = SystemClock()
+        self.clock = Clock()
         self.pace = 2.0
         self._access = access
 
@@ -306,7 +306,7 @@ def _version(api: Api) -> Finding:
 
 def _acceptable(api: Api, job: JobConfig) -> Finding:
     """Let the API check all objects of the job, with the rights to create them; it creates none."""
-    name = unique_name(_proper_name(job.name), SystemClock().now(), LONGEST_NAME)
+    name = unique_name(_proper_name(job.name), Clock().now(), LONGEST_NAME)
     for manifest in manifests(job, name, api.namespace, archive=b"", secrets={}, token=""):
         api.create(manifest, dry=True)
     return Finding("job", "ok", f"the cluster would take the job in `{api.namespace}`")

@@ -25,11 +25,11 @@ from smpkit.errors import CloudError, Problem, SmpkitError, UnreachableError
 from smpkit.modules import module_command
 from smpkit_estimator.backend import (
     Access,
+    Clock,
     Finding,
     LogLine,
     Plan,
     Query,
-    SystemClock,
     base_name,
     in_doubt,
     refuse,
@@ -77,7 +77,7 @@ class SlurmCluster:
     """The cluster that Slurm's commands here speak to, and the runs of this user."""
 
     def __init__(self) -> None:
-        self.clock = SystemClock()
+        self.clock = Clock()
         self.pace = 2.0
 
     @property

@@ -36,7 +36,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import CloudError, UsageError
 from smpkit_estimator.backend import LogLine, merged
-from smpkit_estimator.scheduled import job_to_keep
+from smpkit_estimator.scheduled import job_to_keep, result_places
 from smpkit_estimator.sources import Sources, pack
 
 __all__ = [
@@ -75,12 +75,8 @@ class Run:
 
 def named_places(job: JobConfig) -> dict[str, Path]:
     """Return the folders of a run that lie where the job file says."""
-    places = {}
-    if job.output is not None:
-        places = {"model": Path(job.output) / "model", "output/data": Path(job.output) / "data"}
-    if job.checkpoints is not None:
-        places["checkpoints"] = Path(job.checkpoints.uri)
-    return places
+    places = result_places(job.output, job.checkpoints.uri if job.checkpoints is not None else None)
+    return {part: Path(place) for part, place in places.items()}
 
 
 def runs_folder() -> Path:
