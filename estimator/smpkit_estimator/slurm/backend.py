@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -104,10 +103,7 @@ class SlurmCluster:
         hidden = dict(local_secrets(job, os.environ, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
-        run = _planned(absolute, chosen, settings, problems, hidden, sources)
-        if sources is not None:
-            notes += packing_notes(sources, pack(sources))
-        return _plan(run, settings, hidden, notes)
+        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
@@ -169,9 +165,8 @@ class SlurmCluster:
         job = job.model_copy(update={"checkpoints": checkpoints})
         variables = read_json(old / "variables.json") or {}
         hidden = {key: variables[key] for key in job.secrets if key in variables}
-        settings = controller_settings()
-        run = _planned(job, new_name or unique_name(base_name(name), self.clock.now()), settings, [], hidden, None)
-        return _plan(replace(run, code=old / "code"), settings, hidden, [])
+        chosen = new_name or unique_name(base_name(name), self.clock.now())
+        return _plan(job, chosen, controller_settings(), hidden, code=old / "code")
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         checks = [tried("slurm", _version)]
@@ -196,23 +191,34 @@ def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's comman
 # ---- from a job file to a run ----------------------------------------------------------------------------------------
 
 
-def _planned(
+def _plan(
     job: JobConfig,
     name: str,
     settings: Mapping[str, str],
-    problems: list[Problem],
     hidden: Mapping[str, str],
-    sources: Sources | None,
-) -> Run:
+    *,
+    problems: Sequence[Problem] = (),
+    notes: Sequence[str] = (),
+    sources: Sources | None = None,
+    code: Path | None = None,
+) -> Plan:
     """Decide everything about a run of a job file whose places are absolute.
 
+    Args:
+        settings: of the cluster.
+        hidden: the variables that are secrets.
+        problems: what is wrong with the job anyway.
+        code: where the sources lie already.
+
     Raises:
-        ConfigError: the job cannot be sent as it is; lists all problems, with those that were seen before.
+        ConfigError: the job cannot be sent as it is; lists all problems.
     """
-    options = job.backend.slurm
+    options, count = job.backend.slurm, job.compute.instance_count
     problems = [*_not_for_slurm(job, name), *problems]
     runtime = _container_runtime(options, job.image, problems)
     refuse(problems, "Slurm")
+    if sources is not None:
+        notes = [*notes, *packing_notes(sources, pack(sources))]
     root = Path(options.folder) if options.folder else runs_folder()
     run = root / name
     inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}
@@ -220,6 +226,7 @@ def _planned(
     mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
     python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
+    script = batch_script(job, run, [*around], [*before, *python, "train"])
     variables = host_variables(
         job,
         name,
@@ -229,31 +236,23 @@ def _planned(
         grace_seconds=options.grace_seconds or _grace_seconds(settings),
         interface=options.interface,
     )
-    own = {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
+    variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
     files = config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
-    script = batch_script(job, run, [*around], [*before, *python, "train"])
-    return Run(
-        run, script, job, files, {**variables, **own, **hidden}, inputs, settings.get("ClusterName", ""), sources
-    )
-
-
-def _plan(run: Run, settings: Mapping[str, str], hidden: Mapping[str, str], notes: Sequence[str]) -> Plan:
-    options, count = run.job.backend.slurm, run.job.compute.instance_count
-    variables = {**masked("", dict(run.variables)), **dict.fromkeys(hidden, HIDDEN)}
-    shown = {"script": run.script, "folder": str(run.folder), **shown_files(run.files), "variables": variables}
-    lines = [run.script]
-    for name in ("hyperparameters", "inputdataconfig", "variables"):
-        text = json.dumps(shown[name], indent=2, ensure_ascii=False)
-        lines += [f"# {name}.json", *(f"# {line}" for line in text.splitlines()), ""]
-    where = f" of {options.partition}" if options.partition else ""
+    shown = {"script": script, "folder": str(run), **shown_files(files)}
+    shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
+    lines = [script]
+    for file in ("hyperparameters", "inputdataconfig", "variables"):
+        text = json.dumps(shown[file], indent=2, ensure_ascii=False)
+        lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
+    cluster = settings.get("ClusterName", "")
     return Plan(
-        name=run.folder.name,
-        machines=f"{count} node{'s' * (count != 1)}{where}",
+        name=name,
+        machines=f"{count} node{'s' * (count != 1)}{f' of {options.partition}' if options.partition else ''}",
         shown=shown,
-        payload=run,
-        max_seconds=None if options.time else limit_of(run.job),
-        notes=(*notes, *_notes(run.job, settings)),
+        payload=Run(run, script, job, files, {**variables, **hidden}, inputs, cluster, sources, code),
+        max_seconds=None if options.time else limit_of(job),
+        notes=(*notes, *_notes(job, settings)),
         script="\n".join(lines),
     )
 
