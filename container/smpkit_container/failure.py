@@ -81,7 +81,7 @@ def explain(
     if outcome.clean and not cut_short:
         return None
     cause = find_root_cause(outcome.ends)
-    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
+    if news is not None and (cause is None or not cause.is_older_than(news.seconds)):
         return peer_failure(news, outcome, topology, lost_code)
     if outcome.stop_signal and (cause is None or cause.culprit.error is None):
         return stop_failure(outcome, topology, timeouts.grace, checkpoints)

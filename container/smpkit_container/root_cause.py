@@ -138,6 +138,11 @@ class RootCause:
     left_early: tuple[RankEnd, ...] = field(default=())
     still_running: tuple[RankEnd, ...] = field(default=())
 
+    def is_older_than(self, news_seconds: float) -> bool:
+        """Whether the run failed here, and not because of the bad news that came from another host at that time."""
+        culprit = self.culprit
+        return not culprit.is_consequence and (culprit.error is not None or culprit.failed_at <= news_seconds)
+
 
 def find_root_cause(ends: Sequence[RankEnd]) -> RootCause | None:
     """Name the first failing rank; None if no rank failed.

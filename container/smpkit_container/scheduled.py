@@ -15,7 +15,7 @@ from typing import Any
 from smpkit.config import scheduled as names
 from smpkit.config.words import plain
 from smpkit.errors import LaunchError
-from smpkit_container.s3 import fetch, put
+from smpkit_container.aws import fetch, put
 
 __all__ = ["described_hosts", "lay_out", "leave_message"]
 

@@ -20,7 +20,7 @@ from smpkit.config.scheduled import STOPPED
 from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
-from smpkit_estimator.scheduled import config_files
+from smpkit_estimator.scheduled import config_files, result_places
 
 __all__ = [
     "LocalPlan",
@@ -58,6 +58,12 @@ class LocalPlan:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for the script whose values are shown nowhere."""
     notes: tuple[str, ...] = ()
+
+    def places(self, folder: Path) -> dict[str, Path]:
+        """Return where results go, by their names below `/opt/ml`: as the job file says, or into the run's folder."""
+        output, checkpoints = (str(place) if place else None for place in (self.output, self.checkpoints))
+        named = result_places(output, checkpoints)
+        return {part: Path(named.get(part, folder / part)) for part in _RESULTS}
 
 
 @dataclass(frozen=True)
@@ -230,13 +236,9 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
             _link(folder / "code" / path.name, path)
     for name, path in plan.inputs.items():
         _link(folder / "input" / "data" / name, path)
-    named = {CHECKPOINTS: plan.checkpoints}
-    if plan.output is not None:
-        named |= {"model": plan.output / "model", "output/data": plan.output / "data"}
-    for part in _RESULTS:
-        place = named.get(part)
-        (place or folder / part).mkdir(parents=True, exist_ok=True)
-        if place is not None:
+    for part, place in plan.places(folder).items():
+        place.mkdir(parents=True, exist_ok=True)
+        if place != folder / part:
             _link(folder / part, place)
     files = platform_files(
         plan,

@@ -84,14 +84,6 @@ def test_a_timeout_that_stays_is_told(make: MakeEstimator, aws: Aws) -> None:
     assert not aws.jobs
 
 
-def test_a_page_of_the_network_is_no_answer(make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies and captive portals answer with status 200 and a page of their own."""
-    page = {"ResponseMetadata": {"HTTPHeaders": {"content-type": "text/html; charset=utf-8"}}}
-    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", lambda *_: page)
-    with pytest.raises(UnreachableError, match="what answered is not AWS"):
-        aws.open().describe("job")
-
-
 # ---- what S3 and clocks say ------------------------------------------------------------------------------------------
 
 

@@ -21,13 +21,13 @@ from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
 from smpkit.config.kubernetes import Volume
 from smpkit.config.wire import TOKEN_FILE
+from smpkit_estimator.hyperparameters import shown_hyperparameters
 from smpkit_estimator.scheduled import (
     config_files,
     host_variables,
     job_to_keep,
     limit_of,
     places_in_volumes,
-    shown_files,
 )
 
 __all__ = [
@@ -128,7 +128,7 @@ def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
                 each["value"] = masked(each["name"], each["value"])
     if manifest["kind"] == "ConfigMap":
         data = {file: json.loads(text) for file, text in manifest["data"].items()}
-        data["hyperparameters.json"] = shown_files({"hyperparameters": data["hyperparameters.json"]})["hyperparameters"]
+        data["hyperparameters.json"] = shown_hyperparameters(data["hyperparameters.json"])
         data["job.json"] = masked("", data["job.json"])
         shown["data"] = {file: json.dumps(content, ensure_ascii=False) for file, content in data.items()}
         for file, text in manifest.get("binaryData", {}).items():

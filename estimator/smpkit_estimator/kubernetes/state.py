@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from smpkit.config import scheduled as names
-from smpkit_estimator.backend import Clock, LogLine, rank_of
+from smpkit_estimator.backend import Clock, LogLine, merged
 from smpkit_estimator.kubernetes.api import Api, Object
 from smpkit_estimator.kubernetes.manifests import CONTAINER, JOB_LABEL, PLACES
 from smpkit_estimator.scheduled import status_with_phases
@@ -193,12 +193,10 @@ _OVERLAP = timedelta(seconds=60)
 
 @dataclass
 class _Stream:
-    pod: str
     host: str
     last: tuple[str, int] = ("", 0)
     """The time of its last line as it was written, and how many lines of that time were read."""
     when: datetime | None = None
-    count: int = 0
     whole: bool = False
     """Whether it was read to its end after its container had ended, or is gone."""
 
@@ -219,7 +217,7 @@ class PodLog:
             name, over = pod["metadata"]["name"], _end(pod) is not None
             if not over and "running" not in _container(pod).get("state", {}):
                 continue
-            stream = self._streams.setdefault(name, _Stream(name, host_of(pod)))
+            stream = self._streams.setdefault(name, _Stream(host_of(pod)))
             if stream.whole:
                 continue
             since = stream.when or self._since
@@ -228,7 +226,7 @@ class PodLog:
             lines += self._new(stream, data or b"")
             stream.whole = over or data is None
         self._tail = None
-        return sorted(lines)
+        return merged(lines)
 
     def _new(self, stream: _Stream, data: bytes) -> list[LogLine]:
         """Return the lines behind the last one that was read."""
@@ -247,7 +245,5 @@ class PodLog:
                 timezone.utc
             )
             if self._since is None or stream.when >= self._since:
-                words = stamped[4]
-                lines.append(LogLine(stream.when, stream.pod, stream.count, words, stream.host, rank_of(words)))
-            stream.count += 1
+                lines.append(LogLine(stream.when, stream.host, stamped[4]))
         return lines

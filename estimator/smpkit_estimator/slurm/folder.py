@@ -35,8 +35,8 @@ from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import CloudError, UsageError
-from smpkit_estimator.backend import LogLine, rank_of
-from smpkit_estimator.scheduled import job_to_keep
+from smpkit_estimator.backend import LogLine, merged
+from smpkit_estimator.scheduled import job_to_keep, result_places
 from smpkit_estimator.sources import Sources, pack
 
 __all__ = [
@@ -75,12 +75,8 @@ class Run:
 
 def named_places(job: JobConfig) -> dict[str, Path]:
     """Return the folders of a run that lie where the job file says."""
-    places = {}
-    if job.output is not None:
-        places = {"model": Path(job.output) / "model", "output/data": Path(job.output) / "data"}
-    if job.checkpoints is not None:
-        places["checkpoints"] = Path(job.checkpoints.uri)
-    return places
+    places = result_places(job.output, job.checkpoints.uri if job.checkpoints is not None else None)
+    return {part: Path(place) for part, place in places.items()}
 
 
 def runs_folder() -> Path:
@@ -211,8 +207,6 @@ class _Stream:
     last: datetime
     """The time of its last line: what is printed beside the launcher has none."""
     offset: int = 0
-    count: int = 0
-    rest: bytes = b""
 
 
 class RunLog:
@@ -233,7 +227,7 @@ class RunLog:
         for stream in self._streams.values():
             fresh = self._new(stream)
             lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
-        return sorted(lines)
+        return merged(lines)
 
     def _host_of(self, path: Path) -> str:
         """Return the node of a file, whose name has the attempt and the node's number: `0-1.log`."""
@@ -243,9 +237,8 @@ class RunLog:
     def _new(self, stream: _Stream) -> list[LogLine]:
         with stream.path.open("rb") as file:
             file.seek(stream.offset)
-            data = file.read()
-        stream.offset += len(data)
-        whole, end, stream.rest = (stream.rest + data).rpartition(b"\n")
+            whole, end, _ = file.read().rpartition(b"\n")  # half a line is read again
+        stream.offset += len(whole + end)
         lines = []
         for text in whole.decode("utf-8", "replace").split("\n") if end else ():
             stamped = _STAMPED.fullmatch(text)
@@ -253,7 +246,5 @@ class RunLog:
             if stamped:
                 stream.last = datetime.fromisoformat(stamped[1]).replace(tzinfo=timezone.utc)
             if self._since is None or stream.last >= self._since:
-                name = stream.path.name
-                lines.append(LogLine(stream.last, name, stream.count, words, stream.host, rank_of(words)))
-            stream.count += 1
+                lines.append(LogLine(stream.last, stream.host, words))
         return lines
