@@ -155,7 +155,7 @@ def _kind(document: Document) -> str:
     names = set(value)
     if names & set(JobConfig.keys()):
         return "job"
-    if names & {*Distribution.keys(), *Distribution.refused} or names >= {"enabled", "parameters"}:
+    if names & {*Distribution.keys(), *Distribution.foreign} or names >= {"enabled", "parameters"}:
         return "distribution"
     return "modelparallel" if names & {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS} else "job"
 
