@@ -256,6 +256,16 @@ class StepOutput:
         return torch.stack(self.outputs)
 
 
+class NoOutput(list[None]):
+    """What a function that returns nothing has returned, as in SMP v1: a list of None over microbatches."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(StepOutput, name):
+            raise AttributeError(f"'list' object has no attribute '{name}'")
+        message = f"there is nothing for `.{name}` here: the function of the step returned None"
+        raise StepOutputError(message, hint="end it with `return loss`")
+
+
 def collate(values: Sequence[Any]) -> Any:
     """Turn what the microbatches returned into one value of the same structure.
 
@@ -263,6 +273,8 @@ def collate(values: Sequence[Any]) -> Any:
     over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
     """
     first = values[0]
+    if all(value is None for value in values):
+        return NoOutput(values)
     if False not in [isinstance(value, torch.Tensor) for value in values]:
         return StepOutput(values)
     # Sets have no order: the third member in one microbatch does not belong to the third one in another.

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from smpkit.cli._backend import BackendChoice
 from smpkit.cli.main import cli
+from smpkit.cli.options import BackendChoice
 from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator.sagemaker import SageMaker
 from tests.aws import SESSION, Aws, Line, Script, aws
@@ -462,7 +462,7 @@ def test_stop_tells_that_nothing_was_saved(use: Use, smpkit: Smpkit) -> None:
 def test_resume_starts_a_job_from_the_checkpoints(use: Use, smpkit: Smpkit) -> None:
     aws = use()
     smpkit("submit", "job.yaml", "--name", "job")
-    dry = json.loads(smpkit("resume", "job", "--dry-run", "--name", "again", "--instance-count", "4").stdout)
+    dry = json.loads(smpkit("resume", "job", "--dry-run", "--json", "--name", "again", "--instance-count", "4").stdout)
     assert "again" not in aws.jobs
     result = smpkit("resume", "job", "--name", "again", "--instance-count", "4")
     assert result.stdout == "again\n"
