@@ -125,29 +125,28 @@ class ValueChanges:
                     f" in place, {list(spec.shape)}",
                     hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
                 )
+            # Whatever was made of it where it lies otherwise, a view for example, has missed the change.
+            for other in (value, *value.copies.values()):
+                if other is not local and other.value is not None:
+                    self.missed.append((other.value, name, True))
             if local is value:
                 self._rebind(value, spec, name, None if tensors is None else tensors[number])
             else:
-                if value.value is not None:
-                    self.missed.append((value.value, name, True))
                 value.make_stale(name)
 
     def _rebind(self, value: StageTensor, spec: TensorSpec, name: str, changed: torch.Tensor | None) -> None:
-        """Let a value that its owner has changed be what it has become.
+        """Let a value that its owner has changed be what it has become, to be sent again where it is needed.
 
         Args:
             changed: the data, on the owner.
         """
-        segment, copy = self._segments[value.owner], value.copies.get(self._stage.rank)
-        if copy is not None and copy.value is not None:
-            self.missed.append((copy.value, name, True))  # what was made of the copy here has not changed
+        segment = self._segments[value.owner]
         if changed is not None:
             self._refuse_shared_copy(value, changed)
             if value.segment != segment:  # torch does not tell values that were detached here beside this one
                 self.missed.append((changed, name, False))
-        value.value, value.segment, value.spec = changed, segment, spec
+        value.value, value.segment, value.spec, value.copies = changed, segment, spec, {}
         value.requires_grad_(spec.requires_grad)
-        value.drop_copies()
 
     def _refuse_shared_copy(self, value: StageTensor, changed: torch.Tensor) -> None:
         """Raise if a changed value lies in the memory of a copy that was sent here: what was sent has not changed."""

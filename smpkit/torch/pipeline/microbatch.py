@@ -440,9 +440,12 @@ class Microbatch:
         if copy is None:
             copy = self._transfer(tensor, owner, tensor.spec)
             tensor.copies = {**tensor.copies, owner: copy}
-        elif tensor.value is not None and tensor.sent_version != version_of(tensor.value):
-            self.stage.failed_alone = True  # no other rank knows what lies in the same memory
-            raise changed_through_view_error(tensor, owner)
+        elif tensor.value is not None:
+            if self.changes.missed:
+                self.changes.check(tensor.value)
+            if tensor.sent_version != version_of(tensor.value):
+                self.stage.failed_alone = True  # no other rank knows what lies in the same memory
+                raise changed_through_view_error(tensor, owner)
         return copy
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:

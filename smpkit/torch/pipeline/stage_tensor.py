@@ -146,10 +146,6 @@ class StageTensor(torch.Tensor):
             scalar = self.dim() == 0
         return format(self.item(), specification) if scalar else repr(self)
 
-    def drop_copies(self) -> None:
-        """Forget the copies: the value has changed, and must be sent again where it is needed."""
-        self.copies = _NONE
-
     def make_stale(self, name: str) -> None:
         """Let every later use raise: the call of `name` has changed the copy on another rank."""
         # A spec of its own is not taken for that of the latest call, so each use comes past the check.

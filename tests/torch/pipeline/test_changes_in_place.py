@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import smpkit.torch as smp
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
-from tests.ranks import RankFailed
+from tests.ranks import RankFailed, run_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
@@ -286,3 +287,49 @@ def test_changes_that_ranks_cannot_follow_are_refused(name: str) -> None:
     with pytest.raises(RankFailed, match=f"(?s){message}") as caught:
         run(case, EVENLY)
     assert "was used outside it" not in str(caught.value), "no rank may take the change for a tensor that leaked"
+
+
+# --- three ranks ------------------------------------------------------------------------------------------------------
+
+
+class Three(nn.Module):
+    """Makes a value on the first rank, changes it on the second, and asks the third for what it has made of it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle, self.view, self.last = Shifts(), Changes(), Returns(), Shifts()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def viewed_there(model: Any, x: Tensor) -> Tensor:
+    view = model.view(x)
+    result: Tensor = model.middle(x) + model.last(view)
+    return result
+
+
+def sent_before(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    before = model.last(row)
+    result: Tensor = model.middle(x) + model.last(row) + before
+    return result
+
+
+VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}
+
+
+def view_on_a_third_rank(function: Callable[[Any, Tensor], Tensor]) -> None:
+    smp.init({"pipeline_parallel_degree": 3, "ddp": True, "auto_partition": False, "default_partition": 0})
+    module = Three(function)
+    for layer, rank in ((module.middle, 1), (module.view, 2), (module.last, 2)):
+        smp.set_partition(layer, rank)
+    smp.step(mse_step)(smp.DistributedModel(module), torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_on_a_third_rank_are_refused(name: str) -> None:
+    # They kept the numbers of before the change, without a word.
+    with pytest.raises(RankFailed, match=r"(?s)shares its memory with a value that `middle` has changed in place"):
+        run_ranks(view_on_a_third_rank, 3, VIEWED[name])
