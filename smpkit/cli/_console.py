@@ -17,12 +17,14 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from smpkit.errors import ConfigError, Problem, SmpkitError
+
+if TYPE_CHECKING:  # `--help` does without it
+    from pathlib import Path
 
 __all__ = [
     "Console",

@@ -16,7 +16,6 @@ import importlib
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
@@ -24,7 +23,6 @@ import click
 
 import smpkit
 from smpkit.cli import _console
-from smpkit.cli._commit import commit
 from smpkit.config.words import closest, printable, suggestion
 from smpkit.errors import SmpkitError, UsageError
 
@@ -108,6 +106,8 @@ class _Commands(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked:
+        from smpkit.cli._commit import commit
+
         known = commit()
         click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {known})" if known else ""))
         ctx.exit()
@@ -172,7 +172,7 @@ def exit_code_of(action: Callable[[], Any]) -> int:
             _console.print_failure(f"cannot use `{printable(os.fsdecode(error.filename))}`: {reason}")
         return 1
     except Exception as error:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # prints it, without the import of traceback
         hint = "send these lines with what `smpkit doctor --report` says"
         _console.print_failure(f"a bug in smpkit: {type(error).__name__}", hint)
         return 3

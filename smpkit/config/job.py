@@ -201,15 +201,7 @@ class Channel(UriSection):
 
 
 _ONLY_IN_S3 = (
-    *(
-        "mode",
-        "sharded",
-        "data_type",
-        "compression",
-        "record_wrapping",
-        "attribute_names",
-        "shuffle_seed",
-    ),
+    *("mode", "sharded", "data_type", "compression", "record_wrapping", "attribute_names", "shuffle_seed"),
     *("accept_eula", "hub_content"),
 )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -193,31 +194,24 @@ def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
         config = JobConfig.model_validate({name: value[name] for name in names if name in value})
     except ValidationError:
         return  # their own problems have been reported
-    # Inputs may be made later, by another job.
+    # os.path and not pathlib, which raises for names that are too long. Inputs may be made later, by another job.
     for index, name in enumerate(config.dependencies):
-        if "://" not in name and not _is_there((folder / name).exists):
+        if "://" not in name and not os.path.exists(folder / name):  # noqa: PTH110
             message = f"no such file or folder: {quoted(str(folder / name))}"
             yield Problem(("dependencies", index), message, similar(folder / name) or _RELATIVE)
     if "://" in config.source_dir:
         return
     source_dir = folder / config.source_dir
     script = source_dir / config.entry_point
-    if not _is_there(source_dir.is_dir):
+    if not os.path.isdir(source_dir):  # noqa: PTH112
         yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", similar(source_dir) or _RELATIVE)
-    elif not _is_there(script.is_file):
+    elif not os.path.isfile(script):  # noqa: PTH113
         where = "`source_dir`" if "source_dir" in value else "the folder of the job file, or to `source_dir`"
         hint = similar(script) or f"it is relative to {where}"
         yield Problem(("entry_point",), f"no such file: {quoted(str(script))}", hint)
 
 
 _RELATIVE = "it is relative to the job file"
-
-
-def _is_there(look: Callable[[], bool]) -> bool:
-    try:
-        return look()
-    except OSError:  # as for a name that is too long
-        return False
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterable[KeyPath]:

@@ -232,6 +232,15 @@ def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_options_of_the_image_are_refused_without_it(
+    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "`--hosts` and `--base-image` and `--torch` without `--docker`\nhint: add `--docker`" in result.stderr
+
+
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
 def test_an_interruption_after_no_time_is_refused(
     tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch, seconds: str
