@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "Query",
     "base_name",
+    "check_name",
     "in_doubt",
     "known_backends",
     "merged",
@@ -295,6 +297,17 @@ def unique_name(base: str, now: datetime, longest: int = _MAX_NAME_CHARACTERS) -
 def base_name(name: str) -> str:
     """Return a job's name without the time that `unique_name` has put behind it."""
     return re.sub(r"-\d{4}(-\d{2}){5}-\d{3}$", "", name)
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a job.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if re.fullmatch(JOB_NAME, name) is None:
+        hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
+        raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
 
 
 def known_backends() -> list[str]:

@@ -10,7 +10,6 @@ import io
 import json
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -53,7 +52,7 @@ from smpkit_estimator.scheduled import (
     shown_files,
     status_with_phases,
 )
-from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
+from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
 __all__ = ["AwsBatch", "open_batch", "status_of"]
@@ -91,7 +90,7 @@ class _Sent:
     archive: str
     sources: Sources | None
     """What is packed into the archive; None if it is in S3 already."""
-    digest: str | None
+    packed: Packed | None
     definition: Object
     submission: Object
 
@@ -115,14 +114,13 @@ class AwsBatch:
         problems = list(_not_for_batch(job, chosen))
         sources = job_sources(job, folder, problems, script_only=script_only)
         refuse(problems, "AWS Batch")
-        archive, digest, notes = job.source_dir, None, list(_notes(job))
+        archive, packed, notes = job.source_dir, None, list(_notes(job))
         if sources is not None:
             packed = pack(sources)
-            digest = packed.digest
-            archive = f"{_staging_of(job)}/sources/{digest}/sourcedir.tar.gz"
+            archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
             notes += packing_notes(sources, packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, sources, digest, notes)
+        return _plan(job, chosen, region, archive, sources, packed, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -149,12 +147,7 @@ class AwsBatch:
 
     def _upload(self, sent: _Sent) -> None:
         key = sent.job.encryption.output_key
-        if sent.sources is not None and not self.cloud.object_exists(sent.archive):
-            with tempfile.TemporaryFile(prefix="smpkit-") as file:
-                if pack(sent.sources, file).digest != sent.digest:
-                    message = "changed while the job was submitted"
-                    raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-                self.cloud.upload(file, sent.archive, key)
+        self.cloud.upload_sources(sent.sources, sent.packed, sent.archive, key)
         for name, content in sent.files.items():
             self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
@@ -251,24 +244,18 @@ class AwsBatch:
         return max(named, key=lambda job: int(job["createdAt"]), default=None)
 
     def _queues(self) -> Sequence[str]:
-        return [queue["jobQueueName"] for queue in self._pages("describe_job_queues", "jobQueues")]
+        queues = self.cloud.pages("batch", "describe_job_queues", "jobQueues", "cannot look up queues")
+        return [queue["jobQueueName"] for queue in queues]
 
     def _listed(self, queues: Iterable[str], wanted: Object) -> Iterator[Object]:
         for queue in queues:
-            yield from self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=[wanted])
+            doing = "cannot look up jobs"
+            yield from self.cloud.pages("batch", "list_jobs", "jobSummaryList", doing, jobQueue=queue, filters=[wanted])
 
     def _described(self, ids: Sequence[str]) -> Sequence[Object]:
         answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=ids)
         jobs: Sequence[Object] = answer["jobs"]
         return jobs
-
-    def _pages(self, operation: str, key: str, **arguments: Any) -> Iterator[Object]:
-        while True:
-            page = self.cloud.ask("batch", operation, "cannot look up jobs", **arguments)
-            yield from page.get(key, ())
-            if not page.get("nextToken"):
-                return
-            arguments["nextToken"] = page["nextToken"]
 
     def _failures(self, place: str) -> Sequence[tuple[datetime, str]]:
         folder = f"{place}/failures/"
@@ -310,7 +297,7 @@ def _plan(
     region: str,
     archive: str,
     sources: Sources | None,
-    digest: str | None,
+    packed: Packed | None,
     notes: Sequence[str],
 ) -> Plan:
     place = f"{_staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
@@ -343,7 +330,7 @@ def _plan(
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, digest, *requests.values()),
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
         max_seconds=limit_of(job),
         notes=tuple(notes),
     )

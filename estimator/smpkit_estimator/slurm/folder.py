@@ -31,11 +31,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
-from smpkit.config.words import printable, quoted
+from smpkit.config.words import printable
 from smpkit.errors import CloudError, UsageError
-from smpkit_estimator.backend import LogLine, merged
+from smpkit_estimator.backend import LogLine, check_name, merged
+from smpkit_estimator.local import make_tree
 from smpkit_estimator.scheduled import job_to_keep, result_places
 from smpkit_estimator.sources import Sources, pack
 
@@ -91,9 +91,7 @@ def find_run(name: str) -> Path:
     Raises:
         UsageError: there is none, or none can have this name.
     """
-    if re.fullmatch(JOB_NAME, name) is None:
-        hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
-        raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+    check_name(name)
     run = runs_folder() / name
     if not (run / "job.json").is_file():
         hint = "`smpkit jobs` lists them; SMPKIT_RUNS names another folder of runs"
@@ -123,17 +121,11 @@ def make_run(run: Run, now: datetime) -> None:
         folder.mkdir(mode=0o700)
         if folder.parent.resolve() != root.resolve():
             (root / folder.name).symlink_to(folder, target_is_directory=True)
-        for part in ("logs", "nodes", "output", "input/data", "input/config"):
+        for part in ("logs", "nodes", "output", "input/data"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        for part in ("model", "output/data", "checkpoints"):
-            place = named_places(run.job).get(part)
-            (place or folder / part).mkdir(parents=True, exist_ok=True)
-            if place is not None:
-                (folder / part).symlink_to(place, target_is_directory=True)
-        for channel, place in run.inputs.items():
-            (folder / "input" / "data" / channel).symlink_to(place)
-        for name, content in run.files.items():
-            write_json(folder / "input" / "config" / f"{name}.json", content)
+        named = named_places(run.job)
+        results = {part: named.get(part, folder / part) for part in ("model", "output/data", "checkpoints")}
+        make_tree(folder, results, run.inputs, run.files)
         _private(folder / "token", secrets.token_hex(32))
         _private(folder / "variables.json", json.dumps(dict(run.variables)))
         if run.sources is not None:
