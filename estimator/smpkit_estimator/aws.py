@@ -240,8 +240,8 @@ class Cloud:
         """Return the objects below an S3 URI that ends with a slash, and when each was written."""
         bucket, prefix = split_uri(folder)
         doing = f"cannot list {folder}"
-        found = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
-        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in found}
+        items = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
+        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in items}
 
     def read(self, uri: str) -> bytes:
         """Return the content of a (small) object."""

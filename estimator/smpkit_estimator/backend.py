@@ -336,4 +336,4 @@ def open_backend(name: str, access: Access | None = None) -> Backend:
 
 
 def _others() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=BACKENDS)}
+    return {entry.name: entry for entry in entry_points(group=BACKENDS)}

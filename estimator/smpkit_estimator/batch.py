@@ -416,8 +416,8 @@ def _submission(job: JobConfig, name: str) -> dict[str, Any]:
 def _shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request of `RegisterJobDefinition` without secrets."""
     shown: dict[str, Any] = json.loads(json.dumps(body))
-    for each in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
-        each["value"] = masked(each["name"], each["value"])
+    for variable in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
+        variable["value"] = masked(variable["name"], variable["value"])
     return shown
 
 
@@ -456,10 +456,10 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
     if options.efa:  # it registers memory
         container["ulimits"] = [{"name": "memlock", "hardLimit": -1, "softLimit": -1}]
     if options.volumes:
-        container["volumes"] = [_volume(index, each) for index, each in enumerate(options.volumes)]
+        container["volumes"] = [_volume(index, volume) for index, volume in enumerate(options.volumes)]
         container["mountPoints"] = [
-            {"sourceVolume": f"volume-{index}", "containerPath": each.mount, "readOnly": each.read_only}
-            for index, each in enumerate(options.volumes)
+            {"sourceVolume": f"volume-{index}", "containerPath": volume.mount, "readOnly": volume.read_only}
+            for index, volume in enumerate(options.volumes)
         ]
     if options.log_group != _DEFAULT_GROUP:
         prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
@@ -499,7 +499,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
     started = _time(job.get("startedAt")) if over or phase in ("Training", "Stopping") else None
     environment = {each["name"]: each["value"] for each in _container(job).get("environment", ())}
     places = json.loads(environment.get(names.PLACES, "{}"))
-    found = JobStatus(
+    bare = JobStatus(
         name=job["jobName"],
         arn=job["jobArn"],
         status=status,
@@ -516,7 +516,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
         raw={key: value for key, value in job.items() if key != "ResponseMetadata"},
     )
     attempts = list(_attempts(job, current=started if over else None))
-    return status_with_phases(found, interrupted=attempts, waiting="waiting for machines")
+    return status_with_phases(bare, interrupted=attempts, waiting="waiting for machines")
 
 
 def _state(job: Object) -> tuple[str, str]:
@@ -534,10 +534,10 @@ def _state(job: Object) -> tuple[str, str]:
 
 def _attempts(job: Object, current: datetime | None) -> Iterator[Phase]:
     """Yield the attempts that another one followed."""
-    for number, each in enumerate(job.get("attempts") or (), 1):
-        start, end = _time(each.get("startedAt")), _time(each.get("stoppedAt"))
+    for number, attempt in enumerate(job.get("attempts") or (), 1):
+        start, end = _time(attempt.get("startedAt")), _time(attempt.get("stoppedAt"))
         if start and end and start != current:
-            yield Phase("Interrupted", f"attempt {number}: {each.get('statusReason', '')}", start, end)
+            yield Phase("Interrupted", f"attempt {number}: {attempt.get('statusReason', '')}", start, end)
 
 
 def _failure(job: Object, failures: Sequence[tuple[datetime, str]]) -> JobFailure:

@@ -176,10 +176,10 @@ class SageMaker:
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         job = self.details(name)
-        found = self.cloud.pages(
+        items = self.cloud.pages(
             "sagemaker", "list_tags", "Tags", "cannot read tags", ResourceArn=job["TrainingJobArn"]
         )
-        tags = {tag["Key"]: tag["Value"] for tag in found}
+        tags = {tag["Key"]: tag["Value"] for tag in items}
         new_name = new_name or unique_name(base_name(name), self.clock.now())
         body = resumed_request(job, tags, new_name, changes or {})
         problems = over_limits(body)

@@ -261,7 +261,7 @@ def status_with_phases(
     before = 0
     if status.status in FINAL:
         seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
-        before = round(sum(each.seconds(status.seen) for each in interrupted))
+        before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
     return replace(
         status,
         message=phases[-1].message,

@@ -217,7 +217,7 @@ def _plan(
     namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
-    shown = [shown_manifest(each) for each in objects]
+    shown = [shown_manifest(manifest) for manifest in objects]
     gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
     return Plan(
         name=name,

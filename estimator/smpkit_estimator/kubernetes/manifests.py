@@ -123,9 +123,9 @@ def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object without secrets; the sources by their size and digest."""
     shown: dict[str, Any] = json.loads(json.dumps(manifest))
     if manifest["kind"] == "Job":
-        for each in shown["spec"]["template"]["spec"]["containers"][0]["env"]:
-            if "value" in each:
-                each["value"] = masked(each["name"], each["value"])
+        for variable in shown["spec"]["template"]["spec"]["containers"][0]["env"]:
+            if "value" in variable:
+                variable["value"] = masked(variable["name"], variable["value"])
     if manifest["kind"] == "ConfigMap":
         data = {file: json.loads(text) for file, text in manifest["data"].items()}
         data["hyperparameters.json"] = shown_hyperparameters(data["hyperparameters.json"])
@@ -180,8 +180,8 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
         "serviceAccountName": options.service_account,
         "priorityClassName": options.priority_class,
         "nodeSelector": dict(options.node_selector),
-        "tolerations": [each.model_dump(exclude_none=True) for each in options.tolerations],
-        "imagePullSecrets": [{"name": each} for each in options.image_pull_secrets],
+        "tolerations": [toleration.model_dump(exclude_none=True) for toleration in options.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
     }
     if options.host_network:
         more |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -199,7 +199,7 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
             {"name": "ml", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": limit} if limit else {})}},
             {"name": "files", "projected": {"sources": [{"configMap": {"name": name}}, {"secret": token}]}},
-            *(_volume(index, each) for index, each in enumerate(options.volumes)),
+            *(_volume(index, volume) for index, volume in enumerate(options.volumes)),
         ],
     }
 
@@ -246,8 +246,12 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - in the pod
             {"name": "files", "mountPath": _FILES},
             *(
-                {"name": f"volume-{index}", "mountPath": each.mount, **({"readOnly": True} if each.read_only else {})}
-                for index, each in enumerate(options.volumes)
+                {
+                    "name": f"volume-{index}",
+                    "mountPath": volume.mount,
+                    **({"readOnly": True} if volume.read_only else {}),
+                }
+                for index, volume in enumerate(options.volumes)
             ),
         ],
     }

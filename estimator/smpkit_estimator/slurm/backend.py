@@ -20,7 +20,7 @@ from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.errors import CloudError, Problem, SmpkitError, UnreachableError
+from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
 from smpkit_estimator.backend import (
     Access,
@@ -107,16 +107,13 @@ class SlurmCluster:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
-        made = False
+        make_run(run, self.clock.now())
         try:
-            make_run(run, self.clock.now())
-            made = True
             number = self._sent(run.folder)
         except UnreachableError:
             raise  # it may have been started, and needs its folder
-        except (SmpkitError, OSError):
-            if made:
-                unmake_run(run.folder)
+        except CloudError:
+            unmake_run(run.folder)
             raise
         write_json(run.folder / "slurm.json", {"id": number})
         return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}

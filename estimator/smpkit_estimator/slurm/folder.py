@@ -23,8 +23,6 @@ import os
 import re
 import secrets
 import shutil
-import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -37,7 +35,7 @@ from smpkit.errors import CloudError, UsageError
 from smpkit_estimator.backend import LogLine, check_name, merged
 from smpkit_estimator.local import make_tree
 from smpkit_estimator.scheduled import job_to_keep, result_places
-from smpkit_estimator.sources import Sources, pack
+from smpkit_estimator.sources import Sources
 
 __all__ = [
     "Run",
@@ -129,7 +127,7 @@ def make_run(run: Run, now: datetime) -> None:
         _private(folder / "token", secrets.token_hex(32))
         _private(folder / "variables.json", json.dumps(dict(run.variables)))
         if run.sources is not None:
-            _unpack(run.sources, folder / "code")
+            _copy(run.sources, folder / "code")
         elif run.code is not None:
             shutil.copytree(run.code, folder / "code")
         (folder / "script.sh").write_text(run.script, encoding="utf-8")
@@ -155,14 +153,13 @@ def _private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _unpack(sources: Sources, code: Path) -> None:
-    """Pack and unpack: what is left out of an archive, such as secrets, is left out here as well."""
-    with tempfile.TemporaryFile(prefix="smpkit-") as file:
-        pack(sources, file)
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:gz") as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)
-            archive.extractall(code)  # noqa: S202 - packed above, files only
+def _copy(sources: Sources, code: Path) -> None:
+    """Copy what elsewhere goes into an archive: no secrets, and files in place of links."""
+    for entry in sources.entries:
+        target = code / entry.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(entry.path, target)
+        target.chmod(0o755 if entry.executable else 0o644)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
