@@ -22,6 +22,7 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
@@ -38,20 +39,6 @@ from smpkit_estimator.backend import (
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.scheduled import (
-    config_files,
-    host_variables,
-    job_again,
-    job_to_keep,
-    limit_of,
-    not_for_schedulers,
-    place_problems,
-    places_in_volumes,
-    run_in_volume,
-    scheduler_notes,
-    shown_files,
-    status_with_phases,
-)
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
@@ -190,7 +177,7 @@ class AwsBatch:
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
         if changes and "InstanceType" in changes:
             kept["job"]["backend"]["batch"]["instance_type"] = changes["InstanceType"]
-        job = job_again(kept["job"], changes)
+        job = scheduled.job_again(kept["job"], changes)
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         refuse(_not_for_batch(job, chosen), "AWS Batch")
         return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
@@ -216,7 +203,7 @@ class AwsBatch:
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
-        return run_in_volume(job_again(kept["job"], None), name, "a volume of the nodes")
+        return scheduled.run_in_volume(scheduled.job_again(kept["job"], None), name, "a volume of the nodes")
 
     def latest_checkpoint(self, place: str) -> str | None:
         return newest_in_folder(place, "a volume of the nodes")
@@ -307,7 +294,9 @@ def _plan(
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
+    files = scheduled.config_files(
+        job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region
+    )
     hidden: dict[str, bytes] = {}
     if count > 1:
         files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
@@ -316,12 +305,12 @@ def _plan(
         entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
         files["hyperparameters"][SECRETS] = json.dumps(entries)
     contents = {f"{file}.json": content for file, content in files.items()}
-    kept = {"job.json": {"job": job_to_keep(job), "sources": archive}}
+    kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
     encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
     shown = {
         "RegisterJobDefinition": _shown_definition(requests["RegisterJobDefinition"]),
         "SubmitJob": requests["SubmitJob"],
-        **{f"{place}/{file}.json": content for file, content in shown_files(files).items()},
+        **{f"{place}/{file}.json": content for file, content in scheduled.shown_files(files).items()},
         f"{place}/job.json": masked("", kept["job.json"]),
     }
     options = job.backend.batch
@@ -331,7 +320,7 @@ def _plan(
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
         payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
-        max_seconds=limit_of(job),
+        max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )
 
@@ -352,18 +341,18 @@ def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
         if secret.entry is None:
             hint = f"write `{variable}: <name or ARN of the entry>`"
             yield Problem(("secrets", variable), "names no entry in AWS Secrets Manager", hint)
-    yield from not_for_schedulers(job, name)
-    yield from place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
+    yield from scheduled.not_for_schedulers(job, name)
+    yield from scheduled.place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
     why = "the main node cannot start processes on the others"
-    yield from scheduler_notes(job, "AWS Batch", why, "role", "tags", "code_location")
+    yield from scheduled.notes(job, "AWS Batch", why, "role", "tags", "code_location")
     if job.output is None:
         yield "the model stays in the containers and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None and job.backend.batch.retries > 1:
         yield "without `checkpoints` in a volume, a job that is tried again begins anew"
-    limit = limit_of(job)
+    limit = scheduled.limit_of(job)
     if limit is not None and limit < _SHORTEST_LIMIT:
         yield f"the time limit is {_SHORTEST_LIMIT} s, not {limit}: Batch takes none below"
 
@@ -399,7 +388,7 @@ def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str,
         "propagateTags": True,
         "tags": {"smpkit": "job", **job.tags},
     }
-    limit = limit_of(job)
+    limit = scheduled.limit_of(job)
     if limit is not None:
         body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)}
     return body
@@ -430,12 +419,12 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
     options = job.backend.batch
     amounts = [("VCPU", options.cpus), ("MEMORY", options.memory_mib), ("GPU", options.gpus)]
     variables = {
-        **host_variables(
+        **scheduled.host_variables(
             job,
             name,
             base=_BASE,
             machine=options.instance_type or "batch",
-            places=places_in_volumes(job, name),
+            places=scheduled.places_in_volumes(job, name),
             grace_seconds=options.grace_seconds,
             port=options.port,
         ),
@@ -516,7 +505,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
         raw={key: value for key, value in job.items() if key != "ResponseMetadata"},
     )
     attempts = list(_attempts(job, current=started if over else None))
-    return status_with_phases(bare, interrupted=attempts, waiting="waiting for machines")
+    return scheduled.status_with_phases(bare, interrupted=attempts, waiting="waiting for machines")
 
 
 def _state(job: Object) -> tuple[str, str]:
