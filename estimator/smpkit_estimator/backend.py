@@ -50,7 +50,7 @@ __all__ = [
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
-    "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
+    "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
     "batch": "smpkit_estimator.batch:open_batch",
 }
 

@@ -50,7 +50,7 @@ from smpkit_estimator.local import local_secrets
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["KubernetesCluster", "open_kubernetes"]
+__all__ = ["KubernetesCluster"]
 
 _NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?")
 _MAX_BYTES = 2**20
@@ -60,7 +60,7 @@ _OLDEST = (1, 29)
 
 
 class KubernetesCluster:
-    """The jobs in one namespace of a cluster."""
+    """The jobs in one namespace of a cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
 
     def __init__(self, access: Access) -> None:
         self.clock = Clock()
@@ -196,11 +196,6 @@ class KubernetesCluster:
             hint = f"`kubectl delete job {name}` forgets it"
             raise CloudError(f"the ConfigMap `{name}` of the job is gone", hint=hint)
         return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
-
-
-def open_kubernetes(access: Access) -> KubernetesCluster:
-    """Open the cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
-    return KubernetesCluster(access)
 
 
 def _plan(
