@@ -217,7 +217,7 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     Raises:
         ConfigError: one of them is not a number of seconds.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     problems = []
     for name in ("grace", "settle", "start"):
         variable = f"SMPKIT_{name.upper()}_SECONDS"
@@ -225,14 +225,14 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
         if not text:
             continue
         try:
-            found[name] = float(text)
+            seconds[name] = float(text)
         except ValueError:
-            found[name] = -1
-        if not 0 <= found[name] < float("inf"):
+            seconds[name] = -1
+        if not 0 <= seconds[name] < float("inf"):
             problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
     if problems:
         raise ConfigError(problems, subject="environment")
-    return Timeouts(**found)
+    return Timeouts(**seconds)
 
 
 @contextlib.contextmanager

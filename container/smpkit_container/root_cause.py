@@ -115,8 +115,8 @@ class RankEnd:
         if self.error is not None and self.error.name != "SystemExit":
             return self.error.message
         if self.error is not None:  # whatever ended it then, such as the signal that asks for stacks, as Python ends
-            said = self.error.message.removeprefix("SystemExit").removeprefix(": ")
-            more = f": {said}" if said and not said.isdigit() else ""
+            text = self.error.message.removeprefix("SystemExit").removeprefix(": ")
+            more = f": {text}" if text and not text.isdigit() else ""
             return f"the script exited with code {self.exit_code}{more}"
         if self.status is None:
             return "the process did not end, not even after SIGKILL"

@@ -81,8 +81,8 @@ def install_requirements(code: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"`requirements.txt` could not be installed: {error}") from error
     if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise LaunchError(f"`requirements.txt` could not be installed (pip, exit code {done.returncode}):\n{said}")
+        words = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise LaunchError(f"`requirements.txt` could not be installed (pip, exit code {done.returncode}):\n{words}")
 
 
 def _check(member: tarfile.TarInfo) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,8 +32,9 @@ from botocore.model import ServiceModel, Shape
 from botocore.parsers import ResponseParserError
 
 import smpkit
-from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.backend import Clock, Finding, tried
+from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
 
 __all__ = [
     "Cloud",
@@ -50,6 +52,8 @@ __all__ = [
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
 
+_MAX_OBJECT_BYTES = 5 * 2**30
+"""What S3 takes in one call."""
 _RETRIES = {"mode": "standard", "total_max_attempts": 8}
 """botocore's own: throttling, errors of the service and of the network, with pauses of up to 20 s."""
 
@@ -204,6 +208,29 @@ class Cloud:
         options = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
         self.ask("s3", "put_object", f"cannot upload to {uri}", Bucket=bucket, Key=key, Body=content, **options)
 
+    def upload_sources(
+        self, sources: Sources | None, packed: Packed | None, uri: str, kms_key: str | None = None
+    ) -> None:
+        """Pack and upload the sources of a job, unless they are in S3 or the same ones are there already.
+
+        Args:
+            packed: what they were as the job was planned.
+
+        Raises:
+            ConfigError: they have changed since, or are too large for S3.
+        """
+        if sources is None or self.object_exists(uri):
+            return
+        with tempfile.TemporaryFile(prefix="smpkit-") as file:
+            if pack(sources, file) != packed:
+                message = "changed while the job was submitted"
+                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+            size = file.tell()
+            if size > _MAX_OBJECT_BYTES:
+                message = f"is packed into {gib(size)}, and S3 takes at most {gib(_MAX_OBJECT_BYTES)} at once"
+                raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject="sources")
+            self.upload(file, uri, kms_key)
+
     def delete(self, uri: str) -> None:
         """Remove an object."""
         bucket, key = split_uri(uri)
@@ -213,8 +240,8 @@ class Cloud:
         """Return the objects below an S3 URI that ends with a slash, and when each was written."""
         bucket, prefix = split_uri(folder)
         doing = f"cannot list {folder}"
-        found = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
-        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in found}
+        items = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
+        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in items}
 
     def read(self, uri: str) -> bytes:
         """Return the content of a (small) object."""

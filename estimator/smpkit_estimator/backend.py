@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "Query",
     "base_name",
+    "check_name",
     "in_doubt",
     "known_backends",
     "merged",
@@ -48,7 +50,7 @@ __all__ = [
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
-    "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
+    "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
     "batch": "smpkit_estimator.batch:open_batch",
 }
 
@@ -297,6 +299,17 @@ def base_name(name: str) -> str:
     return re.sub(r"-\d{4}(-\d{2}){5}-\d{3}$", "", name)
 
 
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a job.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if re.fullmatch(JOB_NAME, name) is None:
+        hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
+        raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+
+
 def known_backends() -> list[str]:
     """Return the names of all back ends, those of other packages last."""
     return [*OWN, *(name for name in _others() if name not in OWN)]
@@ -323,4 +336,4 @@ def open_backend(name: str, access: Access | None = None) -> Backend:
 
 
 def _others() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=BACKENDS)}
+    return {entry.name: entry for entry in entry_points(group=BACKENDS)}

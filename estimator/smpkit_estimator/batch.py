@@ -10,7 +10,6 @@ import io
 import json
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -23,6 +22,7 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
@@ -39,21 +39,7 @@ from smpkit_estimator.backend import (
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.scheduled import (
-    config_files,
-    host_variables,
-    job_again,
-    job_to_keep,
-    limit_of,
-    not_for_schedulers,
-    place_problems,
-    places_in_volumes,
-    run_in_volume,
-    scheduler_notes,
-    shown_files,
-    status_with_phases,
-)
-from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
+from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
 __all__ = ["AwsBatch", "open_batch", "status_of"]
@@ -91,7 +77,7 @@ class _Sent:
     archive: str
     sources: Sources | None
     """What is packed into the archive; None if it is in S3 already."""
-    digest: str | None
+    packed: Packed | None
     definition: Object
     submission: Object
 
@@ -115,14 +101,13 @@ class AwsBatch:
         problems = list(_not_for_batch(job, chosen))
         sources = job_sources(job, folder, problems, script_only=script_only)
         refuse(problems, "AWS Batch")
-        archive, digest, notes = job.source_dir, None, list(_notes(job))
+        archive, packed, notes = job.source_dir, None, list(_notes(job))
         if sources is not None:
             packed = pack(sources)
-            digest = packed.digest
-            archive = f"{_staging_of(job)}/sources/{digest}/sourcedir.tar.gz"
+            archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
             notes += packing_notes(sources, packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, sources, digest, notes)
+        return _plan(job, chosen, region, archive, sources, packed, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -149,12 +134,7 @@ class AwsBatch:
 
     def _upload(self, sent: _Sent) -> None:
         key = sent.job.encryption.output_key
-        if sent.sources is not None and not self.cloud.object_exists(sent.archive):
-            with tempfile.TemporaryFile(prefix="smpkit-") as file:
-                if pack(sent.sources, file).digest != sent.digest:
-                    message = "changed while the job was submitted"
-                    raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-                self.cloud.upload(file, sent.archive, key)
+        self.cloud.upload_sources(sent.sources, sent.packed, sent.archive, key)
         for name, content in sent.files.items():
             self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
@@ -197,7 +177,7 @@ class AwsBatch:
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
         if changes and "InstanceType" in changes:
             kept["job"]["backend"]["batch"]["instance_type"] = changes["InstanceType"]
-        job = job_again(kept["job"], changes)
+        job = scheduled.job_again(kept["job"], changes)
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         refuse(_not_for_batch(job, chosen), "AWS Batch")
         return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
@@ -223,7 +203,7 @@ class AwsBatch:
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
-        return run_in_volume(job_again(kept["job"], None), name, "a volume of the nodes")
+        return scheduled.run_in_volume(scheduled.job_again(kept["job"], None), name, "a volume of the nodes")
 
     def latest_checkpoint(self, place: str) -> str | None:
         return newest_in_folder(place, "a volume of the nodes")
@@ -251,24 +231,18 @@ class AwsBatch:
         return max(named, key=lambda job: int(job["createdAt"]), default=None)
 
     def _queues(self) -> Sequence[str]:
-        return [queue["jobQueueName"] for queue in self._pages("describe_job_queues", "jobQueues")]
+        queues = self.cloud.pages("batch", "describe_job_queues", "jobQueues", "cannot look up queues")
+        return [queue["jobQueueName"] for queue in queues]
 
     def _listed(self, queues: Iterable[str], wanted: Object) -> Iterator[Object]:
         for queue in queues:
-            yield from self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=[wanted])
+            doing = "cannot look up jobs"
+            yield from self.cloud.pages("batch", "list_jobs", "jobSummaryList", doing, jobQueue=queue, filters=[wanted])
 
     def _described(self, ids: Sequence[str]) -> Sequence[Object]:
         answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=ids)
         jobs: Sequence[Object] = answer["jobs"]
         return jobs
-
-    def _pages(self, operation: str, key: str, **arguments: Any) -> Iterator[Object]:
-        while True:
-            page = self.cloud.ask("batch", operation, "cannot look up jobs", **arguments)
-            yield from page.get(key, ())
-            if not page.get("nextToken"):
-                return
-            arguments["nextToken"] = page["nextToken"]
 
     def _failures(self, place: str) -> Sequence[tuple[datetime, str]]:
         folder = f"{place}/failures/"
@@ -310,7 +284,7 @@ def _plan(
     region: str,
     archive: str,
     sources: Sources | None,
-    digest: str | None,
+    packed: Packed | None,
     notes: Sequence[str],
 ) -> Plan:
     place = f"{_staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
@@ -320,7 +294,9 @@ def _plan(
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
+    files = scheduled.config_files(
+        job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region
+    )
     hidden: dict[str, bytes] = {}
     if count > 1:
         files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
@@ -329,12 +305,12 @@ def _plan(
         entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
         files["hyperparameters"][SECRETS] = json.dumps(entries)
     contents = {f"{file}.json": content for file, content in files.items()}
-    kept = {"job.json": {"job": job_to_keep(job), "sources": archive}}
+    kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
     encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
     shown = {
         "RegisterJobDefinition": _shown_definition(requests["RegisterJobDefinition"]),
         "SubmitJob": requests["SubmitJob"],
-        **{f"{place}/{file}.json": content for file, content in shown_files(files).items()},
+        **{f"{place}/{file}.json": content for file, content in scheduled.shown_files(files).items()},
         f"{place}/job.json": masked("", kept["job.json"]),
     }
     options = job.backend.batch
@@ -343,8 +319,8 @@ def _plan(
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, digest, *requests.values()),
-        max_seconds=limit_of(job),
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
+        max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )
 
@@ -365,18 +341,18 @@ def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
         if secret.entry is None:
             hint = f"write `{variable}: <name or ARN of the entry>`"
             yield Problem(("secrets", variable), "names no entry in AWS Secrets Manager", hint)
-    yield from not_for_schedulers(job, name)
-    yield from place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
+    yield from scheduled.not_for_schedulers(job, name)
+    yield from scheduled.place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
     why = "the main node cannot start processes on the others"
-    yield from scheduler_notes(job, "AWS Batch", why, "role", "tags", "code_location")
+    yield from scheduled.notes(job, "AWS Batch", why, "role", "tags", "code_location")
     if job.output is None:
         yield "the model stays in the containers and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None and job.backend.batch.retries > 1:
         yield "without `checkpoints` in a volume, a job that is tried again begins anew"
-    limit = limit_of(job)
+    limit = scheduled.limit_of(job)
     if limit is not None and limit < _SHORTEST_LIMIT:
         yield f"the time limit is {_SHORTEST_LIMIT} s, not {limit}: Batch takes none below"
 
@@ -412,7 +388,7 @@ def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str,
         "propagateTags": True,
         "tags": {"smpkit": "job", **job.tags},
     }
-    limit = limit_of(job)
+    limit = scheduled.limit_of(job)
     if limit is not None:
         body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)}
     return body
@@ -429,8 +405,8 @@ def _submission(job: JobConfig, name: str) -> dict[str, Any]:
 def _shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request of `RegisterJobDefinition` without secrets."""
     shown: dict[str, Any] = json.loads(json.dumps(body))
-    for each in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
-        each["value"] = masked(each["name"], each["value"])
+    for variable in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
+        variable["value"] = masked(variable["name"], variable["value"])
     return shown
 
 
@@ -443,12 +419,12 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
     options = job.backend.batch
     amounts = [("VCPU", options.cpus), ("MEMORY", options.memory_mib), ("GPU", options.gpus)]
     variables = {
-        **host_variables(
+        **scheduled.host_variables(
             job,
             name,
             base=_BASE,
             machine=options.instance_type or "batch",
-            places=places_in_volumes(job, name),
+            places=scheduled.places_in_volumes(job, name),
             grace_seconds=options.grace_seconds,
             port=options.port,
         ),
@@ -469,10 +445,10 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
     if options.efa:  # it registers memory
         container["ulimits"] = [{"name": "memlock", "hardLimit": -1, "softLimit": -1}]
     if options.volumes:
-        container["volumes"] = [_volume(index, each) for index, each in enumerate(options.volumes)]
+        container["volumes"] = [_volume(index, volume) for index, volume in enumerate(options.volumes)]
         container["mountPoints"] = [
-            {"sourceVolume": f"volume-{index}", "containerPath": each.mount, "readOnly": each.read_only}
-            for index, each in enumerate(options.volumes)
+            {"sourceVolume": f"volume-{index}", "containerPath": volume.mount, "readOnly": volume.read_only}
+            for index, volume in enumerate(options.volumes)
         ]
     if options.log_group != _DEFAULT_GROUP:
         prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
@@ -512,7 +488,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
     started = _time(job.get("startedAt")) if over or phase in ("Training", "Stopping") else None
     environment = {each["name"]: each["value"] for each in _container(job).get("environment", ())}
     places = json.loads(environment.get(names.PLACES, "{}"))
-    found = JobStatus(
+    bare = JobStatus(
         name=job["jobName"],
         arn=job["jobArn"],
         status=status,
@@ -529,7 +505,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
         raw={key: value for key, value in job.items() if key != "ResponseMetadata"},
     )
     attempts = list(_attempts(job, current=started if over else None))
-    return status_with_phases(found, interrupted=attempts, waiting="waiting for machines")
+    return scheduled.status_with_phases(bare, interrupted=attempts, waiting="waiting for machines")
 
 
 def _state(job: Object) -> tuple[str, str]:
@@ -547,10 +523,10 @@ def _state(job: Object) -> tuple[str, str]:
 
 def _attempts(job: Object, current: datetime | None) -> Iterator[Phase]:
     """Yield the attempts that another one followed."""
-    for number, each in enumerate(job.get("attempts") or (), 1):
-        start, end = _time(each.get("startedAt")), _time(each.get("stoppedAt"))
+    for number, attempt in enumerate(job.get("attempts") or (), 1):
+        start, end = _time(attempt.get("startedAt")), _time(attempt.get("stoppedAt"))
         if start and end and start != current:
-            yield Phase("Interrupted", f"attempt {number}: {each.get('statusReason', '')}", start, end)
+            yield Phase("Interrupted", f"attempt {number}: {attempt.get('statusReason', '')}", start, end)
 
 
 def _failure(job: Object, failures: Sequence[tuple[datetime, str]]) -> JobFailure:

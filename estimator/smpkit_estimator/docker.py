@@ -65,9 +65,9 @@ def docker(*arguments: str, seconds: float = _COMMAND_SECONDS, why: str = "") ->
     except OSError as error:
         raise LaunchError(f"`docker` could not be run: {error}") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
+        words = (done.stderr or done.stdout).strip()
         raise LaunchError(
-            f"{why or f'`docker {arguments[0]}` failed'}: {said.splitlines()[-1] if said else 'silently'}"
+            f"{why or f'`docker {arguments[0]}` failed'}: {words.splitlines()[-1] if words else 'silently'}"
         )
     return done.stdout.strip()
 

@@ -29,6 +29,7 @@ __all__ = [
     "lay_out",
     "local_inputs",
     "local_secrets",
+    "make_tree",
     "plan_local_run",
     "platform_files",
     "write_files",
@@ -234,12 +235,6 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     if plan.dependencies:
         for path in (*plan.source.iterdir(), *plan.dependencies):
             _link(folder / "code" / path.name, path)
-    for name, path in plan.inputs.items():
-        _link(folder / "input" / "data" / name, path)
-    for part, place in plan.places(folder).items():
-        place.mkdir(parents=True, exist_ok=True)
-        if place != folder / part:
-            _link(folder / part, place)
     files = platform_files(
         plan,
         folder.name,
@@ -249,14 +244,31 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
         interface="lo",
         checkpoints=str(folder / CHECKPOINTS),
     )
-    write_files(folder / "input" / "config", files)
+    make_tree(folder, plan.places(folder), plan.inputs, files)
     variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
-        found = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(found)
+        entries = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(entries)
     own = {"SMPKIT_BASE_DIR": str(folder), RUN_DIR: str(folder), "TRAINING_JOB_NAME": folder.name}
     return {**variables, **own, **({"SMPKIT_EVENTS_DIR": str(folder / EVENTS)} if events else {})}
+
+
+def make_tree(
+    folder: Path, results: Mapping[str, Path], inputs: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Make what stands for `/opt/ml`: folders, or links to where they are, and the files of `input/config`.
+
+    Args:
+        results: where results go, by their names below the folder; these are made.
+    """
+    for part, place in results.items():
+        place.mkdir(parents=True, exist_ok=True)
+        if place != folder / part:
+            _link(folder / part, place)
+    for name, path in inputs.items():
+        _link(folder / "input" / "data" / name, path)
+    write_files(folder / "input" / "config", files)
 
 
 def platform_files(

@@ -97,15 +97,15 @@ class LogReader:
     def _backward(self, stream: _Stream, count: int) -> list[LogLine]:
         """Read a stream backwards until it has given so many lines: the beginning of a long log is not read at all."""
         pages: list[list[dict[str, Any]]] = []
-        found, token, empty = 0, None, 0
+        num_events, token, empty = 0, None, 0
         while empty < _MAX_EMPTY_PAGES:
             page = self._page(stream, token, startFromHead=False)
             if token is None:
                 stream.token = page.get("nextForwardToken")
             pages.insert(0, page["events"])
-            found += len(page["events"])
+            num_events += len(page["events"])
             empty = 0 if page["events"] else empty + 1
-            if found >= count or page.get("nextBackwardToken") in (None, token):
+            if num_events >= count or page.get("nextBackwardToken") in (None, token):
                 break
             token = page["nextBackwardToken"]
         lines = _lines(stream, (event for events in pages for event in events))

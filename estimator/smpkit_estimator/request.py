@@ -174,7 +174,7 @@ def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
 
 
 def _folders_here(job: JobConfig) -> Iterator[Problem]:
-    places: dict[KeyPath, str | None] = {("inputs", name, "uri"): each.uri for name, each in job.inputs.items()}
+    places: dict[KeyPath, str | None] = {("inputs", name, "uri"): channel.uri for name, channel in job.inputs.items()}
     places["output",] = job.output
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():

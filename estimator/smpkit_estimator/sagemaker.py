@@ -15,10 +15,8 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
-from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import (
     Cloud,
@@ -39,6 +37,7 @@ from smpkit_estimator.backend import (
     Plan,
     Query,
     base_name,
+    check_name,
     refuse,
     run_below,
     tried,
@@ -53,16 +52,13 @@ from smpkit_estimator.request import (
     over_limits,
     resumed_request,
 )
-from smpkit_estimator.sources import job_sources, pack, packing_notes
+from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus, machines_of
 
 __all__ = ["SageMaker", "open_sagemaker"]
 
 _SUBJECT = "job for SageMaker"
 _MAX_PAGE = 100
-_MAX_ARCHIVE_BYTES = 5 * 2**30
-"""The largest object that S3 takes in one call."""
-_SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
 _MAX_SKEW_SECONDS = 300
 """By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
 
@@ -103,8 +99,8 @@ class SageMaker:
         refuse(problems, "SageMaker")
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
-            message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(MAX_UNPACKED_BYTES)}"
-            raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject=_SUBJECT)
+            message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
+            raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject=_SUBJECT)
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)
         code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
@@ -135,8 +131,7 @@ class SageMaker:
             UnreachableError: it is not known whether the job was started; the hint says how to find out.
         """
         sent: TrainingPlan = plan.payload
-        if sent.sources is not None and not self.cloud.object_exists(str(sent.source)):
-            self._upload(sent)
+        self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
         if sent.token is not None:
             # Drawn here and never kept: not in the plan that is shown, nor on this machine.
             self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
@@ -150,18 +145,6 @@ class SageMaker:
                     self.cloud.delete(sent.token)
             raise
         return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
-
-    def _upload(self, plan: TrainingPlan) -> None:
-        assert plan.sources is not None
-        with tempfile.TemporaryFile(prefix="smpkit-") as file:
-            if pack(plan.sources, file) != plan.packed:
-                message = "changed while the job was submitted"
-                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-            size = file.tell()
-            if size > _MAX_ARCHIVE_BYTES:
-                message = f"is packed into {_gib(size)}, and S3 takes at most {_gib(_MAX_ARCHIVE_BYTES)} at once"
-                raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="sources")
-            self.cloud.upload(file, str(plan.source), plan.kms_key)
 
     def _start(self, body: Mapping[str, Any]) -> str:
         """Start a training job and return its ARN; it never starts twice.
@@ -193,10 +176,10 @@ class SageMaker:
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         job = self.details(name)
-        found = self.cloud.pages(
+        items = self.cloud.pages(
             "sagemaker", "list_tags", "Tags", "cannot read tags", ResourceArn=job["TrainingJobArn"]
         )
-        tags = {tag["Key"]: tag["Value"] for tag in found}
+        tags = {tag["Key"]: tag["Value"] for tag in items}
         new_name = new_name or unique_name(base_name(name), self.clock.now())
         body = resumed_request(job, tags, new_name, changes or {})
         problems = over_limits(body)
@@ -215,9 +198,7 @@ class SageMaker:
         Raises:
             UsageError: there is no such job, or none can have this name.
         """
-        if re.fullmatch(JOB_NAME, name) is None:
-            hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
-            raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+        check_name(name)
         try:
             return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
         except CloudProblem as error:
@@ -336,10 +317,6 @@ def _is_missing(error: BaseException) -> bool:
 def _tries_before(error: Any) -> int:
     """Return how many times botocore had tried before the service refused."""
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) if code_of(error) else 0
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 # ---- smpkit doctor ---------------------------------------------------------------------------------------------------

@@ -31,11 +31,11 @@ __all__ = [
     "job_to_keep",
     "limit_of",
     "not_for_schedulers",
+    "notes",
     "place_problems",
     "places_in_volumes",
     "result_places",
     "run_in_volume",
-    "scheduler_notes",
     "shown_files",
     "status_with_phases",
 ]
@@ -90,7 +90,7 @@ def limit_of(job: JobConfig) -> int | None:
     return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None
 
 
-def scheduler_notes(job: JobConfig, where: str, instead_of_mpirun: str, *used: str) -> Iterator[str]:
+def notes(job: JobConfig, where: str, instead_of_mpirun: str, *used: str) -> Iterator[str]:
     """Yield notes on settings of AWS that the job file has and that mean nothing here, and on a job for mpirun.
 
     Args:
@@ -261,7 +261,7 @@ def status_with_phases(
     before = 0
     if status.status in FINAL:
         seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
-        before = round(sum(each.seconds(status.seen) for each in interrupted))
+        before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
     return replace(
         status,
         message=phases[-1].message,

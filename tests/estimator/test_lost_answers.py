@@ -8,6 +8,7 @@ import pytest
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 
 from smpkit.errors import CloudError, ConfigError, UnreachableError
+from smpkit_estimator import aws as aws_module
 from smpkit_estimator import sagemaker
 from tests.aws import Aws
 from tests.estimator.conftest import MakeEstimator
@@ -116,7 +117,7 @@ def test_a_clock_that_is_wrong_is_named(make: MakeEstimator, aws: Aws, code: str
 def test_sources_over_the_limits_are_refused_before_the_upload(
     make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sagemaker, "_MAX_ARCHIVE_BYTES", 10)
+    monkeypatch.setattr(aws_module, "_MAX_OBJECT_BYTES", 10)
     with pytest.raises(ConfigError, match="S3 takes at most"):
         make().fit(wait=False)
     monkeypatch.setattr(sagemaker, "MAX_UNPACKED_BYTES", 100)

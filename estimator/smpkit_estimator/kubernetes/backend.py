@@ -19,6 +19,7 @@ from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
     Clock,
@@ -46,18 +47,10 @@ from smpkit_estimator.kubernetes.manifests import (
 )
 from smpkit_estimator.kubernetes.state import STOPPED_AT, PodLog, status_of
 from smpkit_estimator.local import local_secrets
-from smpkit_estimator.scheduled import (
-    job_again,
-    limit_of,
-    not_for_schedulers,
-    place_problems,
-    run_in_volume,
-    scheduler_notes,
-)
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["KubernetesCluster", "open_kubernetes"]
+__all__ = ["KubernetesCluster"]
 
 _NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?")
 _MAX_BYTES = 2**20
@@ -67,7 +60,7 @@ _OLDEST = (1, 29)
 
 
 class KubernetesCluster:
-    """The jobs in one namespace of a cluster."""
+    """The jobs in one namespace of a cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
 
     def __init__(self, access: Access) -> None:
         self.clock = Clock()
@@ -161,7 +154,7 @@ class KubernetesCluster:
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         kept, files = self._kept(name)
-        job = job_again(kept, changes, machine="backend.kubernetes.node_selector")
+        job = scheduled.job_again(kept, changes, machine="backend.kubernetes.node_selector")
         chosen = new_name or unique_name(base_name(name), self.clock.now(), LONGEST_NAME)
         refuse(_not_for_kubernetes(job, chosen), "Kubernetes")
         data = (self._api.read("Secret", name) or {}).get("data", {})
@@ -178,7 +171,7 @@ class KubernetesCluster:
         return [reached, tried("job", lambda: _acceptable(self._api_for(job), job))]
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        return run_in_volume(job_again(self._kept(name)[0], None), name, "a volume of the cluster")
+        return scheduled.run_in_volume(scheduled.job_again(self._kept(name)[0], None), name, "a volume of the cluster")
 
     def latest_checkpoint(self, place: str) -> str | None:
         return newest_in_folder(place, "a volume of the cluster")
@@ -205,11 +198,6 @@ class KubernetesCluster:
         return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
 
 
-def open_kubernetes(access: Access) -> KubernetesCluster:
-    """Open the cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
-    return KubernetesCluster(access)
-
-
 def _plan(
     job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
 ) -> Plan:
@@ -217,14 +205,14 @@ def _plan(
     namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
-    shown = [shown_manifest(each) for each in objects]
+    shown = [shown_manifest(manifest) for manifest in objects]
     gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
     return Plan(
         name=name,
         machines=f"{count} pod{'s' * (count != 1)}{gpus}",
         shown={"manifests": shown},
         payload=(api, objects),
-        max_seconds=limit_of(job),
+        max_seconds=scheduled.limit_of(job),
         notes=(*_notes(job), *notes),
         script=as_yaml(*shown),
     )
@@ -242,9 +230,9 @@ def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
         yield Problem(("name",), message, "lower-case letters, digits and hyphens, the first a letter")
     if job.image is None:
         yield Problem(("image",), "is required on Kubernetes", "an image with smpkit that the nodes can pull")
-    yield from not_for_schedulers(job)
+    yield from scheduled.not_for_schedulers(job)
     mounts = [volume.mount for volume in job.backend.kubernetes.volumes]
-    yield from place_problems(job, mounts, "backend.kubernetes.volumes")
+    yield from scheduled.place_problems(job, mounts, "backend.kubernetes.volumes")
 
 
 def _check_sizes(files: Object, secret: Object) -> None:
@@ -273,7 +261,7 @@ def _check_sizes(files: Object, secret: Object) -> None:
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
-    yield from scheduler_notes(job, "Kubernetes", "on Kubernetes, pods do not start processes in others")
+    yield from scheduled.notes(job, "Kubernetes", "on Kubernetes, pods do not start processes in others")
     if job.output is None:
         yield "the model stays in the pods and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None:

@@ -20,8 +20,9 @@ from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.errors import CloudError, Problem, SmpkitError, UnreachableError
+from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
+from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
     Clock,
@@ -38,15 +39,6 @@ from smpkit_estimator.backend import (
 )
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
-from smpkit_estimator.scheduled import (
-    config_files,
-    host_variables,
-    job_again,
-    limit_of,
-    not_for_schedulers,
-    scheduler_notes,
-    shown_files,
-)
 from smpkit_estimator.slurm.folder import (
     Run,
     RunLog,
@@ -107,16 +99,13 @@ class SlurmCluster:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
-        made = False
+        make_run(run, self.clock.now())
         try:
-            make_run(run, self.clock.now())
-            made = True
             number = self._sent(run.folder)
         except UnreachableError:
             raise  # it may have been started, and needs its folder
-        except (SmpkitError, OSError):
-            if made:
-                unmake_run(run.folder)
+        except CloudError:
+            unmake_run(run.folder)
             raise
         write_json(run.folder / "slurm.json", {"id": number})
         return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}
@@ -160,7 +149,7 @@ class SlurmCluster:
         kept = kept_job(old)["job"]
         if changes and "MaxRuntimeInSeconds" in changes:
             kept.get("backend", {}).get("slurm", {}).pop("time", None)
-        job = job_again(kept, changes, machine="backend.slurm.partition")
+        job = scheduled.job_again(kept, changes, machine="backend.slurm.partition")
         checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
         job = job.model_copy(update={"checkpoints": checkpoints})
         variables = read_json(old / "variables.json") or {}
@@ -227,7 +216,7 @@ def _plan(
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
     python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
     script = batch_script(job, run, [*around], [*before, *python, "train"])
-    variables = host_variables(
+    variables = scheduled.host_variables(
         job,
         name,
         base=f"{run}/nodes/{{host}}",
@@ -237,9 +226,9 @@ def _plan(
         interface=options.interface,
     )
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
-    files = config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
-    shown = {"script": script, "folder": str(run), **shown_files(files)}
+    shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
     shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
     lines = [script]
     for file in ("hyperparameters", "inputdataconfig", "variables"):
@@ -251,7 +240,7 @@ def _plan(
         machines=f"{count} node{'s' * (count != 1)}{f' of {options.partition}' if options.partition else ''}",
         shown=shown,
         payload=Run(run, script, job, files, {**variables, **hidden}, inputs, cluster, sources, code),
-        max_seconds=None if options.time else limit_of(job),
+        max_seconds=None if options.time else scheduled.limit_of(job),
         notes=(*notes, *_notes(job, settings)),
         script="\n".join(lines),
     )
@@ -277,7 +266,7 @@ def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Pat
 
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     """Yield the settings that Slurm cannot follow."""
-    yield from not_for_schedulers(job, name)
+    yield from scheduled.not_for_schedulers(job, name)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():
@@ -286,7 +275,7 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
 
 
 def _notes(job: JobConfig, settings: Mapping[str, str]) -> Iterator[str]:
-    yield from scheduler_notes(job, "Slurm", "on Slurm, mpirun would start its processes with srun")
+    yield from scheduled.notes(job, "Slurm", "on Slurm, mpirun would start its processes with srun")
     options = job.backend.slurm
     if job.image is not None and options.container == "none":
         yield f"the image {job.image} is not used: `backend.slurm.container` is `none`"

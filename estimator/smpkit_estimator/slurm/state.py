@@ -137,7 +137,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
         started = None
     count = record.node_count or int(kept["job"].get("compute", {}).get("instance_count", 1))
     model = (run / "model").resolve()
-    found = JobStatus(
+    bare = JobStatus(
         name=run.name,
         arn=f"slurm:{kept.get('cluster', '')}/{record.id}",
         status=status,
@@ -156,7 +156,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
     attempts = (f"attempt {number + 1} was requeued" for number in range(record.restarts))
     interrupted = [Phase("Interrupted", words, created, created) for words in attempts]
     reason = record.reason if record.reason not in ("", "None") else "waiting for Slurm"
-    return status_with_phases(found, interrupted=interrupted, waiting=reason, working=f"on {record.nodes}")
+    return status_with_phases(bare, interrupted=interrupted, waiting=reason, working=f"on {record.nodes}")
 
 
 def _failure(run: Path, record: Record) -> JobFailure:
@@ -210,8 +210,8 @@ def ask(*command: str, doing: str) -> str:
         raise UnreachableError(message, hint="`scontrol ping` shows whether the controller is up") from None
     if done.returncode == 0:
         return done.stdout
-    said = " ".join(re.sub(rf"^{command[0]}: (?:error: )?", "", line) for line in done.stderr.strip().splitlines())
-    words = said or f"exit code {done.returncode}"
+    lines = [re.sub(rf"^{command[0]}: (?:error: )?", "", line) for line in done.stderr.strip().splitlines()]
+    words = " ".join(lines) or f"exit code {done.returncode}"
     if _UNREACHABLE.search(words):
         raise UnreachableError(f"{doing}: {words}", hint="`scontrol ping` shows whether the controller is up")
     raise CloudError(f"{doing}: Slurm refused: {words}")
@@ -228,8 +228,8 @@ def records(ids: Iterable[str] = ()) -> dict[str, Record]:
         if _UNKNOWN.search(error.message):
             return {}
         raise
-    found = [_record(line) for line in text.splitlines()]
-    return {each.id: each for each in found}
+    jobs = [_record(line) for line in text.splitlines()]
+    return {job.id: job for job in jobs}
 
 
 def accounted(job_id: str) -> Record | None:
