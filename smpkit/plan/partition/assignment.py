@@ -19,7 +19,6 @@ __all__ = [
     "Load",
     "UnitCost",
     "assignment_of",
-    "private_parameters_bytes",
 ]
 
 _FORMAT: Final = 1
@@ -61,6 +60,11 @@ class UnitCost:
     unsaved_input_bytes: int = 0
     """What of its differentiable inputs is not in `activation_bytes`: nothing saves it, or a unit before has. A rank
     that receives them from another one keeps them nevertheless, until it has their gradients."""
+
+    @property
+    def private_parameters_bytes(self) -> int:
+        """Bytes of the parameters that only this unit holds."""
+        return self.parameters_bytes - sum(self.shared.values())
 
     @property
     def recomputed_share(self) -> float:
@@ -154,11 +158,6 @@ class Assignment:
         return read
 
 
-def private_parameters_bytes(unit: UnitCost) -> int:
-    """Return the bytes of the parameters that only this unit holds."""
-    return unit.parameters_bytes - sum(unit.shared.values())
-
-
 def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_partitions: int) -> Assignment:
     """Return the assignment in which the unit of index `i` is on partition `places[i]`."""
     named = tuple((unit.name, places[index]) for index, unit in enumerate(units))
@@ -171,8 +170,7 @@ def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_part
 def _load(units: Sequence[UnitCost]) -> Load:
     shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
     return Load(
-        parameters_bytes=sum(unit.parameters_bytes - sum(unit.shared.values()) for unit in units)
-        + sum(shared.values()),
+        parameters_bytes=sum(unit.private_parameters_bytes for unit in units) + sum(shared.values()),
         activation_bytes=sum(unit.activation_bytes for unit in units),
         flops=sum(unit.flops for unit in units),
         recomputed_flops=sum(unit.recomputed_flops for unit in units),
