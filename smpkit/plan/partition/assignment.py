@@ -21,8 +21,6 @@ __all__ = [
     "assignment_of",
 ]
 
-_FORMAT: Final = 1
-
 
 @dataclass(frozen=True)
 class UnitCost:
@@ -139,20 +137,17 @@ class Assignment:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        return json.dumps({"format": _FORMAT, **asdict(self)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Assignment:
         """Read what `to_json` wrote; raise ConfigError if it is not that."""
         try:
-            content = json.loads(text)
-            if content.pop("format") != _FORMAT:
-                raise ValueError(f"it is of another format than {_FORMAT}, which this smpkit reads")
-            read = TypeAdapter(cls).validate_python(content)
+            read = TypeAdapter(cls).validate_json(text)
             num_partitions = read.num_partitions
             if any(not 0 <= place < num_partitions for _, place in read.units) or len(read.loads) != num_partitions:
                 raise ValueError(f"units or loads outside of {num_partitions} partitions")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
             raise ConfigError([problem], subject="partition assignment") from None
         return read
