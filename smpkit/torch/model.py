@@ -409,9 +409,6 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     return handle
 
 
-# --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
-
-
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:
     """Check and patch activation checkpointing once it is known which rank runs which module."""
     check_checkpoint_ranks(root, placement)
