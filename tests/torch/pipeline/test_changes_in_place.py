@@ -239,8 +239,17 @@ def changed_batch(model: Any, x: Tensor) -> Tensor:
 
 def running_mean(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        torch.zeros(WIDTH, dtype=x.dtype).copy_(x.mean(0))
+        torch.linspace(0, 1, WIDTH, dtype=x.dtype).copy_(x.mean(0))
     return x
+
+
+def viewed_before(model: Any, x: Tensor) -> Tensor:
+    """Fill a fresh tensor, a view of which the other ranks would read as it was."""
+    fresh = torch.zeros(2, WIDTH, dtype=x.dtype)
+    row = fresh[0]
+    fresh.add_(model.far(x))
+    result: Tensor = x + row
+    return result
 
 
 def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -268,6 +277,7 @@ REFUSED = {
     "what a unit has returned of its input": (between(returned_input, Returns), "it has returned its input, or a view"),
     "a tensor that all hold": (between(changed_batch), r"`far` changed in place a tensor of shape \[2, 6\] that every"),
     "a buffer that all hold": (between(running_mean, Shifts), r"`copy_` changed in place a tensor of shape \[6\]"),
+    "a view of a fresh tensor": (between(viewed_before, Shifts), r"`add_` changed in place a tensor of shape \[2, 6\]"),
     "not the first time": (between(gone_on_with, ChangesLater), "which it did not do the first time"),
     "a parameter of another rank": (
         between(averaged, Averages),
