@@ -36,7 +36,8 @@ from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
 from smpkit.torch.placement.growth import twice_the_samples, with_growth_of_units, with_growth_of_values
 from smpkit.torch.placement.manual import manual_placement, planning_partitions
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.tensor_parallel.replace import distribute_without_weights

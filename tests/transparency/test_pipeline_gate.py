@@ -34,7 +34,7 @@ from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
-from smpkit.torch.placement.trace import units_of
+from smpkit.torch.placement.units import units_of
 from tests.models import CASES, HUGGING_FACE, Case
 from tests.models_of_others import TIMM, TORCHVISION, TRANSFORMERS
 from tests.train import batch, build

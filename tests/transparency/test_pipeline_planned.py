@@ -21,7 +21,8 @@ from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.fake_recording import record_on_fakes
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ from smpkit.torch.distributed.recorder import current_recorder, recorded_backwar
 from smpkit.torch.pipeline.backward import run_backward
 from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
-from smpkit.torch.placement.trace import units_of
+from smpkit.torch.placement.units import units_of
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
