@@ -132,6 +132,22 @@ def test_what_is_checkpointed_across_units_is_recorded_without_a_job() -> None:
     assert model.recorded is not None
 
 
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        type(self).runs += 1
+        return super().forward(value)
+
+
+def test_one_run_of_a_layer_tells_what_it_costs_and_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "runs", 0)
+    model = describe(lambda: (nn.Sequential(Counted(4, 8), nn.ReLU(), Counted(8, 2)), torch.ones(3, 4)))
+    assert model.recorded is not None
+    assert [value.shape for value in model.recorded.values] == [(3, 8)]
+    assert Counted.runs == 2
+
+
 def test_a_microbatch_is_recorded_under_the_assignment_of_the_job() -> None:
     cfg, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 2}, None)
     model = describe(lambda: (Tied(), torch.zeros(3, dtype=torch.int64)), 2, cfg=cfg)
