@@ -30,7 +30,8 @@ from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.placement.facts import model_facts
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 
 __all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
 

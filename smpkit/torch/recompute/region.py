@@ -99,6 +99,8 @@ def checkpointing(
     )
     if modules and not is_trained:
         return _NOTHING  # a frozen stem has no backward, so there is nothing to recompute
+    if (trial := offloader.current().trial(tensors)) is not None:
+        return trial
     region = _Region(function, modules, weights, tensors, arguments, name, keeper or offloader.current(), **settings)
     return region.recording(tensors)
 
@@ -150,7 +152,7 @@ class _Region:
     ) -> None:
         self._function, self._arguments, self._path, self._keeper = function, arguments, name, keeper
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        self._random = RandomState(devices) if preserve_rng_state and not state.tracing else None
+        self._random = RandomState(devices) if preserve_rng_state else None
         self._autocast = AutocastState(devices)
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
@@ -173,13 +175,12 @@ class _Region:
         """Be around the forward, which begins with these tensors."""
         outer, recording.region = recording.region, self
         try:
-            with self._keeper.around(self._path):
-                # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
-                # saved tensors do.
-                is_inside = _top_hooks() is not None
-                self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
-                with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
-                    yield
+            # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
+            # saved tensors do.
+            is_inside = _top_hooks() is not None
+            self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
+            with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
+                yield
         finally:
             recording.region = outer
         self._buffers.end_forward()
