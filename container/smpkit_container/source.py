@@ -16,7 +16,7 @@ from smpkit_container.environment import Environment
 from smpkit_container.s3 import fetch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 

@@ -36,7 +36,7 @@ from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Offloading", "offload_activations", "offload_report", "offloads"]
 
