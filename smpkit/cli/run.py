@@ -328,12 +328,7 @@ def _summary(plan: LocalPlan) -> str:
         return f"`{plan.job.entry_point}`, once on each of {plan.hosts} hosts" if plan.hosts > 1 else "a shell script"
     # The launcher starts the ranks itself, unless MPI does.
     by = " with mpirun" if plan.job.distribution.launcher == "mpirun" else ""
-    ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)}{by}"
-    parameters = plan.job.distribution.model_parallel
-    if parameters is None:
-        return f"{ranks}, no model parallelism"
-    pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
-    return f"{ranks}, pipeline {pipeline} × tensor {tensor} × data {plan.ranks // (pipeline * tensor)}"
+    return f"{plan.ranks} rank{'s' * (plan.ranks != 1)}{by}, {plan.job.distribution.degrees(plan.ranks)}"
 
 
 def _end_of(done: LocalRun) -> str:

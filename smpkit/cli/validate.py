@@ -14,7 +14,6 @@ from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from smpkit.config.job import JobConfig
     from smpkit.config.load import Loaded
 
 __all__ = ["validate"]
@@ -62,21 +61,10 @@ def _summary(loaded: Loaded) -> str:
 
     if not isinstance(loaded, LoadedJob):
         return loaded.kind_name
-    return f"job `{loaded.config.name}`: {_processes(loaded.config)}"
-
-
-def _processes(config: JobConfig) -> str:
-    hosts, per_host = config.compute.instance_count, config.distribution.processes_per_host
-    if per_host:
-        size = f"{hosts} × {per_host} processes"
-    else:
-        size = "1 host" if hosts == 1 else f"{hosts} hosts"
-    parameters = config.distribution.model_parallel
-    if parameters is None:
-        return f"{size}, no model parallelism"
-    pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
-    degrees = f"{size}, pipeline {pipeline} × tensor {tensor}"
-    return f"{degrees} × data {hosts * per_host // (pipeline * tensor)}" if per_host else degrees
+    job = loaded.config
+    hosts, per_host = job.compute.instance_count, job.distribution.processes_per_host
+    size = f"{hosts} × {per_host} processes" if per_host else "1 host" if hosts == 1 else f"{hosts} hosts"
+    return f"job `{job.name}`: {size}, {job.distribution.degrees(per_host and hosts * per_host)}"
 
 
 def _plain(problem: Problem) -> dict[str, Any]:

@@ -210,6 +210,15 @@ class Distribution(Section):
         block = self.smdistributed.modelparallel if self.smdistributed is not None else None
         return block.parameters if block is not None and block.enabled else None
 
+    def degrees(self, num_ranks: int | None) -> str:
+        """Say in words how ranks share a model: `pipeline 2 × tensor 1 × data 4`."""
+        parameters = self.model_parallel
+        if parameters is None:
+            return "no model parallelism"
+        pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
+        data = f" × data {num_ranks // (pipeline * tensor)}" if num_ranks else ""
+        return f"pipeline {pipeline} × tensor {tensor}{data}"
+
     @property
     def launcher_asked_for(self) -> str | None:
         """The launcher, or the library that needs one, that the job names; None if it leaves that open."""

@@ -129,6 +129,17 @@ def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> 
     assert sorted(path.name for path in zoo.iterdir() if "tune" in path.name) == []
 
 
+def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "-p", "bf16=true", "--write")
+    assert done.exit_code == 0, done.stderr
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    assert config.bf16
+    refused = tune(smpkit, "--set", "compute.instance_count=4", "--write")
+    assert refused.exit_code == 2
+    assert "`--write` cannot be given beside `--set`, which the file would not have" in refused.stderr
+
+
 def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "--calibration", "lab.json")
     assert done.exit_code == 2

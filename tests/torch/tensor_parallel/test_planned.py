@@ -92,12 +92,10 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
             sharding_degree=cfg.sharded_data_parallel_degree,
         )
         for rank in ranks:
-            share = replace(
-                shares[mesh.coordinates(rank).tp],
-                dp=(mesh.index(CommGroup.DP_GROUP, rank), mesh.dp_size),
-                rdp=(mesh.index(CommGroup.RDP_GROUP, rank), mesh.rdp_size),
-                positions=(),
-            )
+            share = shares[mesh.coordinates(rank).tp]
+            if share.positions:  # the states that this rank keeps
+                own = mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)
+                share = replace(share, positions=(own,))
             memory = memory_of_ranks(
                 model,
                 assignment,
