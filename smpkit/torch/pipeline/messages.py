@@ -96,7 +96,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     dense = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in tensors]
-    block = torch.cat([part.view(torch.uint8).to(device) for part in dense] or [_NOTHING])
+    parts = [part if part.device == device else devices.to_device(part, device) for part in dense]
+    block = torch.cat([part.view(torch.uint8) for part in parts] or [_NOTHING])
     return block if device is _HOST else devices.host_memory(len(block), device).copy_(block, non_blocking=True)
 
 
@@ -107,7 +108,7 @@ def packed_bytes(specs: Sequence[TensorSpec]) -> int:
 
 def unpack(block: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     """Return copies of the tensors in a block, each with the shape and dtype of its spec."""
-    parts = block.split([spec.num_bytes for spec in specs])
+    parts = block.split_with_sizes([spec.num_bytes for spec in specs])
     return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
 
 
