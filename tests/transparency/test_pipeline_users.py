@@ -18,6 +18,7 @@ from smpkit.errors import UsageError
 from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
 from tests.ranks import RankFailed, run_ranks
 from tests.train import Way, run, same
+from tests.transparency.test_pipeline_gate import dealt, record
 
 
 def mixtral() -> nn.Module:
@@ -239,6 +240,12 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_it_trains_as_in_one_process(row: str) -> None:
     same(*ROWS[row])
+
+
+def test_a_fresh_tensor_that_values_of_layers_fill_is_planned_without_data() -> None:
+    graph = record(Case(Filling, vectors, mse_step), dealt)
+    # The first rank fills both tensors, so each of the others sends it what it has made, once.
+    assert [value.source.rank for value in graph.values if value.target.rank == 0] == [1, 2, 3]
 
 
 # --- how often what is called, and where ------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     dense = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in tensors]
-    block = torch.cat([part.view(torch.uint8).to(device) for part in dense] or [_NOTHING])
+    parts = [part if part.device == device else devices.to_device(part, device) for part in dense]
+    block = torch.cat([part.view(torch.uint8) for part in parts] or [_NOTHING])
     return block if device is _HOST else devices.host_memory(len(block), device).copy_(block, non_blocking=True)
 
 

@@ -258,21 +258,20 @@ class Microbatch:
         arguments = kind.arguments
         if arguments is None or len(args) != len(arguments) or kind.output_spec is MISSING:
             return None
-        for number, argument in enumerate(args):
+        for number, (argument, known) in enumerate(zip(args, arguments, strict=True)):
             part = type(argument)
             if part is StageTensor:
-                if argument.spec is not arguments[number]:  # equal specs are usually one object; else look it up
+                if argument.spec is not known:  # equal specs are usually one object; else look it up
                     return None
                 if argument.owner != owner or argument.grad_fn is not None:
                     args = (*args[:number], self._transfer_once(argument, owner), *args[number + 1 :])
             elif part in NON_TENSOR_TYPES:
-                known = arguments[number]
                 if type(known) is not tuple or known[0] is not part or known[1] != argument:
                     return None
             elif (
                 part not in _PLAIN
                 or self.stage.weight_of(argument) is not None
-                or replicated_spec_of(argument) != arguments[number]
+                or replicated_spec_of(argument) != known
             ):
                 return None
         return args

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -47,26 +47,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 _NUMBERS: Final = (int, float)
 """What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
 
 
-def _as_under_no_grad(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a method run as under torch.no_grad() where the script has entered torch.inference_mode()."""
-
-    @functools.wraps(method)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        # Tensors of that mode do not count changes in place.
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return called
+@contextlib.contextmanager
+def _as_under_no_grad() -> Iterator[None]:
+    """Let code run as under torch.no_grad() where the script has entered torch.inference_mode()."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    # Tensors of that mode do not count changes in place.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Pipeline:
@@ -113,7 +107,7 @@ class Pipeline:
         """The streams of random numbers, once the model is partitioned."""
         return None if self._executor is None else self._executor.stage.random
 
-    @_as_under_no_grad
+    @_as_under_no_grad()
     def broadcast_inputs(self, call: str, arguments: Any) -> Any:
         """Return the arguments of a step as pp_rank 0 has passed them, as in SMP v1.
 
@@ -254,7 +248,7 @@ class Pipeline:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    @_as_under_no_grad
+    @_as_under_no_grad()
     def run(
         self,
         function: Hashable,

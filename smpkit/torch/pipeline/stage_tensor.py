@@ -106,6 +106,10 @@ class StageTensor(torch.Tensor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.spec.dtype
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return super().device if Current.microbatch is None else Current.microbatch.stage.device
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
