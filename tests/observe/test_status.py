@@ -3,20 +3,20 @@ from __future__ import annotations
 import io
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, RankStatus, StatusPage, page_of, read_status
 from smpkit.observe.summary import KindBytes
 from smpkit.plan.remedy import Levers
 from smpkit.torch.core import status
 
 HELD, PLANNED = KindBytes(weights=1, activations=2), KindBytes(weights=1)
-LEVERS = Levers(4, 2, shards_model=False, shards_states=False, checkpoints=True, offloads=True)
+LEVERS = Levers(4, {"microbatches": "microbatches: 4"})
 
 
 def note(page: StatusPage, kind: str = "", microbatch: int = 0, layer: str = "") -> None:
@@ -41,24 +41,27 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("levers", "hint"),
+    ("parameters", "replicas", "is_checkpointed", "hint"),
     [
-        ({}, "`sharded_data_parallel_degree: 4` saves most: 2.2 GiB"),
-        ({"replicas": 1}, "`microbatches: 4` saves most: 1.0 GiB"),
+        ({"offload_activations": True}, 4, True, "`sharded_data_parallel_degree: 4` saves most: 2.2 GiB"),
+        ({"offload_activations": True, "microbatches": 2}, 1, True, "`microbatches: 4` saves most: 1.0 GiB"),
+        ({}, 1, True, "`offload_activations: true` saves most: up to 2.0 GiB"),
         (
-            {"replicas": 1, "offloads": False},
-            "`offload_activations: true` saves most: up to 2.0 GiB",
-        ),
-        (
-            {"shards_model": True, "checkpoints": False},
+            {"sharded_data_parallel_degree": 4},
+            4,
+            False,
             "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
         ),
     ],
 )
-def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(levers: dict[str, Any], hint: str) -> None:
+def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(
+    parameters: dict[str, Any], replicas: int, is_checkpointed: bool, hint: str
+) -> None:
+    config, _ = ModelParallelConfig.from_sources({"ddp": True, **parameters}, None)
+    levers = Levers.of(config, replicas, is_checkpointed=is_checkpointed)
     held = KindBytes(weights=2**29, gradients=0, states=2 * 2**30, activations=2 * 2**30)
-    assert RankStatus(1, held=held, levers=replace(LEVERS, **levers)).remedy == f"{hint} of this rank's memory"
-    assert RankStatus(1, held=KindBytes(), levers=replace(LEVERS, **levers)).remedy == ""
+    assert RankStatus(1, held=held, levers=levers).remedy == f"{hint} of this rank's memory"
+    assert RankStatus(1, held=KindBytes(), levers=levers).remedy == ""
     assert RankStatus(1, held=held).remedy == ""
 
 

@@ -33,7 +33,7 @@ from smpkit.errors import ConfigError, Problem
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.delayed import is_delayed
-from smpkit.torch.placement.shards import TpShard, mark, shard_of, take_shard
+from smpkit.torch.placement.shards import TpShard, is_tp_shard, mark, take_shard
 from smpkit.torch.tensor_parallel import collectives
 
 __all__ = [
@@ -45,21 +45,17 @@ __all__ = [
     "gather_indices",
     "leave_region",
     "mark_replicated",
-    "new_replicated_parameter",
     "new_shard_parameter",
     "stack_layout",
 ]
 
 
 class Layout(Enum):
-    """The part that a tensor-parallel rank holds of the values between distributed modules."""
+    """The part that a tensor-parallel rank holds of the values between distributed modules: the first table above."""
 
     SHARD_BATCH = "batch"
-    """Its own samples."""
     REPLICATE = "replicate"
-    """The one batch that all ranks of the group have (`prescaled_batch`)."""
     SHARD_SEQUENCE = "sequence"
-    """A part of each sequence of that batch: dimension 1 is divided."""
 
     @property
     def dim(self) -> int | None:
@@ -94,14 +90,10 @@ def enter_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
 
 
 def leave_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
-    """Sum the results of weights that are divided by input features, and return this rank's part of the sum.
-
-    Raises:
-        UsageError: the ranks do not divide the dimension that the boundary divides.
-    """
-    return (
-        collectives.reduce_from_tp(x) if boundary.dim is None else collectives.reduce_scatter_from_tp(x, boundary.dim)
-    )
+    """Sum the results of weights that are divided by input features, and return this rank's part of the sum."""
+    if boundary.dim is None:
+        return collectives.reduce_from_tp(x)
+    return collectives.reduce_scatter_from_tp(x, boundary.dim)
 
 
 def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
@@ -115,8 +107,7 @@ def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
 def check_divisible(what: str, value: int) -> None:
     """Raise ConfigError unless the tensor-parallel ranks divide `value`."""
     if value % state.tp_size:
-        degree = state.tp_size
-        message = f"{what} {value} is not divisible by tensor_parallel_degree {degree}"
+        message = f"{what} {value} is not divisible by tensor_parallel_degree {state.tp_size}"
         raise ConfigError([Problem((), message)], subject="distributed module")
 
 
@@ -149,8 +140,7 @@ def divide_parameter(parameter: torch.Tensor, dim: int, *, packed: bool = False)
     Args:
         packed: two weights lie in it along `dim`, and each is divided by itself.
     """
-    known = shard_of(parameter)
-    if known is not None and known.is_distributed:
+    if is_tp_shard(parameter):
         return  # shared, and divided already for the other module that has it
     shape = tuple(parameter.shape)
     parts = (shape[dim] // 2,) * 2 if packed else ()
@@ -162,21 +152,9 @@ def divide_parameter(parameter: torch.Tensor, dim: int, *, packed: bool = False)
     mark(parameter, shard)
 
 
-def new_replicated_parameter(
-    shape: tuple[int, ...],
-    boundary: Layout,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
-    """Return a parameter, uninitialised, that all ranks hold and use on the values between modules."""
-    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    mark_replicated(parameter, boundary)
-    return parameter
-
-
-def mark_replicated(parameter: torch.Tensor, boundary: Layout) -> None:
-    """Mark a parameter that all ranks hold, unless it is reduced as any other of data parallelism."""
+def mark_replicated(parameter: nn.Parameter, boundary: Layout) -> nn.Parameter:
+    """Mark a parameter that all ranks hold, unless it is reduced as any other of data parallelism, and return it."""
     group, scale = boundary.replicated_reduction
     if state.tp_size > 1 and (group, scale) != (CommGroup.DP_GROUP, 1.0):
         mark(parameter, TpShard(tuple(parameter.shape), None, (), state.tp_rank, state.tp_size, group, scale))
+    return parameter

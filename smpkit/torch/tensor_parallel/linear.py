@@ -10,7 +10,9 @@ With `optimize: memory`, `_gathered_linear` keeps what a rank holds of x for bac
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from smpkit.torch.tensor_parallel.layouts import (
     check_divisible,
     enter_region,
     leave_region,
-    new_replicated_parameter,
+    mark_replicated,
     new_shard_parameter,
 )
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
@@ -63,16 +65,14 @@ class _Linear(DistributedModule):
     def reset_parameters(self) -> None:
         """Initialise this rank's pieces of what one process would hold."""
         deviation = self.initializer_range
-        if deviation is not None:
-            initialize_shard(self.weight, lambda whole: nn.init.normal_(whole, 0.0, deviation))
-            if self.bias is not None:
-                initialize_shard(self.bias, nn.init.zeros_)
-            return
         # As nn.Linear does: its Kaiming bound, with its slope of sqrt(5), is 1 / sqrt(in_features) for the weight too.
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        initialize_shard(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
+        draw: Callable[[torch.Tensor], object] = functools.partial(nn.init.uniform_, a=-bound, b=bound)
+        if deviation is not None:
+            draw = functools.partial(nn.init.normal_, mean=0.0, std=deviation)
+        initialize_shard(self.weight, draw)
         if self.bias is not None:
-            initialize_shard(self.bias, lambda whole: nn.init.uniform_(whole, -bound, bound))
+            initialize_shard(self.bias, draw if deviation is None else nn.init.zeros_)
 
     def extra_repr(self) -> str:
         """Return what torch's own prints, and the boundary."""
@@ -152,9 +152,11 @@ class RowParallelLinear(_Linear):
     ) -> None:
         super().__init__(in_features, out_features, boundary, initializer_range)
         check_divisible("in_features", in_features)
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, **options)
-        self.bias = new_replicated_parameter((out_features,), self.boundary, **options) if bias else None
+        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, device=device, dtype=dtype)
+        self.bias = None
+        if bias:
+            whole = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+            self.bias = mark_replicated(whole, self.boundary)
         self.reset_parameters()
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:

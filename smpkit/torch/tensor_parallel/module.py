@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
-from smpkit.torch.placement.shards import copy_mark_to, shard_of, take_shard
+from smpkit.torch.placement.shards import assignment_refusal, shard_of, take_shard
 from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
-if TYPE_CHECKING:
-    from typing import Self
-
-__all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_shard", "load_shard"]
+__all__ = ["DistributedModule", "global_shape", "initialize_shard", "load_shard", "named_tensors"]
 
 
-class KeepsShardMarks(nn.Module):
-    """A module that keeps the marks of its parameters and buffers when these are replaced by new tensors."""
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Keep marks on buffers, which `to`, `half` and their like replace."""
-        before = _own_tensors(self)  # holds the old tensors until the new ones have their marks
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._restore_marks(before)
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Keep marks on what `load_state_dict(assign=True)` replaces."""
-        before = _own_tensors(self)
-        super()._load_from_state_dict(*args, **kwargs)
-        self._restore_marks(before)
-
-    def _restore_marks(self, before: Mapping[str, torch.Tensor]) -> None:
-        after = _own_tensors(self)
-        for name, tensor in before.items():
-            if after.get(name, tensor) is not tensor:
-                copy_mark_to(after[name], tensor)
-
-
-class DistributedModule(KeepsShardMarks):
+class DistributedModule(nn.Module):
     """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).
 
     Sizes given to constructors are those of the whole module; parameters are this rank's pieces, each with a mark that
@@ -60,6 +34,7 @@ class DistributedModule(KeepsShardMarks):
     def __init__(self, *, boundary: Layout | None = None) -> None:
         super().__init__()
         self.boundary = default_layout() if boundary is None else boundary
+        self.register_load_state_dict_pre_hook(_refuse_assignment)  # type: ignore[no-untyped-call]
 
     def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's piece of every parameter and saved buffer from the state dict of the whole module.
@@ -117,9 +92,10 @@ def initialize_shard(parameter: nn.Parameter, initialize: Callable[[torch.Tensor
         parameter.copy_(take_shard(whole, shard))
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    both: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in both.items() if tensor is not None}
+def _refuse_assignment(_module: nn.Module, _state: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    # Marks are attributes of parameters. The new ones would be reduced and saved as if each rank had the whole.
+    if metadata.get("assign_to_params_buffers"):
+        raise assignment_refusal()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -312,8 +312,11 @@ def _divide(named: _Named) -> None:
     target, style, division = named.target, named.style, named.division
     if division is not None and isinstance(target, nn.Parameter):
         divide_parameter(target, _dim_of(target, division), packed=division.packed)
+    elif division is not None and division.by_output:
+        _divide_column(target, named.name, division, named.owner)
     elif division is not None:
-        (_divide_column if division.by_output else _divide_row)(target, named.name, division, named.owner)
+        divide_parameter(target.weight, 1, packed=division.packed)
+        vars(target)["forward"] = functools.partial(_row, target, division.whole_outside)
     elif style == _ADDS_UP:
         _mark_whole(target, adds_up=True)
     elif style in _EXPERTS:
@@ -385,11 +388,6 @@ def _column(
         return output
     # In a block what each rank computes from all features is its part of the gradient, elsewhere all of it.
     return (collectives.gather_to_tp if shared is None else collectives.gather_from_tp)(output, -1)
-
-
-def _divide_row(layer: nn.Linear, _name: str, division: _Division, _owner: nn.Module) -> None:
-    divide_parameter(layer.weight, 1, packed=division.packed)
-    vars(layer)["forward"] = functools.partial(_row, layer, division.whole_outside)
 
 
 def _row(layer: nn.Linear, takes_all: bool, x: torch.Tensor) -> torch.Tensor:

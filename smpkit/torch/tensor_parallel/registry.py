@@ -1,6 +1,6 @@
 """Which classes tensor parallelism can replace, by what, and how their arguments, calls and weights translate.
 
-Classes may be named by a string, so that a rule for a library imports it only once a model of it is there.
+The class that is replaced may be named by a string, so that a library is imported only once a model of it is there.
 """
 
 from __future__ import annotations

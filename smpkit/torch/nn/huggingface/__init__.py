@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from smpkit.torch.nn.huggingface import gpt2_blocks
+from smpkit.torch.nn.huggingface import families
 from smpkit.torch.nn.huggingface.families import BERT, GPT2, GPT_NEO, GPTJ, ROBERTA, Family
 
 __all__ = ["bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta"]
@@ -49,7 +49,7 @@ def _same(state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[st
 
 
 bert, gpt2, gptj, gptneo, roberta = (_module_of(name, *entry) for name, entry in _TRANSLATIONS.items())
-vars(gpt2).update({name: getattr(gpt2_blocks, name) for name in gpt2_blocks.__all__})
+vars(gpt2).update({name: getattr(families, name) for name in families.__all__ if "hf_" in name})
 gptneox: Any = ModuleType(f"{__name__}.gptneox")
 sys.modules[gptneox.__name__] = gptneox
 gptneox.translate_hf_state_dict_to_smdistributed_gptneox = gptneox.translate_state_dict_to_hf_gptneox = _same

@@ -109,44 +109,41 @@ class DistributedAttentionLayer(DistributedModule):
         """Return hidden states like those that come in.
 
         Args:
-            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
-                States are (batch, length, hidden_size). Masks are added to the scores, or True where positions may be
-                attended to; they are None or broadcast to (batch, heads, length, length), with all heads or those of
-                this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and
-                keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
+            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states,
+                attention_mask)`. States are (batch, length, hidden_size). Masks are added to the scores, or True where
+                positions may be attended to; they are None or broadcast to (batch, heads, length, length), with all
+                heads or those of this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and keys,
+                they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
         """
-        names = (
-            ("hidden_states", "cross_states", "mask") if self.cross_attention else ("hidden_states", "attention_mask")
-        )
+        names = ("hidden_states", *(("cross_states",) if self.cross_attention else ()), "attention_mask")
         parts = unpack_tuple(type(self).__name__, inputs, names, rotates=bool(self.config.rotary_dim))
-        hidden, states, mask = parts["hidden_states"], parts.get("cross_states"), parts[names[-1]]
+        hidden: torch.Tensor = parts.pop("hidden_states")
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output: torch.Tensor = self.dense(self.attended(normal, states, mask, parts.get("position_ids")))
+        output: torch.Tensor = self.dense(self.attended(normal, **parts))
         output = self.config.add(hidden, self.dropout(output))
         return output if self.layernorm is None else self.layernorm(output)
 
     def attended(
         self,
         hidden: torch.Tensor,
-        states: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
         *,
+        attention_mask: torch.Tensor | None,
+        cross_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         entered: bool = False,
     ) -> torch.Tensor:
         """Return what this rank's heads have attended to in all samples of the group: what `dense` takes.
 
         Args:
             hidden: (batch, length, hidden_size), where queries come from.
-            states: (batch, key length, hidden_size), where keys and values come from in cross attention.
-            mask: see `forward`.
-            positions: see `forward`.
+            attention_mask, position_ids: see `forward`.
+            cross_states: (batch, key length, hidden_size), where keys and values come from in cross attention.
             entered: `hidden` is that of all samples already.
 
         Raises:
             UsageError: the sequence is longer than `causal_mask_size`.
         """
-        query, key, value = self._heads(hidden, states, entered=entered)
+        query, key, value = self._heads(hidden, cross_states, entered=entered)
         dtype, length, config = query.dtype, query.shape[2], self.config
         if config.causal_mask_size is not None and length > config.causal_mask_size:
             raise UsageError(
@@ -154,12 +151,12 @@ class DistributedAttentionLayer(DistributedModule):
                 hint="make the layer with a larger causal_mask_size, or truncate",
             )
         if config.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
-            if positions is not None:
-                positions = gather_mask(positions, query.shape[0], self.boundary)
-            query, key = (rotated(each, config.rotary_dim, config.rotary_base, positions) for each in (query, key))
+            if position_ids is not None:
+                position_ids = gather_mask(position_ids, query.shape[0], self.boundary)
+            query, key = (rotated(each, config.rotary_dim, config.rotary_base, position_ids) for each in (query, key))
         if config.attention_in_fp32 and dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
-        bias, causal = self._bias(query, key, mask)
+        bias, causal = self._bias(query, key, attention_mask)
         attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
         return attended.transpose(1, 2).flatten(2)  # of [B, L, N, D]
 
@@ -232,8 +229,8 @@ def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch
     """
     if state.tp_size == 1 or boundary is not Layout.SHARD_BATCH or mask.shape[0] == num_samples:
         return mask
-    repeats = num_samples // state.tp_size if mask.shape[0] == 1 else 1
-    return gather_indices(mask, boundary).repeat_interleave(repeats, 0)
+    gathered, samples = gather_indices(mask, boundary), num_samples // state.tp_size
+    return gathered.repeat_interleave(samples, 0) if mask.shape[0] == 1 < samples else gathered
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

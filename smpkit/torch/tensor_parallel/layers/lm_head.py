@@ -28,20 +28,21 @@ from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransform
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
 from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits
-from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks
+from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
 
 Inputs = tuple[torch.Tensor | None, ...]
 
 
-class ReplicatedEmbedding(KeepsShardMarks, nn.Embedding):
+class ReplicatedEmbedding(nn.Embedding):
     """A small embedding (of positions, of token types): every rank holds it, for what it holds of the values."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float, boundary: Layout) -> None:
         self.initializer_range = initializer_range
         super().__init__(num_embeddings, embedding_dim)
-        mark_replicated(self.weight, boundary)
+        for table in self.parameters():
+            mark_replicated(table, boundary)
 
     def reset_parameters(self) -> None:
         """Draw the table from N(0, initializer_range)."""

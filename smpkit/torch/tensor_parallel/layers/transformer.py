@@ -149,12 +149,8 @@ class DistributedTransformerLayer(DistributedModule):
         parts = unpack_layer_inputs(inputs, cross=cross, rotates=rotates)
         if self.config.parallel_residual:
             return (self._parallel_branches(**parts), *inputs[1:])
-        hidden, states, cross_mask = (
-            parts.pop("hidden_states"),
-            parts.pop("cross_states", None),
-            parts.pop("cross_mask", None),
-        )
-        hidden = self.attention((hidden, *parts.values()))
+        states, cross_mask = parts.pop("cross_states", None), parts.pop("cross_mask", None)
+        hidden = self.attention(tuple(parts.values()))
         if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.output(hidden), *inputs[1:])
@@ -173,7 +169,7 @@ class DistributedTransformerLayer(DistributedModule):
         attention, mlp = self.attention, self.output
         assert attention.pre_layernorm is not None
         entered = enter_region(attention.pre_layernorm(hidden_states), self.boundary)
-        attended = attention.attended(entered, None, attention_mask, position_ids, entered=True)
+        attended = attention.attended(entered, attention_mask=attention_mask, position_ids=position_ids, entered=True)
         shares = attention.dense.project(attended) + mlp.dense2.project(mlp.activation(mlp.dense1.project(entered)))
         result = sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias)
         assert self.dropout is not None
