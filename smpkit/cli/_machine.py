@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,13 +16,13 @@ import smpkit
 from smpkit import compilers
 from smpkit.cli._run_folder import version_of
 from smpkit.config.job import JobConfig
+from smpkit.units import amount
 from smpkit_container.mpi import find_mpirun
 from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
 
 __all__ = ["check_machine", "runs_here"]
 
-_GIB: Final = 2**30
 _SMALL_SHARED_BYTES: Final = 64 * 2**20
 _INSTALL_TORCH: Final = (
     "`pip install 'smpkit[torch]'`; without a GPU add `--extra-index-url https://download.pytorch.org/whl/cpu`, "
@@ -71,11 +72,10 @@ def _torch(*, needed: bool) -> Finding:
 
 def _gpus() -> Finding:
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
+    names: list[str] = []
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return Finding("gpus", "info", "no GPU: ranks run on the CPU")
-    names = done.stdout.strip().splitlines()
+        names = done.stdout.strip().splitlines()
     if not names:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
     name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])
@@ -103,7 +103,7 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
         usage = shutil.disk_usage(folder)
     except OSError:
         return
-    text = f"{folder}: {_amount(usage.free)} free of {_amount(usage.total)}"
+    text = f"{folder}: {amount(usage.free)} free of {amount(usage.total)}"
     if usage.total > _SMALL_SHARED_BYTES:
         yield Finding("shared memory", "ok", text)
         return
@@ -117,8 +117,4 @@ def _memory() -> Iterator[Finding]:
         free, total = int(found["MemAvailable"]) * 1024, int(found["MemTotal"]) * 1024
     except (OSError, KeyError):
         return
-    yield Finding("memory", "ok", f"memory: {_amount(free)} free of {_amount(total)}, {os.cpu_count()} processors")
-
-
-def _amount(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"
+    yield Finding("memory", "ok", f"memory: {amount(free)} free of {amount(total)}, {os.cpu_count()} processors")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from smpkit.cli import _console
-from smpkit.cli._layout import table, width
+from smpkit.cli._console import table, width
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from smpkit.cli._layout import table, width
+from smpkit.cli._console import table, width
 from smpkit.cli._planned import GIB, Planned, World, describe_each, plan_of, world_of
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, UsageError

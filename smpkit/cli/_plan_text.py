@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from smpkit.cli import _console, _plan_offload, _plan_values
-from smpkit.cli._layout import fold, table, width
+from smpkit.cli._console import fold, table, width
 from smpkit.cli._planned import GIB, Planned
 
 __all__ = ["advise", "report"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from smpkit.cli._layout import fold, table, width
+from smpkit.cli._console import fold, table, width
 
 if TYPE_CHECKING:
     from smpkit.plan.schedule.graph import Segment

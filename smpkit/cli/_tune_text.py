@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from smpkit.cli._layout import fold, table, width
+from smpkit.cli._console import fold, table, width
 from smpkit.config.words import printable
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from smpkit.cli import _console, _plan_offload_model
-from smpkit.cli._files import write_file
-from smpkit.cli._job import override_options
+from smpkit.cli._console import write_file
+from smpkit.cli.options import override_options
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:

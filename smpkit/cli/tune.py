@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._job import override_options
+from smpkit.cli.options import override_options
 from smpkit.cli.plan import _OPTIMIZERS
 from smpkit.errors import SmpkitError
 

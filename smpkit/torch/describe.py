@@ -97,11 +97,11 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
-            made = factory()
+            result = factory()
     except Exception:  # user code on tensors without data may fail in any way
         # A new mode: fakes that the failed call has left somewhere belong to the old one.
-        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        mode, result = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
+    model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the factory returned an object of type `{type(model).__name__}`",

@@ -42,7 +42,7 @@ from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.run_plan import begin_plan
 from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
-from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
+from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
@@ -407,9 +407,6 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     handle = RemovableHandle(registry)
     registry[handle.id] = hook
     return handle
-
-
-# --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

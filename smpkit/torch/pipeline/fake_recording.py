@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +40,11 @@ from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import Call, CallKind
+from smpkit.torch.pipeline.outputs import Call, CallKind, opened
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.units import install
+from smpkit.torch.pipeline.units import enclosing_unit, install
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
 
 __all__ = ["LayerOutputs", "record_on_fakes"]
@@ -152,8 +151,8 @@ def _calls_by_segment(
     microbatch: _FakeMicrobatch, placement: Mapping[str, int]
 ) -> Iterator[tuple[Segment, tuple[str, ...]]]:
     called: dict[Segment, list[str]] = {}
-    for call in microbatch.module_calls:
-        called.setdefault(call.segment, []).extend(_units_in(call.name, placement))
+    for segment, name in microbatch.module_calls:
+        called.setdefault(segment, []).extend(_units_in(name, placement))
     for rank, count in enumerate(microbatch.num_segments):
         for index in range(count):
             segment = Segment(rank, index)
@@ -162,10 +161,8 @@ def _calls_by_segment(
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     """Return the unit that a module is or is a part of, or the units that it encloses."""
-    above = module
-    while above and above not in placement:
-        above = above.rpartition(".")[0]
-    return [above] if above else [unit for unit in placement if unit.startswith(f"{module}.")]
+    above = enclosing_unit(module, placement)
+    return [unit for unit in placement if unit.startswith(f"{module}.")] if above is None else [above]
 
 
 def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
@@ -182,21 +179,14 @@ def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
     )
 
 
-@dataclass(frozen=True)
-class _ModuleCall:
-    """A call of a module by code that runs on all ranks."""
-
-    segment: Segment
-    name: str
-
-
 class _FakeMicrobatch(Microbatch):
     """A microbatch whose calls run nowhere but, to learn their output specs, on fake tensors."""
 
     def __init__(self, stage: StageContext, outputs: LayerOutputs | None) -> None:
         super().__init__(stage, 0)
         self._outputs = outputs
-        self.module_calls: list[_ModuleCall] = []
+        self.module_calls: list[tuple[Segment, str]] = []
+        """The modules that code on all ranks has called, each with the segment that would run it."""
         self.numbers: list[int] = []
         """By transfer, which value it sends; a value that was changed in place since is another one."""
         self._sent_values: dict[int, tuple[StageTensor, int]] = {}
@@ -216,7 +206,7 @@ class _FakeMicrobatch(Microbatch):
         result = super().run_on_owner(owner, call)
         segment = Segment(owner, self.segments[owner])
         names = call.target if isinstance(call.target, tuple) else (call.target,)
-        self.module_calls += [_ModuleCall(segment, name) for name in names if isinstance(name, str)]
+        self.module_calls += [(segment, name) for name in names if isinstance(name, str)]
         return result
 
     def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
@@ -243,7 +233,7 @@ class _FakeMicrobatch(Microbatch):
         finally:
             self.stage.inside_unit = False
         changes = changed_arguments(tensors, versions, changes_first=call.changes_first)
-        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, output), changes)
+        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, opened(output)), changes)
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without data in place of the value that every rank would get; count the transfers."""

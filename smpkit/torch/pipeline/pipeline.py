@@ -22,7 +22,6 @@ from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup, object_from
-from smpkit.torch.distributed.recorder import current_recorder
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
@@ -40,6 +39,7 @@ from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
 from smpkit.torch.placement.units import units_of
+from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:

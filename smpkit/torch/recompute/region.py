@@ -8,7 +8,7 @@
 
 What a forward may do is that of `torch.utils.checkpoint`, which enters this region too: it is run twice, and must do
 the same both times. Besides its arguments it may depend on weights, buffers, torch's default generators and autocast.
-Buffers are put back for the second run, whose writes are dropped (`core/buffers.py`); changed inputs and weights are an
+Buffers are put back for the second run, whose writes are dropped (`surroundings.py`); changed inputs and weights are an
 error that names them. With SMPKIT_CHECK=1 the second run is compared with the first, tensor by tensor.
 """
 
@@ -32,13 +32,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader, status
-from smpkit.torch.core.buffers import Buffers, all_modules, is_checked
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
-from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
-from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
+from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
+from smpkit.torch.recording.recorder import note_memory
 
 __all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
 
