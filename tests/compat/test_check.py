@@ -78,6 +78,15 @@ from flash_attn.flash_attention import FlashAttention
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 from smdistributed.modelparallel.torch.nn import DistributedTransformerLayer
 from smdistributed.modelparallel.torch.nn import FusedLayerNorm as LayerNorm
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_hf_block_state_dict_to_smdistributed
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_hf_state_dict_to_smdistributed
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_hf_state_dict_to_smdistributed_gpt2
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_layer_state_dict_to_hf_gpt2_block
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
+from smdistributed.modelparallel.torch.nn.huggingface.gptj import translate_hf_state_dict_to_smdistributed_gptj
+from smdistributed.modelparallel.torch.nn.huggingface.gptj import translate_state_dict_to_hf_gptj
+from smdistributed.modelparallel.torch.nn.huggingface.gptneo import translate_hf_gptneo_state_dict_to_smdistributed
 from smdistributed.modelparallel.torch.optimizers import FusedLAMB
 from smdistributed.modelparallel.torch.state_mod import state as smp_state
 from smdistributed.modelparallel.torch.utils import get_distribution_axis

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,71 +55,17 @@ def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-# --- ways in which public scripts switch initialisation off -----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def switched_off(way: str) -> Iterator[None]:
-    from transformers import PreTrainedModel, initialization
-    from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
-
-    if way == "init_weights":
-        with patched(PreTrainedModel, "init_weights", lambda _: None):
-            yield
-    elif way == "_init_weights":
-        with patched(GPT2PreTrainedModel, "_init_weights", lambda *_: None):
-            yield
-    elif way == "no_init_weights":
-        with initialization.no_init_weights():
-            yield
-    else:
-        yield
-
-
-Case = tuple[int, str, int, bool, bool, int]
-ONE_RANK: list[Case] = [
-    (1, "on", 6, False, False, 1),
-    (1, "on", 5, False, False, 1),
-    (1, "init_weights", 5, True, True, 1),
-    (1, "skip_init", 5, False, False, 1),
-]
-TWO_RANKS: list[Case] = [
-    (2, "no_init_weights", 5, False, False, 1),
-    (2, "_init_weights", 5, True, False, 1),
-    (1, "no_init_weights", 5, False, False, 2),
-]
-FOUR_RANKS: list[Case] = [(4, "no_init_weights", 5, True, True, 1), (2, "init_weights", 5, False, False, 2)]
-
-
-def made(way: str) -> Any:
-    with switched_off(way):
-        if way == "skip_init":  # as `torch.nn.utils.skip_init` does
-            with torch.device("meta"):
-                module = gpt2()
-            return module.to_empty(device="cpu")
-        return gpt2()
-
-
-def train(degree: int, way: str, seed: int, marks_late: bool, half: bool, pipeline: int) -> list[float]:
+def train(degree: int, pipeline: int, seed: int, marks_late: bool, half: bool) -> list[float]:
     """Return the losses; the ranks of a tensor-parallel group may have any seeds but that of the first."""
+    from transformers import PreTrainedModel
+
     start(degree, pipeline_parallel_degree=pipeline)
     torch.manual_seed(seed if smp.tp_rank() == 0 else 77)
+    switched_off = mock.patch.object(PreTrainedModel, "init_weights", return_value=None)  # as public scripts do it
+    with switched_off, smp.tensor_parallelism(enabled=not marks_late):
+        module = gpt2()
     if marks_late:
-        module = made(way)
         smp.set_tensor_parallelism(module)
-    else:
-        with smp.tensor_parallelism():
-            module = made(way)
     if half:
         module = module.half().float()  # moved and cast, but not written
     model: Any = smp.DistributedModel(module)
@@ -137,15 +82,18 @@ def train(degree: int, way: str, seed: int, marks_late: bool, half: bool, pipeli
     return losses
 
 
-def train_all(cases: list[Case]) -> list[list[float]]:
+def train_all(*cases: tuple[int, int, int, bool, bool]) -> list[list[float]]:
     return [train(*case) for case in cases]
 
 
 def test_scripts_that_switch_initialisation_off_train_one_model_at_every_degree() -> None:
-    other, losses, *more = run_ranks(train_all, 1, ONE_RANK)[0]
+    other, losses = run_ranks(train_all, 1, (1, 1, 6, False, False), (1, 1, 5, True, True))[0]
     assert losses[-1] < losses[0]
     assert other != losses
-    for of_rank in (more, *run_ranks(train_all, 2, TWO_RANKS), *run_ranks(train_all, 4, FOUR_RANKS)):
+    for of_rank in (
+        *run_ranks(train_all, 2, (2, 1, 5, True, False), (1, 2, 5, False, False)),
+        *run_ranks(train_all, 4, (2, 2, 5, False, True)),
+    ):
         for each in of_rank:
             assert each == pytest.approx(losses, rel=1e-5)
 

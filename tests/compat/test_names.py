@@ -19,30 +19,12 @@ from smpkit.torch.compat.debugging import dump_model, verify
 from tests.compat.signatures import SIGNATURES
 from tests.ranks import run_ranks
 
+# Names that are no calls; calls are in `signatures.py`.
 PACKAGE = """
-    init rank size local_rank local_size mp_rank mp_size dp_rank dp_size pp_rank pp_size tp_rank tp_size rdp_rank
-    rdp_size
-    get_mp_group get_dp_group get_tp_group get_pp_group get_rdp_group get_world_process_group get_mp_process_group
-    get_dp_process_group get_tp_process_group get_pp_process_group get_rdp_process_group CommGroup RankType
-    send recv_from broadcast allgather barrier dp_barrier mp_barrier step StepOutput DistributedModel
-    DistributedOptimizer partition set_partition tensor_parallelism set_tensor_parallelism delay_param_initialization
-    model_creation save load save_checkpoint resume_from_checkpoint checkpoint checkpoint_sequential
-    set_activation_checkpointing tp_register tp_register_with_module is_initialized is_tracing shutdown state amp nn
-    optimizers patches exceptions utils state_mod model register_parameter
+    CommGroup RankType StepOutput shutdown state amp nn optimizers patches exceptions utils state_mod model
 """.split()  # noqa: SIM905
-MODEL = """
-    forward backward train eval partitioned module get_module cpu join register_comm_hook register_post_partition_hook
-    register_post_step_hook local_parameters local_named_parameters local_buffers local_named_buffers local_modules
-    local_named_modules parameters named_parameters modules local_state_dict state_dict load_state_dict
-    distributed_modules is_distributed_parameter is_distributed_buffer is_scaled_batch_parameter
-    is_scaled_batch_buffer default_reducer_named_parameters scaled_batch_reducer_named_parameters
-    virtual_named_parameters
-""".split()  # noqa: SIM905
-OPTIMIZER = """
-    step zero_grad state_dict local_state_dict orig_state_dict load_state_dict param_groups state optimizer
-    clip_master_grads init_master_params reload_model_params add_param_group redefined_params param_name_to_index
-    _param_id_to_index _param_index_to_param_local _global_grad_norm
-""".split()  # noqa: SIM905
+MODEL = ["forward", "partitioned", "module", "parameters", "named_parameters", "modules"]
+OPTIMIZER = ["param_groups", "state", "optimizer", "redefined_params", "_global_grad_norm"]
 OPTIMIZER_IN_FP16 = ["overflow", "loss_scale", "loss_scaler", "fp16_groups", "fp32_from_fp16_groups"]
 STATE = ["cfg", "model", "optimizer", "module_manager", "param_index_to_name_tp_group", "param_name_to_index_tp_group"]
 

@@ -62,7 +62,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original_register(self, name, param)
         if param is not None and not is_delayed(param):
-            param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
+            param.data = _without_memory(param)
             setattr(param, _DELAYED, True)
             keep_attributes_in_copies(param)
 
@@ -76,18 +76,21 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 def make_delayed(root: nn.Module) -> None:
     """Make the parameters of a model delayed, to plan it: tensor parallelism can then divide them without memory."""
-    made: dict[int, nn.Parameter] = {}
+
+    @functools.cache  # tied ones stay tied
+    def delayed(parameter: nn.Parameter) -> nn.Parameter:
+        placeholder = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
+        vars(placeholder).update(vars(parameter))
+        setattr(placeholder, _DELAYED, True)
+        return placeholder
+
     for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                value = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-                delayed = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                vars(delayed).update(vars(parameter))
-                setattr(delayed, _DELAYED, True)
-                made[id(parameter)] = delayed
-            module._parameters[name] = made[id(parameter)]
+        own = {name: each for name, each in module._parameters.items() if each is not None}
+        module._parameters.update({name: delayed(each) for name, each in own.items()})
+
+
+def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def is_delayed(parameter: torch.Tensor) -> bool:

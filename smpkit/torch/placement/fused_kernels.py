@@ -61,32 +61,16 @@ class FusedKernels:
         if not enable_gqa:
             batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])  # type: ignore[no-untyped-call]
         self.flops += 2 * math.prod(batch) * query.shape[-2] * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        made: torch.Tensor = _Attention.apply(query, key, value, attn_mask, batch)  # type: ignore[no-untyped-call]
-        return made
+        return _Attention.apply(query, key, value, attn_mask, batch)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    if not train or p == 0:
-        return value
-    made: torch.Tensor = torch.ops.aten.native_dropout(value, p, train)[0]
-    return made
+    return torch.ops.aten.native_dropout(value, p, train)[0] if train and p else value
 
 
-def _batch_norm(
-    value: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,  # noqa: ARG001 - torch's arguments
-) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten.native_batch_norm(
-        value, weight, bias, running_mean, running_var, training, momentum, eps
-    )[0]
-    return made
+def _batch_norm(*args: Any) -> torch.Tensor:
+    *needed, _cudnn_enabled = args
+    return torch.ops.aten.native_batch_norm(*needed)[0]  # type: ignore[no-any-return]
 
 
 _FUNCTIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout, "batch_norm": _batch_norm}
@@ -95,8 +79,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout
 def _for_fakes(operation: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def called(*args: Any, **kwargs: Any) -> torch.Tensor:
         has_data = not any(isinstance(each, FakeTensor) for each in args)
-        made: torch.Tensor = (operation.decompose if has_data else function)(*args, **kwargs)
-        return made
+        return (operation.decompose if has_data else function)(*args, **kwargs)
 
     return called
 

@@ -101,7 +101,8 @@ class _Running:
     """Of all that ran before it."""
     num_checkpointed: int
     """How many checkpointed calls have ended before it."""
-    inputs: _Inputs
+    inputs: Mapping[int, torch.Tensor]
+    """Those that need gradients, by storage."""
 
 
 class _Trial:
@@ -115,7 +116,7 @@ class _Trial:
         self._live = _LiveBytes()
         self._saved = _SavedBytes(root, self._live)
         self._operators = _Operators(self._saved, self._live, self._running)
-        self._checkpointed = _CheckpointedCalls(self._saved, self._live, self._flops)
+        self._checkpointed = _CheckpointedCalls(self._saved, self._live, self._running, self._flops)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -147,21 +148,20 @@ class _Trial:
         self._saved.forget()
 
     def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._checkpointed.begin_unit(name)
-        inputs = _Inputs((args, kwargs), self._saved)
+        self._checkpointed.units.append(name)
+        tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
+        inputs = {storage_of(each): each for each in tensors if each.requires_grad}
         num_checkpointed = len(self._checkpointed.calls)
         self._running[name] = _Running(self._live.begin(), self._counts(), num_checkpointed, inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         run = self._running.pop(name)
         self._live.end(run.part)
-        self._checkpointed.end_unit()
         inside = [call for call in self._checkpointed.calls[run.num_checkpointed :] if call.unit is None]
         known = self._measured.get(name, self._untried[name])
         grown = {key: getattr(known, key) + now - run.counts[key] for key, now in self._counts().items()}
         grown["working_bytes"] = max(known.working_bytes, run.part.needed)
-        grown["unsaved_input_bytes"] = known.unsaved_input_bytes + run.inputs.unsaved_bytes()
-        self._saved.end_unit()
+        grown["unsaved_input_bytes"] = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
         self._measured[name] = _with_checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
 
     def _flops(self) -> int:
@@ -222,7 +222,7 @@ class _SavedBytes:
         self._live, self._root = live, root
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
-        self._made_of_parameters: dict[int, torch.Tensor] = dict(self._seen)
+        self._of_weights: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
         self._since_unit: set[int] = set()
 
@@ -236,22 +236,24 @@ class _SavedBytes:
         self._live.note_saved()
         return _maker_of_another(tensor)
 
-    def end_unit(self) -> None:
-        """Note that a unit has ended; what is saved from now on is of the next one."""
-        self._since_unit.clear()
+    def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
+        """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends.
 
-    def is_of_this_unit(self, storage: int) -> bool:
-        """Return whether a storage was saved first since the last unit ended."""
-        return storage in self._since_unit
+        Args:
+            inputs: by storage.
+        """
+        unsaved = [each for key, each in inputs.items() if key not in self._since_unit and key not in self._of_weights]
+        self._since_unit.clear()
+        return sum(each.untyped_storage().nbytes() for each in unsaved)
 
     def is_of_parameters(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter, a view of one, or was noted as made of parameters alone."""
         self._know_mode_of(tensor)
-        return storage_of(tensor) in self._made_of_parameters
+        return storage_of(tensor) in self._of_weights
 
     def note_made_of_parameters(self, tensor: torch.Tensor) -> None:
         """Count a tensor, such as a weight in another dtype, as a parameter in `is_of_parameters`."""
-        self._made_of_parameters[storage_of(tensor)] = tensor
+        self._of_weights[storage_of(tensor)] = tensor
 
     def forget(self) -> None:
         """Drop all tensors.
@@ -260,7 +262,7 @@ class _SavedBytes:
         and the threads that end with it, would never be freed.
         """
         self._seen.clear()
-        self._made_of_parameters.clear()
+        self._of_weights.clear()
         self._root = nn.Module()
 
     def _know_mode_of(self, tensor: torch.Tensor) -> None:
@@ -271,7 +273,7 @@ class _SavedBytes:
         self._modes.add(id(mode))
         for parameter in self._root.parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[storage_of(fake)] = self._made_of_parameters[storage_of(fake)] = fake
+            self._seen[storage_of(fake)] = self._of_weights[storage_of(fake)] = fake
 
 
 # --- checkpointed calls -----------------------------------------------------------------------------------------------
@@ -299,27 +301,21 @@ class _CheckpointedCalls(Offloader):
     Args:
         saved: what autograd keeps so far.
         live: what is alive of what operators have made.
+        running: the units that run.
         flops: returns the operations computed so far.
     """
 
-    def __init__(self, saved: _SavedBytes, live: _LiveBytes, flops: Callable[[], int]) -> None:
+    def __init__(
+        self, saved: _SavedBytes, live: _LiveBytes, running: Mapping[str, object], flops: Callable[[], int]
+    ) -> None:
         self.calls: list[_CheckpointedCall] = []
-        self._saved, self._live, self._flops = saved, live, flops
+        self._saved, self._live, self._running, self._flops = saved, live, running, flops
         self._inside: list[int] = []
         """For each open call, what the largest recomputation inside it holds."""
         self._savers: list[Callable[[torch.Tensor], object]] = [saved.pack]
         """What tensors are saved with: that of the innermost open call last."""
-        self._started_units: list[str] = []
-        self._num_open_units = 0
-
-    def begin_unit(self, name: str) -> None:
-        """Record that a unit's forward begins."""
-        self._started_units.append(name)
-        self._num_open_units += 1
-
-    def end_unit(self) -> None:
-        """Record that the forward of the latest unit ends."""
-        self._num_open_units -= 1
+        self.units: list[str] = []
+        """Those whose forwards have begun."""
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -337,8 +333,7 @@ class _CheckpointedCalls(Offloader):
     @contextlib.contextmanager
     def _record(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         saved_before, flops_before = self._saved.total, self._flops()
-        num_started_before = len(self._started_units)
-        is_inside_unit = self._num_open_units > 0
+        num_units_before, is_inside_unit = len(self.units), bool(self._running)
         spared: dict[int, torch.Tensor] = {}
         part = self._live.begin()
         with torch.no_grad():
@@ -357,8 +352,7 @@ class _CheckpointedCalls(Offloader):
             yield
         self._savers.pop()
         self._live.end(part)
-        started_inside = self._started_units[num_started_before:]
-        unit = None if is_inside_unit or not started_inside else started_inside[0]
+        unit = None if is_inside_unit else next(iter(self.units[num_units_before:]), None)
         saved, flops = self._saved.total - saved_before, self._flops() - flops_before
         num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
         # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
@@ -369,20 +363,6 @@ class _CheckpointedCalls(Offloader):
             self._inside[-1] = max(self._inside[-1], recomputed)
         spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
         self.calls.append(_CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
-
-
-class _Inputs:
-    """The differentiable inputs of a unit, each storage once; none without gradients, where nothing is saved."""
-
-    def __init__(self, arguments: Any, saved: _SavedBytes) -> None:
-        tensors = [each for each in tensors_in(arguments) if each.requires_grad and not saved.is_of_parameters(each)]
-        self._by_storage = {storage_of(each): each for each in tensors} if torch.is_grad_enabled() else {}
-        self._saved = saved
-
-    def unsaved_bytes(self) -> int:
-        """Return the bytes of those that the unit has not saved, or that a unit before had saved already."""
-        unsaved = [each for key, each in self._by_storage.items() if not self._saved.is_of_this_unit(key)]
-        return sum(each.untyped_storage().nbytes() for each in unsaved)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from torch import nn
 
 from smpkit.plan.partition.units import Node, UnitTree, unit_tree
 
-__all__ = ["node_of", "units_of"]
+__all__ = ["units_of"]
 
 _UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
 """Classes of torch that are never cut: what their parts compute depends on values."""
@@ -22,17 +22,13 @@ def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
     Args:
         split: names of modules that must be cut, because the user placed their parts apart.
     """
-    tree = unit_tree(node_of(module), split)
+    tree = unit_tree(_node(module, "", set()), split)
     placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
     return UnitTree(placed, tree.spanning, tree.loose)
 
 
-def node_of(module: nn.Module) -> Node:
-    """Describe a model to the planner; a module that appears twice is listed once."""
-    return _node(module, "", set())
-
-
 def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
+    """Describe a module to the planner; one that appears twice (its id is in `seen`) is listed once."""
     seen.add(id(module))
     children = []
     is_whole = isinstance(module, _UNCUT)
