@@ -54,6 +54,7 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
             "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
         ),
     ],
+    ids=["shards", "microbatches", "offloads", "checkpoints"],
 )
 def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(levers: dict[str, Any], hint: str) -> None:
     held = KindBytes(weights=2**29, gradients=0, states=2 * 2**30, activations=2 * 2**30)
