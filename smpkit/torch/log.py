@@ -23,7 +23,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
-from smpkit.torch.recording import step_values
+from smpkit.torch.recording.step_values import current_values
 from smpkit.torch.step import StepOutput
 
 __all__ = ["log", "progress"]
@@ -44,12 +44,12 @@ class _Log:
 
     def __init__(self, trackers: list[Any]) -> None:
         self._trackers = trackers
-        self._last = step_values.last_step()
+        self._last = current_values().last_step()
 
     def take(self, values: Mapping[str, float], step: int | None) -> None:
         """Write values down, and give them to the trackers; one that fails gets no more, with a warning."""
         self._last = self._last + 1 if step is None else step
-        step_values.log(values, self._last)
+        current_values().log(values, self._last)
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(dict(values), step=self._last)

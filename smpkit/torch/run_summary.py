@@ -29,8 +29,8 @@ from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
-from smpkit.torch.recording import step_values
 from smpkit.torch.recording.recorder import QUIET, Recorder, latest_recorder
+from smpkit.torch.recording.step_values import current_values
 
 __all__ = ["install", "summary_of_rank"]
 
@@ -167,7 +167,7 @@ def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
         data=mesh.rdp_size,
         ranks=tuple(_filled(each.rank, slowest) for each in figures),
         gains=tuple(_largest([gain for each in figures for gain in each.gains])),
-        values=step_values.ends(),
+        values=current_values().ends(),
         notes=tuple(notes),
     )
 

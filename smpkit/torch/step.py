@@ -16,9 +16,8 @@ from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
 from smpkit.torch.pipeline.one_stage import OneStage
-from smpkit.torch.recording import step_values
 from smpkit.torch.recording.recorder import latest_recorder, note_training
-from smpkit.torch.recording.step_values import Label
+from smpkit.torch.recording.step_values import Label, current_values
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
 
@@ -121,7 +120,7 @@ class StepFunction:
         recorder = latest_recorder()
         if recorder is None:
             return
-        trains = trained and step_values.is_main(self._name)
+        trains = trained and current_values().is_main(self._name)
         parts = {0: collated} if isinstance(collated, StepOutput) else children(collated) or {}
         for key, part in parts.items():
             if isinstance(part, StepOutput) and part.is_scalar:
@@ -238,7 +237,7 @@ class StepOutput:
                 stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too
             mean = stacked.mean(0)
         if self.label is not None:
-            step_values.note(self.label, mean)
+            current_values().note(self.label, mean)
         return mean
 
     def reduce_sum(self) -> torch.Tensor:

@@ -53,6 +53,7 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
             "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
         ),
     ],
+    ids=["shards", "microbatches", "offloads", "checkpoints"],
 )
 def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(
     parameters: dict[str, Any], replicas: int, is_checkpointed: bool, hint: str

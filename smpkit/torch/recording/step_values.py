@@ -6,6 +6,7 @@ no step waits for it. A name that the script logs itself is not noted again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -22,8 +23,7 @@ from smpkit.observe.values import LOSS, Logged, ValueWriter
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
-__all__ = ["Label", "ends", "is_main", "last_step", "log", "note"]
-
+__all__ = ["Label", "StepValues", "current_values"]
 
 _log = logging.getLogger("smpkit")
 
@@ -44,48 +44,56 @@ class _Copy:
     arrived: torch.Event | None
 
 
-class _Values:
-    """What is known of one job."""
+class StepValues:
+    """The scalars of one job, on rank 0."""
 
     def __init__(self) -> None:
-        self.under_way = defaultdict[Label, list[_Copy]](list)
+        self._ends: dict[str, tuple[float, float]] = {}
+        self._under_way = defaultdict[Label, list[_Copy]](list)
         """Evaluation calls a step for each of its batches; their mean is written."""
-        self.logged = set[str]()
+        self._logged = set[str]()
         """Names that the script logs itself."""
-        self.main: str | None = None
+        self._main: str | None = None
         """The first step function that trains: what it returns is the loss."""
-        self.ends: dict[str, tuple[float, float]] = {}
-        self._file: ValueWriter | None = None
         self._is_warned = False
 
-    def file(self) -> ValueWriter | None:
-        """Return the file of the run, opened when it is needed; None outside a run."""
+    @functools.cached_property
+    def _file(self) -> ValueWriter | None:
+        """The file of the run, opened when it is needed; None outside a run."""
         folder = os.environ.get(RUN_DIR)
-        if self._file is None and folder:
-            self._file = ValueWriter(Path(folder))
-        return self._file
+        return ValueWriter(Path(folder)) if folder else None
 
-    def close(self) -> None:
-        self.read()
-        if self._file is not None:
-            self._file.close()
+    def is_main(self, function: str) -> bool:
+        """Tell whether a step function that trains is the first one of the job."""
+        self._main = self._main or function
+        return self._main == function
 
-    def write(self, values: Mapping[str, float], step: int, *, by_script: bool) -> None:
-        for name, value in values.items():
-            self.ends[name] = self.ends.get(name, (value, value))[0], value
-        try:
-            if (file := self.file()) is not None:
-                file.write(Logged(step, time.time(), values), by_script=by_script)
-        except OSError as error:
-            if by_script:
-                raise
-            if not self._is_warned:  # nobody asked for it: training is worth more
-                self._is_warned = True
-                _log.warning("losses are not recorded: the folder of the run cannot be written: %s", error.strerror)
+    def note(self, label: Label, value: torch.Tensor) -> None:
+        """Take a scalar that the script has reduced; only rank 0 calls this."""
+        self._read(label.step)  # those of this step may still be logged by the script
+        if label.name not in self._logged:
+            host = value.detach().to("cpu", non_blocking=True)
+            self._under_way[label].append(_Copy(host, devices.record_event(value.device)))
 
-    def read(self, before: float = math.inf, *, wait: bool = False) -> None:
+    def log(self, logged: Mapping[str, float], step: int) -> None:
+        """Write what the script logs itself."""
+        self._logged |= logged.keys()
+        for label in [label for label in self._under_way if label.name in logged]:
+            del self._under_way[label]
+        self._write(logged, step, by_script=True)
+
+    def last_step(self) -> int:
+        """Return the last step that the script has logged in the folder of the run; 0 if there is none."""
+        return 0 if self._file is None else self._file.last_step
+
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """Return the first and the last value of each name, the loss first, after a wait for those under way."""
+        self._read(wait=True)
+        return {name: self._ends[name] for name in sorted(self._ends, key=lambda name: name != LOSS)}
+
+    def _read(self, before: float = math.inf, *, wait: bool = False) -> None:
         """Write what has arrived of steps before this one; with `wait`, what is under way, too."""
-        for label, copies in list(self.under_way.items()):
+        for label, copies in list(self._under_way.items()):
             if label.step >= before:
                 return
             last = copies[-1].arrived  # copies arrive in order
@@ -93,70 +101,51 @@ class _Values:
                 if not wait:
                     return
                 last.synchronize()
-            del self.under_way[label]
+            del self._under_way[label]
             mean = sum(float(copy.host) for copy in copies) / len(copies)
-            self.write({label.name: mean}, label.step, by_script=False)
+            self._write({label.name: mean}, label.step, by_script=False)
+
+    def close(self) -> None:
+        """Write no more, and wait for nothing: after a failure, what is under way may never arrive."""
+        self._read()
+        if self.__dict__.get("_file") is not None:
+            self.__dict__["_file"].close()
+
+    def _write(self, values: Mapping[str, float], step: int, *, by_script: bool) -> None:
+        for name, value in values.items():
+            self._ends[name] = self._ends.get(name, (value, value))[0], value
+        try:
+            if self._file is not None:
+                self._file.write(Logged(step, time.time(), values), by_script=by_script)
+        except OSError as error:
+            if by_script:
+                raise
+            if not self._is_warned:  # nobody asked for it: training is worth more
+                self._is_warned = True
+                _log.warning("losses are not recorded: the folder of the run cannot be written: %s", error.strerror)
 
 
-_values: _Values | None = None
+_values: StepValues | None = None
 
 
-def _open() -> _Values:
+def current_values() -> StepValues:
+    """Return the values of this job."""
     global _values  # noqa: PLW0603 - one of a process, which is one rank
     if _values is None:
-        _values = _Values()
+        _values = StepValues()
     return _values
 
 
-def is_main(function: str) -> bool:
-    """Tell whether a step function that trains is the first one of the job."""
-    values = _open()
-    values.main = values.main or function
-    return values.main == function
-
-
-def note(label: Label, value: torch.Tensor) -> None:
-    """Take a scalar that the script has reduced; only rank 0 calls this."""
-    values = _open()
-    values.read(label.step)  # those of this step may still be logged by the script
-    if label.name not in values.logged:
-        host = value.detach().to("cpu", non_blocking=True)
-        values.under_way[label].append(_Copy(host, devices.record_event(value.device)))
-
-
-def log(logged: Mapping[str, float], step: int) -> None:
-    """Write what the script logs itself."""
-    values = _open()
-    values.logged |= logged.keys()
-    for label in [label for label in values.under_way if label.name in logged]:
-        del values.under_way[label]
-    values.write(logged, step, by_script=True)
-
-
-def last_step() -> int:
-    """Return the last step that the script has logged in the folder of the run; 0 if there is none."""
-    file = _open().file()
-    return 0 if file is None else file.last_step
-
-
-def ends() -> dict[str, tuple[float, float]]:
-    """Return the first and the last value of each name, the loss first, after a wait for those under way."""
-    if _values is None:
-        return {}
-    _values.read(wait=True)
-    return {name: _values.ends[name] for name in sorted(_values.ends, key=lambda name: name != LOSS)}
+def _finish() -> None:
+    if _values is not None:
+        _values.ends()
 
 
 def _close() -> None:
-    """Write no more, and wait for nothing: after a failure, what is under way may never arrive."""
     global _values
     closing, _values = _values, None
     if closing is not None:
         closing.close()
-
-
-def _finish() -> None:
-    ends()
 
 
 state.end_hooks.append(_finish)
