@@ -1,7 +1,7 @@
-"""The one setting that would save a rank most, by what it holds: for a rank that ran out of memory.
+"""The sentence for a rank that ran out of memory: the one setting that would save it most, by what it held.
 
-`smpkit plan --model` says it by the simulated schedule, before anything runs (`smpkit.plan.tune.features`). A rank that
-is about to die has neither the time nor the model's description for that, but it has figures of its own.
+`smpkit plan --model` says it by the simulated schedule, before anything runs (`smpkit.plan.tune.features`). When a rank
+has died, its launcher has the figures of the rank's status page instead, and asks for this sentence once.
 """
 
 from __future__ import annotations
@@ -9,64 +9,64 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.units import amount
 
-__all__ = ["Remedy", "best_remedy"]
+__all__ = ["Levers", "memory_hint"]
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A setting, and what it would save of what a rank holds."""
-
-    setting: str
-    saved_bytes: int
-    is_bound: bool = False
-    """The figure is the most that it can save."""
-
-
-def best_remedy(
-    config: ModelParallelConfig,
-    replicas: int,
-    *,
-    weights: int,
-    gradients: int,
-    states: int,
-    activations: int,
-    is_checkpointed: bool,
-) -> Remedy | None:
-    """Return what saves most; None if nothing does.
+class Levers:
+    """What a job has set of all that saves memory.
 
     Args:
         replicas: ranks that hold the same weights.
-        activations: what waits for its backward on the device.
-        is_checkpointed: layers are checkpointed already.
+        shards_model: `sharded_data_parallel_degree` is above 1.
+        shards_states: `shard_optimizer_state` is true.
+        checkpoints: layers are checkpointed.
+        offloads: `offload_activations` is not false.
     """
-    return max(
-        _remedies(config, replicas, weights, gradients, states, activations, is_checkpointed),
-        key=lambda each: each.saved_bytes,
-        default=None,
-    )
+
+    replicas: int
+    microbatches: int
+    shards_model: bool
+    shards_states: bool
+    checkpoints: bool
+    offloads: bool
+
+    @classmethod
+    def of(cls, config: ModelParallelConfig, replicas: int, *, is_checkpointed: bool) -> Levers:
+        """Return what a configuration sets."""
+        return cls(
+            replicas,
+            config.microbatches,
+            config.sharded_data_parallel_degree > 1,
+            config.shard_optimizer_state,
+            is_checkpointed,
+            bool(config.offload_activations),
+        )
 
 
-def _remedies(
-    config: ModelParallelConfig,
-    replicas: int,
-    weights: int,
-    gradients: int,
-    states: int,
-    activations: int,
-    is_checkpointed: bool,
-) -> list[Remedy]:
-    found = []
-    if not is_checkpointed:
-        found.append(Remedy("smp.set_activation_checkpointing on each layer", activations, is_bound=True))
-    elif not config.offload_activations:
-        found.append(Remedy("offload_activations: true", activations, is_bound=True))
-    # A gradient is as large as its weight, and is not there yet in the first forward.
-    updated = weights + max(weights, gradients)
-    if replicas > 1 and config.sharded_data_parallel_degree == 1:
-        kept = 1 - 1 / replicas
-        found.append(Remedy(f"sharded_data_parallel_degree: {replicas}", round((updated + states) * kept)))
-        if not config.shard_optimizer_state:
-            found.append(Remedy("shard_optimizer_state: true", round(states * kept)))
-    found.append(Remedy(f"microbatches: {2 * config.microbatches}", activations // 2))
-    return [each for each in found if each.saved_bytes > 0]
+def memory_hint(levers: Levers, *, weights: int, gradients: int, states: int, activations: int) -> str:
+    """Return which setting saves most of these bytes; empty if none does.
+
+    Args:
+        activations: what waits for its backward on the device.
+    """
+    saved = {}
+    if not levers.checkpoints:
+        saved["smp.set_activation_checkpointing on each layer"] = activations
+    elif not levers.offloads:
+        saved["offload_activations: true"] = activations
+    bounds = {*saved}  # of these the figure is the most that they can save
+    if levers.replicas > 1 and not levers.shards_model:
+        kept = 1 - 1 / levers.replicas
+        # A gradient is as large as its weight, and is not there yet in the first forward.
+        updated = weights + max(weights, gradients)
+        saved[f"sharded_data_parallel_degree: {levers.replicas}"] = round((updated + states) * kept)
+        if not levers.shards_states:
+            saved["shard_optimizer_state: true"] = round(states * kept)
+    saved[f"microbatches: {2 * levers.microbatches}"] = activations // 2
+    best = max(saved, key=saved.__getitem__)
+    if saved[best] <= 0:
+        return ""
+    return f"`{best}` saves most: {'up to ' * (best in bounds)}{amount(saved[best])} of this rank's memory"

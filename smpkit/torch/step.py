@@ -15,10 +15,10 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.distributed import step_values
-from smpkit.torch.distributed.recorder import latest_recorder, note_training
-from smpkit.torch.distributed.step_values import Label
 from smpkit.torch.pipeline.one_stage import OneStage
+from smpkit.torch.recording import step_values
+from smpkit.torch.recording.recorder import latest_recorder, note_training
+from smpkit.torch.recording.step_values import Label
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
 

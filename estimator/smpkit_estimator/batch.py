@@ -1,4 +1,7 @@
-"""The back end `batch`: what its commands do to plan, start, watch and stop jobs on AWS Batch."""
+"""The back end `batch`: jobs on AWS Batch, multi-node, from the two requests to how they ended.
+
+Every job has a definition of its own name, which is the beginning of the names of its log streams.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import io
 import json
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -15,38 +17,40 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config import scheduled as names
+from smpkit.config.batch import Batch, BatchVolume
 from smpkit.config.confidential import masked
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE
-from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
-from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, base_name, tried, unique_name
-from smpkit_estimator.batch.requests import PLACE, SHORTEST_LIMIT, definition, shown_definition, staging_of, submission
-from smpkit_estimator.doctor import check_cloud
-from smpkit_estimator.files import Files, folder_here
+from smpkit_estimator.backend import (
+    Access,
+    Finding,
+    LogLine,
+    Plan,
+    Query,
+    base_name,
+    in_doubt,
+    refuse,
+    tried,
+    unique_name,
+)
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.scheduled import (
-    config_files,
-    first_of_each,
-    job_again,
-    job_to_keep,
-    limit_of,
-    not_for_schedulers,
-    place_problems,
-    run_in_volume,
-    shown_files,
-    status_with_phases,
-    unused_settings,
-    world_problems,
-)
-from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
+from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
 __all__ = ["AwsBatch", "open_batch", "status_of"]
 
+_PLACE = "smpkit_place"
+"""Parameter of the job: the S3 URI below which its files are."""
+
+_BASE = "/opt/ml"
+_DEFAULT_GROUP = "/aws/batch/job"
+_SHORTEST_LIMIT = 60
+"""Seconds; Batch takes none below."""
 _PAGE = 100
 """Jobs that one call describes."""
 _OLDEST = timedelta(days=30)
@@ -73,7 +77,7 @@ class _Sent:
     archive: str
     sources: Sources | None
     """What is packed into the archive; None if it is in S3 already."""
-    digest: str | None
+    packed: Packed | None
     definition: Object
     submission: Object
 
@@ -96,16 +100,14 @@ class AwsBatch:
         chosen = name or unique_name(job.name, self.clock.now())
         problems = list(_not_for_batch(job, chosen))
         sources = job_sources(job, folder, problems, script_only=script_only)
-        if problems:
-            raise ConfigError(first_of_each(problems), subject="job for AWS Batch")
-        archive, digest, notes = job.source_dir, None, list(_notes(job))
+        refuse(problems, "AWS Batch")
+        archive, packed, notes = job.source_dir, None, list(_notes(job))
         if sources is not None:
             packed = pack(sources)
-            digest = packed.digest
-            archive = f"{staging_of(job)}/sources/{digest}/sourcedir.tar.gz"
+            archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
             notes += packing_notes(sources, packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, sources, digest, notes)
+        return _plan(job, chosen, region, archive, sources, packed, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -121,8 +123,7 @@ class AwsBatch:
         except UnreachableError as error:
             there = self._find(plan.name, [queue])
             if there is None or there["createdAt"] < (began.timestamp() - 60) * 1000:  # clocks differ
-                hint = f"`smpkit status {plan.name}` tells whether it was; look before you start another"
-                raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
+                raise in_doubt(error, plan.name) from None
             answer = there
         finally:
             # A job keeps what its definition said. One that may not be removed harms nobody: names are those of jobs.
@@ -133,12 +134,7 @@ class AwsBatch:
 
     def _upload(self, sent: _Sent) -> None:
         key = sent.job.encryption.output_key
-        if sent.sources is not None and not self.cloud.object_exists(sent.archive):
-            with tempfile.TemporaryFile(prefix="smpkit-") as file:
-                if pack(sent.sources, file).digest != sent.digest:
-                    message = "changed while the job was submitted"
-                    raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-                self.cloud.upload(file, sent.archive, key)
+        self.cloud.upload_sources(sent.sources, sent.packed, sent.archive, key)
         for name, content in sent.files.items():
             self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
@@ -150,7 +146,7 @@ class AwsBatch:
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
         job = self._job(name)
         options = _container(job).get("logConfiguration", {}).get("options", {})
-        group = options.get("awslogs-group", "/aws/batch/job")
+        group = options.get("awslogs-group", _DEFAULT_GROUP)
         hosts = _Hosts(job, self._described)
         reader = LogReader(self.cloud, f"{name}/default", since, tail=tail, group=group, host_of=hosts)
         return iter(reader.read, None)
@@ -174,22 +170,20 @@ class AwsBatch:
                 job["jobId"]: job for job in self._described([job["jobId"] for job in jobs[first : first + _PAGE]])
             }
             for job in jobs[first : first + _PAGE]:
-                if PLACE in described.get(job["jobId"], {}).get("parameters", {}):
+                if _PLACE in described.get(job["jobId"], {}).get("parameters", {}):
                     yield status_of(described[job["jobId"]], [], now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
         if changes and "InstanceType" in changes:
             kept["job"]["backend"]["batch"]["instance_type"] = changes["InstanceType"]
-        job = job_again(kept["job"], changes)
+        job = scheduled.job_again(kept["job"], changes)
         chosen = new_name or unique_name(base_name(name), self.clock.now())
-        problems = list(_not_for_batch(job, chosen))
-        if problems:
-            raise ConfigError(first_of_each(problems), subject="job for AWS Batch")
+        refuse(_not_for_batch(job, chosen), "AWS Batch")
         return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
-        reached = check_cloud(self.cloud, needed=job is not None)
+        reached = self.cloud.check(needed=job is not None)
         if job is None or any(finding.state != "ok" for finding in reached):
             return reached
         return [*reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
@@ -209,10 +203,10 @@ class AwsBatch:
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
-        return run_in_volume(job_again(kept["job"], None), name, "a volume of the nodes")
+        return scheduled.run_in_volume(scheduled.job_again(kept["job"], None), name, "a volume of the nodes")
 
-    def files(self, place: str) -> Files:
-        return folder_here(place, "a volume of the nodes")
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a volume of the nodes")
 
     # ---- jobs and their places ---------------------------------------------------------------------------------------
 
@@ -224,7 +218,7 @@ class AwsBatch:
         """
         job = self._find(name, self._queues())
         described = self._described([job["jobId"]]) if job is not None else []
-        if not described or PLACE not in described[0].get("parameters", {}):
+        if not described or _PLACE not in described[0].get("parameters", {}):
             message = f"there is no job `{name}` in {self.cloud.region}"
             hint = "`smpkit jobs` lists them, for at least seven days after their end; `--region` looks elsewhere"
             raise UsageError(message, hint=hint)
@@ -237,30 +231,24 @@ class AwsBatch:
         return max(named, key=lambda job: int(job["createdAt"]), default=None)
 
     def _queues(self) -> Sequence[str]:
-        return [queue["jobQueueName"] for queue in self._pages("describe_job_queues", "jobQueues")]
+        queues = self.cloud.pages("batch", "describe_job_queues", "jobQueues", "cannot look up queues")
+        return [queue["jobQueueName"] for queue in queues]
 
     def _listed(self, queues: Iterable[str], wanted: Object) -> Iterator[Object]:
         for queue in queues:
-            yield from self._pages("list_jobs", "jobSummaryList", jobQueue=queue, filters=[wanted])
+            doing = "cannot look up jobs"
+            yield from self.cloud.pages("batch", "list_jobs", "jobSummaryList", doing, jobQueue=queue, filters=[wanted])
 
     def _described(self, ids: Sequence[str]) -> Sequence[Object]:
         answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=ids)
         jobs: Sequence[Object] = answer["jobs"]
         return jobs
 
-    def _pages(self, operation: str, key: str, **arguments: Any) -> Iterator[Object]:
-        while True:
-            page = self.cloud.ask("batch", operation, "cannot look up jobs", **arguments)
-            yield from page.get(key, ())
-            if not page.get("nextToken"):
-                return
-            arguments["nextToken"] = page["nextToken"]
-
     def _failures(self, place: str) -> Sequence[tuple[datetime, str]]:
-        bucket = place.removeprefix("s3://").partition("/")[0]
+        folder = f"{place}/failures/"
         return [
-            (item.modified, self.cloud.read(f"s3://{bucket}/{item.key}").decode("utf-8", "replace"))
-            for item in self.cloud.objects(f"{place}/failures/")
+            (written, self.cloud.read(folder + name).decode("utf-8", "replace"))
+            for name, written in self.cloud.objects(folder).items()
         ]
 
 
@@ -296,17 +284,19 @@ def _plan(
     region: str,
     archive: str,
     sources: Sources | None,
-    digest: str | None,
+    packed: Packed | None,
     notes: Sequence[str],
 ) -> Plan:
-    place = f"{staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
-    requests = {"RegisterJobDefinition": definition(job, name, region, place), "SubmitJob": submission(job, name)}
+    place = f"{_staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
+    requests = {"RegisterJobDefinition": _definition(job, name, region, place), "SubmitJob": _submission(job, name)}
     for operation, body in requests.items():
         problems = preflight(body, request_shape("batch", operation))
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = config_files(job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region)
+    files = scheduled.config_files(
+        job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region
+    )
     hidden: dict[str, bytes] = {}
     if count > 1:
         files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
@@ -315,12 +305,12 @@ def _plan(
         entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
         files["hyperparameters"][SECRETS] = json.dumps(entries)
     contents = {f"{file}.json": content for file, content in files.items()}
-    kept = {"job.json": {"job": job_to_keep(job), "sources": archive}}
+    kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
     encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
     shown = {
-        "RegisterJobDefinition": shown_definition(requests["RegisterJobDefinition"]),
+        "RegisterJobDefinition": _shown_definition(requests["RegisterJobDefinition"]),
         "SubmitJob": requests["SubmitJob"],
-        **{f"{place}/{file}.json": content for file, content in shown_files(files).items()},
+        **{f"{place}/{file}.json": content for file, content in scheduled.shown_files(files).items()},
         f"{place}/job.json": masked("", kept["job.json"]),
     }
     options = job.backend.batch
@@ -329,22 +319,19 @@ def _plan(
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, digest, *requests.values()),
-        max_seconds=limit_of(job),
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
+        max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )
 
 
 def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
     options = job.backend.batch
-    if re.fullmatch(JOB_NAME, name) is None:
-        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
-        yield Problem(("name",), message, "give a shorter one")
     if job.image is None:
         yield Problem(("image",), "is required on AWS Batch", "push an image with smpkit to ECR, and name it")
     if options.queue is None:
         yield Problem(("backend", "batch", "queue"), "is required", "`aws batch describe-job-queues` lists them")
-    if not staging_of(job):
+    if not _staging_of(job):
         yield Problem(("backend", "batch", "staging"), "is required", "an S3 URI that you write to and the role reads")
     role = options.role or job.role
     if role is None or not role.startswith("arn:"):
@@ -354,22 +341,134 @@ def _not_for_batch(job: JobConfig, name: str) -> Iterator[Problem]:
         if secret.entry is None:
             hint = f"write `{variable}: <name or ARN of the entry>`"
             yield Problem(("secrets", variable), "names no entry in AWS Secrets Manager", hint)
-    yield from not_for_schedulers(job)
-    yield from place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
-    yield from world_problems(job)
+    yield from scheduled.not_for_schedulers(job, name)
+    yield from scheduled.place_problems(job, [volume.mount for volume in options.volumes], "backend.batch.volumes")
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
-    yield from unused_settings(job, "AWS Batch", "role", "tags", "code_location")
-    if job.distribution.launcher == "mpirun":
-        yield "the ranks are started with torchrun, not mpirun: the main node cannot start processes on the others"
+    why = "the main node cannot start processes on the others"
+    yield from scheduled.notes(job, "AWS Batch", why, "role", "tags", "code_location")
     if job.output is None:
         yield "the model stays in the containers and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None and job.backend.batch.retries > 1:
         yield "without `checkpoints` in a volume, a job that is tried again begins anew"
-    limit = limit_of(job)
-    if limit is not None and limit < SHORTEST_LIMIT:
-        yield f"the time limit is {SHORTEST_LIMIT} s, not {limit}: Batch takes none below"
+    limit = scheduled.limit_of(job)
+    if limit is not None and limit < _SHORTEST_LIMIT:
+        yield f"the time limit is {_SHORTEST_LIMIT} s, not {limit}: Batch takes none below"
+
+
+# ---- the two requests, as a pure function: what `smpkit submit --dry-run` prints and boto3 sends ---------------------
+
+
+def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
+    """Return the request of `RegisterJobDefinition`.
+
+    Args:
+        place: S3 URI below which the job's own files are.
+    """
+    options, count = job.backend.batch, job.compute.instance_count
+    nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container_of(job, name, region, place)}
+    if options.instance_type is not None:
+        nodes["instanceTypes"] = [options.instance_type]
+    body: dict[str, Any] = {
+        "jobDefinitionName": name,
+        "type": "multinode",
+        "parameters": {_PLACE: place},
+        "nodeProperties": {"numNodes": count, "mainNode": 0, "nodeRangeProperties": [nodes]},
+        "retryStrategy": {
+            "attempts": options.retries,
+            "evaluateOnExit": [
+                # The machine is gone; or the launchers saved because it was about to go; or one host lost another.
+                {"onStatusReason": "Host EC2*", "action": "RETRY"},
+                {"onExitCode": str(names.STOPPED), "action": "RETRY"},
+                {"onExitCode": str(names.LOST), "action": "RETRY"},
+                {"onReason": "*", "action": "EXIT"},
+            ],
+        },
+        "propagateTags": True,
+        "tags": {"smpkit": "job", **job.tags},
+    }
+    limit = scheduled.limit_of(job)
+    if limit is not None:
+        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)}
+    return body
+
+
+def _submission(job: JobConfig, name: str) -> dict[str, Any]:
+    """Return the request of `SubmitJob`, but for the definition's revision."""
+    options = job.backend.batch
+    more = {"shareIdentifier": options.share, "schedulingPriorityOverride": options.priority}
+    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more}
+    return {**{key: value for key, value in body.items() if value is not None}, "tags": {"smpkit": "job"}}
+
+
+def _shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of `RegisterJobDefinition` without secrets."""
+    shown: dict[str, Any] = json.loads(json.dumps(body))
+    for variable in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
+        variable["value"] = masked(variable["name"], variable["value"])
+    return shown
+
+
+def _staging_of(job: JobConfig) -> str:
+    """Return the S3 URI below which files are put; empty if the job file names none."""
+    return (job.backend.batch.staging or job.code_location or "").rstrip("/")
+
+
+def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
+    options = job.backend.batch
+    amounts = [("VCPU", options.cpus), ("MEMORY", options.memory_mib), ("GPU", options.gpus)]
+    variables = {
+        **scheduled.host_variables(
+            job,
+            name,
+            base=_BASE,
+            machine=options.instance_type or "batch",
+            places=scheduled.places_in_volumes(job, name),
+            grace_seconds=options.grace_seconds,
+            port=options.port,
+        ),
+        names.HOSTS: " ".join(f"node-{index}" for index in range(job.compute.instance_count)),
+        names.CONFIG: place,
+        names.MESSAGE: f"{place}/failures",
+        "AWS_REGION": region,
+    }
+    container: dict[str, Any] = {
+        "image": job.image,
+        "command": ["train"],  # behind the image's entry point
+        "environment": [{"name": key, "value": value} for key, value in variables.items()],
+        "resourceRequirements": [{"type": kind, "value": str(amount)} for kind, amount in amounts if amount],
+        "linuxParameters": _linux(options),
+        "jobRoleArn": options.role or job.role,
+        "privileged": options.privileged,
+    }
+    if options.efa:  # it registers memory
+        container["ulimits"] = [{"name": "memlock", "hardLimit": -1, "softLimit": -1}]
+    if options.volumes:
+        container["volumes"] = [_volume(index, volume) for index, volume in enumerate(options.volumes)]
+        container["mountPoints"] = [
+            {"sourceVolume": f"volume-{index}", "containerPath": volume.mount, "readOnly": volume.read_only}
+            for index, volume in enumerate(options.volumes)
+        ]
+    if options.log_group != _DEFAULT_GROUP:
+        prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
+        container["logConfiguration"] = {"logDriver": "awslogs", "options": prefix}
+    return container
+
+
+def _linux(options: Batch) -> Mapping[str, Any]:
+    shared = options.shared_memory_mib or max(64, options.memory_mib // 2)
+    rights = ["READ", "WRITE", "MKNOD"]
+    paths = [f"/dev/infiniband/uverbs{index}" for index in range(options.efa)]
+    devices = [{"hostPath": path, "containerPath": path, "permissions": rights} for path in paths]
+    return {"sharedMemorySize": shared, **({"devices": devices} if devices else {})}
+
+
+def _volume(index: int, volume: BatchVolume) -> dict[str, Any]:
+    if volume.efs is not None:
+        efs = {"fileSystemId": volume.efs, "transitEncryption": "ENABLED"}
+        return {"name": f"volume-{index}", "efsVolumeConfiguration": efs}
+    return {"name": f"volume-{index}", "host": {"sourcePath": volume.host_path}}
 
 
 # ---- what a job is doing and how it ended ----------------------------------------------------------------------------
@@ -389,7 +488,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
     started = _time(job.get("startedAt")) if over or phase in ("Training", "Stopping") else None
     environment = {each["name"]: each["value"] for each in _container(job).get("environment", ())}
     places = json.loads(environment.get(names.PLACES, "{}"))
-    found = JobStatus(
+    bare = JobStatus(
         name=job["jobName"],
         arn=job["jobArn"],
         status=status,
@@ -406,7 +505,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
         raw={key: value for key, value in job.items() if key != "ResponseMetadata"},
     )
     attempts = list(_attempts(job, current=started if over else None))
-    return status_with_phases(found, interrupted=attempts, waiting="waiting for machines")
+    return scheduled.status_with_phases(bare, interrupted=attempts, waiting="waiting for machines")
 
 
 def _state(job: Object) -> tuple[str, str]:
@@ -424,10 +523,10 @@ def _state(job: Object) -> tuple[str, str]:
 
 def _attempts(job: Object, current: datetime | None) -> Iterator[Phase]:
     """Yield the attempts that another one followed."""
-    for number, each in enumerate(job.get("attempts") or (), 1):
-        start, end = _time(each.get("startedAt")), _time(each.get("stoppedAt"))
+    for number, attempt in enumerate(job.get("attempts") or (), 1):
+        start, end = _time(attempt.get("startedAt")), _time(attempt.get("stoppedAt"))
         if start and end and start != current:
-            yield Phase("Interrupted", f"attempt {number}: {each.get('statusReason', '')}", start, end)
+            yield Phase("Interrupted", f"attempt {number}: {attempt.get('statusReason', '')}", start, end)
 
 
 def _failure(job: Object, failures: Sequence[tuple[datetime, str]]) -> JobFailure:
@@ -446,7 +545,7 @@ def _container(job: Object) -> Object:
 
 
 def _place(job: Object) -> str:
-    place: str = job["parameters"][PLACE]
+    place: str = job["parameters"][_PLACE]
     return place
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.distributed import recorder
-from smpkit.torch.distributed.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
+from smpkit.torch.recording import recorder
+from smpkit.torch.recording.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
 
 MS = 1_000_000
 

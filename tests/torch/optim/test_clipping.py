@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.clipping import hold_gradients
+from smpkit.torch.optim.gradient_norm import hold_gradients
 
 
 class Holder:

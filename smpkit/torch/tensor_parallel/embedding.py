@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -10,17 +12,17 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.core.arguments import check_sizes
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.shards import shard_range
-from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.linear import unshard_features
 from smpkit.torch.tensor_parallel.layouts import (
     Layout,
     check_divisible,
+    gather_indices,
     leave_region,
     new_shard_parameter,
 )
+from smpkit.torch.tensor_parallel.linear import unshard_features
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
-__all__ = ["DistributedEmbedding", "VocabularyParallelEmbedding"]
+__all__ = ["DistributedEmbedding", "VocabularyParallelEmbedding", "look_up_rows", "own_row"]
 
 
 class _Embedding(DistributedModule):
@@ -145,45 +147,43 @@ class VocabularyParallelEmbedding(_Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, initializer_range, boundary)
         if shard_range(num_embeddings, state.tp_size - 1, state.tp_size)[1] < 1:
             check_divisible("num_embeddings", num_embeddings)
-        self.first, self.num_rows = shard_range(num_embeddings, state.tp_rank, state.tp_size)
         self.weight = new_shard_parameter((num_embeddings, embedding_dim), 0, self.boundary, device=device, dtype=dtype)
         self.reset_parameters()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return (..., embedding_dim) for (...) indices.
-
-        Each rank looks up the rows that it has and puts 0 for the others: the sum over the ranks is the embedding.
-        """
-        if state.tp_size == 1:
-            return functional.embedding(indices, self.weight, self.padding_idx)
-        local = gather_indices(indices, self.boundary) - self.first
-        not_on_this_rank = self._not_on_this_rank(local)
-        # Row 0 stands in for the rows of other ranks: its result is masked, and with it its gradient.
-        rows = functional.embedding(local.masked_fill(not_on_this_rank, 0), self.weight, self._own_padding_idx)
-        return leave_region(rows.masked_fill(not_on_this_rank.unsqueeze(-1), 0), self.boundary)
-
-    def _not_on_this_rank(self, local: torch.Tensor) -> torch.Tensor:
-        # The first rank looks negative indices up and the last rank those past the end, so that torch refuses them.
-        if state.tp_rank > 0:
-            elsewhere = local < 0
-        else:
-            elsewhere = torch.zeros_like(local, dtype=torch.bool)
-        if state.tp_rank < state.tp_size - 1:
-            elsewhere = elsewhere | (local >= self.num_rows)
-        return elsewhere
-
-    @property
-    def _own_padding_idx(self) -> int | None:
-        local = -1 if self.padding_idx is None else self.padding_idx - self.first
-        return local if 0 <= local < self.num_rows else None
+        """Return (..., embedding_dim) for (...) indices."""
+        padding = own_row(self.padding_idx, self.num_embeddings)
+        return look_up_rows(
+            indices, self.num_embeddings, self.boundary, lambda rows: functional.embedding(rows, self.weight, padding)
+        )
 
 
-def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
-    """Return the indices (or labels, masks: what has no gradient) of all samples of the group."""
-    if boundary is not Layout.SHARD_BATCH:
-        return indices
-    with torch.no_grad():
-        return collectives.gather_to_tp(indices, 0)
+def look_up_rows(
+    indices: torch.Tensor, num_rows: int, boundary: Layout, look_up: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the embeddings of indices, from a table of which each rank holds some rows.
+
+    Args:
+        indices: (...), as the boundary says.
+        num_rows: of the whole table.
+        boundary: what comes in and goes out.
+        look_up: returns (..., embedding_dim) for the numbers of this rank's rows.
+    """
+    if state.tp_size == 1:
+        return look_up(indices)
+    first, own_rows = shard_range(num_rows, state.tp_rank, state.tp_size)
+    local = gather_indices(indices, boundary) - first
+    # The first rank looks negative indices up and the last rank those past the end, so that torch refuses them.
+    is_elsewhere = (local < 0) & (state.tp_rank > 0) | (local >= own_rows) & (state.tp_rank < state.tp_size - 1)
+    # Row 0 stands in for the rows of other ranks: its result is masked, and with it its gradient.
+    rows = look_up(local.masked_fill(is_elsewhere, 0))
+    return leave_region(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), boundary)
+
+
+def own_row(index: int | None, num_rows: int) -> int | None:
+    """Return the number that a row of the whole table has on this rank; None if another rank holds it."""
+    first, own_rows = shard_range(num_rows, state.tp_rank, state.tp_size)
+    return index - first if index is not None and first <= index < first + own_rows else None
 
 
 def _refuse(*, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:

@@ -1,27 +1,12 @@
 from __future__ import annotations
 
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
-from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
+from smpkit.plan.schedule.recorded_graph import peaks
 from smpkit.plan.schedule.templates import looped, one_f_one_b
 
 UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
-
-
-def test_neighbours_on_one_partition_are_a_segment() -> None:
-    runs = runs_of(UNITS, assign(UNITS, 2, {"c": 1, "f": 1}, 0))
-    assert {segment: "".join(unit.name for unit in run) for segment, run in runs.items()} == {
-        Segment(0, 0): "ab",
-        Segment(1, 0): "c",
-        Segment(0, 1): "de",
-        Segment(1, 1): "f",
-    }
-    graph = linear_graph(runs, 2)
-    assert [transfer.num_bytes for transfer in graph.transfers] == [1, 2, 4]
-    assert graph.loop_chunks == 2
-    assert not linear_graph(runs, 3, has_backward=False).has_backward
 
 
 def test_live_segments_are_weighed_by_what_they_keep() -> None:

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import smpkit.torch as smp
 from smpkit.observe.events import MemorySample, read_events
-from smpkit.torch.distributed import recorder
-from smpkit.torch.distributed.held_memory import HeldMemory
+from smpkit.torch.recording import recorder
+from smpkit.torch.recording.held_memory import HeldMemory
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 256, 64, 4, 2
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

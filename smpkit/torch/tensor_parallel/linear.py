@@ -5,7 +5,7 @@ A block of two needs one collective on its way in and one on its way out::
     x ──enter_region──► ColumnParallelLinear ──► (per feature) ──► RowParallelLinear ──leave_region──► y
                         output features divided                    input features divided
 
-With `optimize: memory`, `gathered_linear` keeps what a rank holds of x for backward, not the gathered x.
+With `optimize: memory`, `_gathered_linear` keeps what a rank holds of x for backward, not the gathered x.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_sizes
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
@@ -32,7 +31,14 @@ from smpkit.torch.tensor_parallel.layouts import (
 )
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
-__all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear", "unshard_features"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DistributedLinear",
+    "RowParallelLinear",
+    "shard_features",
+    "sum_shares",
+    "unshard_features",
+]
 
 
 class _Linear(DistributedModule):
@@ -85,7 +91,6 @@ class ColumnParallelLinear(_Linear):
         parts: sizes of layers packed into one along the output features (query, key and value, say), each of which is
             divided by itself.
         boundary: what comes in.
-        gather_output: return all features, of what this rank holds of the values; else this rank's features, of all.
     """
 
     def __init__(
@@ -96,33 +101,24 @@ class ColumnParallelLinear(_Linear):
         *,
         parts: tuple[int, ...] = (),
         boundary: Layout | None = None,
-        gather_output: bool = False,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, boundary, initializer_range)
-        if sum(parts or (out_features,)) != out_features:
-            raise UsageError(f"parts {parts} do not add up to out_features {out_features}")
-        if gather_output or parts:
-            for part in parts or (out_features,):
-                check_divisible("out_features", part)
-        if gather_output and len(parts) > 1:
-            raise UsageError("gather_output=True with several parts", hint="split the output first, then gather each")
-        self.gather_output = gather_output
+        for part in parts:
+            check_divisible("out_features", part)
         options: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
         self.weight = new_shard_parameter((out_features, in_features), 0, self.boundary, **options)
         self.bias = new_shard_parameter((out_features,), 0, self.boundary, **options) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., out_features / tp_size), of all values of the group; with `gather_output` see there."""
+        """Return (..., out_features / tp_size), of all values of the group."""
         if self._regathers_in_backward(x):
             assert self.boundary.dim is not None
-            output = gathered_linear(x, self.weight, self.bias, self.boundary.dim)
-        else:
-            output = self.project(enter_region(x, self.boundary))
-        return unshard_features(output, self.boundary) if self.gather_output else output
+            return _gathered_linear(x, self.weight, self.bias, self.boundary.dim)
+        return self.project(enter_region(x, self.boundary))
 
     def _regathers_in_backward(self, x: torch.Tensor) -> bool:
         # What needs no gradient is not kept for backward in the first place.
@@ -140,10 +136,7 @@ class RowParallelLinear(_Linear):
     Args:
         in_features, out_features: of the whole layer.
         bias: whether it has one; added once, to what this rank holds of the sum.
-        parts: sizes of what is packed along the input features, as in ColumnParallelLinear.
         boundary: what goes out.
-        input_is_split: the input has this rank's features of all values, as ColumnParallelLinear makes them; False: it
-            has all features of what this rank holds of the values.
     """
 
     def __init__(
@@ -152,33 +145,24 @@ class RowParallelLinear(_Linear):
         out_features: int,
         bias: bool = True,
         *,
-        parts: tuple[int, ...] = (),
         boundary: Layout | None = None,
-        input_is_split: bool = True,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, boundary, initializer_range)
-        for part in parts or (in_features,):
-            check_divisible("in_features", part)
-        if parts and not input_is_split:
-            raise UsageError("packed input features must come divided", hint="use `input_is_split=True`")
-        self.input_is_split = input_is_split
+        check_divisible("in_features", in_features)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, parts=parts, **options)
+        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, **options)
         self.bias = new_replicated_parameter((out_features,), self.boundary, **options) if bias else None
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., out_features) of what this rank holds of the values."""
-        features = x if self.input_is_split else shard_features(x, self.boundary)
-        output = leave_region(self.partial_output(features), self.boundary)
-        # After the sum: before it, the bias would be added once by every rank.
-        return output if self.bias is None else output + self.bias
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features) of what this rank holds of the values, from this rank's features of all."""
+        return sum_shares(self.project(features), self.boundary, self.bias)
 
-    def partial_output(self, features: torch.Tensor) -> torch.Tensor:
-        """Multiply only: for a caller that adds up several layers before one `leave_region`, and then their biases."""
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Multiply only: for a caller that adds up the shares of several layers before one `sum_shares`."""
         return functional.linear(features, self.weight)
 
 
@@ -203,15 +187,21 @@ class DistributedLinear(RowParallelLinear):
         *,
         boundary: Layout | None = None,
     ) -> None:
-        super().__init__(
-            in_features, out_features, bias, boundary=boundary, input_is_split=False, device=device, dtype=dtype
-        )
+        super().__init__(in_features, out_features, bias, boundary=boundary, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) for (..., in_features); without a batch dimension for (in_features,)."""
         if x.dim() == 1 and state.tp_size > 1:
-            return super().forward(x.unsqueeze(0)).squeeze(0)
-        return super().forward(x)
+            return DistributedLinear.forward(self, x.unsqueeze(0)).squeeze(0)
+        return super().forward(shard_features(x, self.boundary))
+
+
+def sum_shares(shares: torch.Tensor, boundary: Layout, *biases: torch.Tensor | None) -> torch.Tensor:
+    """Sum the ranks' shares of a row-parallel layer, and add biases: before the sum, each rank would add them."""
+    output = leave_region(shares, boundary)
+    for bias in biases:
+        output = output if bias is None else output + bias
+    return output
 
 
 def shard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
@@ -226,7 +216,7 @@ def unshard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     return collectives.gather_from_tp(x, -1) if boundary.dim is None else collectives.all_to_all(x, boundary.dim, -1)
 
 
-def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
+def _gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
     """Return `linear(gather_to_tp(x, dim), weight, bias)`, and gather `x` again in backward instead of keeping it.
 
     Otherwise every column-parallel layer would keep the input of all ranks until backward.

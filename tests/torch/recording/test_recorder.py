@@ -19,7 +19,7 @@ from smpkit.observe.merge import read_run
 from smpkit.observe.runs import RUN_DIR
 from smpkit.observe.trace import chrome_trace
 from smpkit.torch.core import devices
-from smpkit.torch.distributed import recorder
+from smpkit.torch.recording import recorder
 from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
 

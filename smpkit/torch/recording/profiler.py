@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +31,28 @@ class Profiler:
     def __init__(self, folder: Path, steps: range) -> None:
         self._folder, self._steps = folder, steps
         self._profile: Any = None
+        self._mark: Any = None
 
     def wants(self, number: int) -> bool:
         """Tell whether a step is one of them."""
         return number in self._steps
 
-    def before(self, number: int) -> None:
-        """Start, if the step that comes is the first of them; which takes time that is not the step's."""
+    def begin_step(self, number: int) -> None:
+        """Start the profile if the step that comes is the first of them, and mark the step if it is one of them."""
         if self.wants(number) and self._profile is None:
             self._profile = torch.profiler.profile(profile_memory=True)
             self._profile.start()
+        if self._profile is not None:
+            self._mark = torch.profiler.record_function(f"{PROFILED}{number}")
+            self._mark.__enter__()
 
-    def step(self, number: int) -> AbstractContextManager[Any]:
-        """Mark a step, if it is one of them."""
-        if self._profile is None:
-            return nullcontext()
-        return torch.profiler.record_function(f"{PROFILED}{number}")
+    def end_step(self) -> None:
+        """End the mark of a step."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
 
-    def after(self, number: int) -> None:
+    def after_step(self, number: int) -> None:
         """End the profile and write it, if the step was the last of them; all ranks come here."""
         if self._profile is None or number != self._steps[-1]:
             return

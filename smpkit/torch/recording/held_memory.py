@@ -9,49 +9,39 @@ the step began is `other` (inputs, buckets of gradients, without a GPU also Pyth
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from smpkit.observe.events import UNKNOWN
+from smpkit.observe.events import UNKNOWN, HeldBytes
 from smpkit.torch.core import devices, offloader
 from smpkit.torch.core.runtime import state
 
-__all__ = ["Held", "HeldMemory"]
+__all__ = ["HELD", "Held", "HeldMemory", "MostHeld", "bytes_on_device"]
 
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
-_SETTLED: Final = 4
-_EVERY: Final = 64
-"""How many steps lie between two looks at all parameters of a model, after its first ones."""
-
 
 Held: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """The values of a `HeldBytes`, in the order of its fields: one is made after each action of a step."""
+HELD: Final = tuple(field.name for field in fields(HeldBytes))
 
 
 class HeldMemory:
     """Measures this rank's memory; one for the life of a job."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._weights = 0
+        self._weights = self._states = self._gradients = self._all_gradients = 0
+        self._other = UNKNOWN
         self._parameters: list[tuple[torch.Tensor, int]] = []
         """Those that may have gradients, and how large these would be."""
-        self._all_gradients = 0
-        self._gradients = 0
-        self._states = 0
-        self._num_states = -1
-        self._other = UNKNOWN
         self._device = state.device
 
     def begin_step(self) -> Held:
-        """Measure again what changes between steps only."""
-        # Parameters seldom change after the first steps, which place, cast and shard them.
-        if self._num_steps < _SETTLED or self._num_steps % _EVERY == 0:
-            self._measure_model()
-        self._num_steps += 1
+        """Measure what changes between steps only, and what there is now."""
         self._device = state.device  # asked for once in a step: it costs more than what is measured
+        self._measure_model()
         self._measure_optimizer()
         self._gradients = self._gradient_bytes()
         use, allocated = offloader.current().use(), _allocated_bytes(self._device)
@@ -85,17 +75,14 @@ class HeldMemory:
             use.bytes_back,
         )
 
-    # --- what is held between steps -----------------------------------------------------------------------------------
-
     def _measure_model(self) -> None:
         model = state.model
         if model is None:
             return
-        tensors = [*model.local_parameters(), *_local_buffers(model)]
+        tensors = [*model.local_parameters(), *model.local_buffers()]
         self._weights = _storage_bytes(tensors)
-        self._parameters = [
-            (each, _num_bytes(each)) for each in tensors if isinstance(each, torch.nn.Parameter) and each.requires_grad
-        ]
+        trained = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad]
+        self._parameters = [(parameter, _local(parameter).nbytes) for parameter in trained]
         self._all_gradients = sum(size for _, size in self._parameters)
 
     def _measure_optimizer(self) -> None:
@@ -103,43 +90,56 @@ class HeldMemory:
         if optimizer is None:
             return
         states: Any = getattr(optimizer.optimizer, "state", {})
-        if len(states) == self._num_states:
-            return
-        self._num_states = len(states)
+        values = [value for kept in states.values() if isinstance(kept, dict) for value in kept.values()]
         masters = [] if optimizer.masters is None else optimizer.masters.masters().values()
-        self._states = _storage_bytes([*_tensors_of(states), *masters])
+        self._states = _storage_bytes([*(value for value in values if isinstance(value, torch.Tensor)), *masters])
 
     def _gradient_bytes(self) -> int:
         with _NoTorchFunction():  # the streams of random numbers see what is asked of tensors during a step
             return sum([size for parameter, size in self._parameters if parameter.grad is not None])
 
 
-def _local_buffers(model: Any) -> Iterable[torch.Tensor]:
-    found = getattr(model, "local_buffers", None)
-    return () if found is None else found()
+class MostHeld:
+    """The most bytes that a rank has held in a step: of each kind, and at once with offloaded ones and without."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, int] = {}
+        """The moments of these may differ."""
+        self.on_device = 0
+        self.with_offloaded = 0
+        """What it would have been with everything kept on the device."""
+
+    def add(self, samples: Sequence[Held]) -> None:
+        """Take in what was measured during a step."""
+        for name, values in zip(HELD, zip(*samples, strict=True), strict=False):
+            if (value := max(values)) != UNKNOWN:
+                self.kinds[name] = max(value, self.kinds.get(name, 0))
+        for held in samples:
+            on_device = bytes_on_device(held)
+            self.on_device = max(self.on_device, on_device)
+            self.with_offloaded = max(self.with_offloaded, on_device + held[_OFFLOADED])
 
 
-def _tensors_of(states: Any) -> Iterator[torch.Tensor]:
-    for kept in states.values():
-        for value in kept.values() if isinstance(kept, dict) else ():
-            if isinstance(value, torch.Tensor):
-                yield value
+_OFFLOADED: Final = HELD.index("offloaded")
+
+
+def bytes_on_device(held: Held) -> int:
+    """Return what a rank held on its device, without what is unknown."""
+    weights, gradients, states, activations, parked, _, other, _, _ = held
+    return weights + gradients + states + max(0, activations) + parked + max(0, other)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the size of distinct storages."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        part = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        if part.device.type != "meta" and part.layout is torch.strided:
-            storage = part.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.numel() * part.element_size()
+    parts = [part for part in map(_local, tensors) if part.device.type != "meta" and part.layout is torch.strided]
+    storages = {storage._cdata: storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
+    return sum(storages.values())
 
 
 # --- the allocator ----------------------------------------------------------------------------------------------------
@@ -148,31 +148,13 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 class _MallInfo(ctypes.Structure):
     """The result of `mallinfo2`, of glibc 2.33 and later."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def _find_mallinfo() -> Any:
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is not None:
-        function.restype = _MallInfo
-    return function
-
-
-_mallinfo: Final = _find_mallinfo()
+_mallinfo: Final = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _MallInfo
 
 
 def _allocated_bytes(device: torch.device) -> int | None:
