@@ -15,11 +15,10 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
-
-import tomllib
 
 import smpkit
 from scripts import links

@@ -53,7 +53,7 @@ class _Log:
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(dict(values), step=self._last)
-            except Exception as error:  # noqa: PERF203 - of any service: training must not end because of it
+            except Exception as error:
                 self._trackers.remove(tracker)
                 warn_user(f"{tracker.name} failed, and gets no more values: {type(error).__name__}: {error}")
 
@@ -62,7 +62,7 @@ class _Log:
         for tracker in self._trackers:
             try:
                 tracker.finish()
-            except Exception as error:  # noqa: PERF203 - as above
+            except Exception as error:
                 warn_user(f"{tracker.name} failed as it was closed: {type(error).__name__}: {error}")
 
 

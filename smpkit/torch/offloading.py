@@ -35,7 +35,7 @@ from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Offloading", "offload_activations", "offload_report", "offloads"]
 

@@ -18,9 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-from typing_extensions import Self
+from typing import Final, Self
 
 __all__ = ["HangWatch", "join"]
 

@@ -149,6 +149,6 @@ class Job:
             try:
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # noqa: PERF203
+            except OSError:
                 continue
         return found

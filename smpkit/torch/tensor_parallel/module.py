@@ -14,7 +14,7 @@ from smpkit.torch.placement.shards import copy_mark_to, shard_of, take_shard
 from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_shard", "load_shard"]
 
