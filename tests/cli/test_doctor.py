@@ -74,7 +74,7 @@ def test_the_first_gpu_and_a_small_shared_memory_are_told(tmp_path: Path, monkey
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 2**20, "total": 2**26}))
     found = {finding.what: finding for finding in machine.check_machine(shared=tmp_path)}
     assert found["gpus"].text == "2 GPUs: NVIDIA H100, 81559 MiB, driver 570.1"
-    assert found["shared memory"].text.endswith("1 MiB free of 64 MiB")
+    assert found["shared memory"].text.endswith("1.0 MiB free of 64.0 MiB")
     assert found["shared memory"].hint is not None
 
 
