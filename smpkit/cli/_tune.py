@@ -24,7 +24,7 @@ from smpkit.plan.tune.features import peak_of
 from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
-from smpkit.plan.tune.search import Found, search
+from smpkit.plan.tune.search import SearchResult, search
 from smpkit.units import seconds
 
 __all__ = ["run"]
@@ -79,24 +79,24 @@ def run(
     if not world.parameters.auto_partition:
         _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
     given = world.parameters.given()
-    found = search(job, given, budget_seconds=seconds)
+    result = search(job, given, budget_seconds=seconds)
     if as_json:
-        click.echo(json.dumps(_as_plain(world.name, job, found, given, top), indent=2))
+        click.echo(json.dumps(_as_plain(world.name, job, result, given, top), indent=2))
     else:
-        click.echo("\n".join(_report(world.name, job, found, given, top)))
-    if not found.best:
-        raise _nothing_fits(found)
+        click.echo("\n".join(_report(world.name, job, result, given, top)))
+    if not result.best:
+        raise _nothing_fits(result)
     if write:
-        _write(file, found.best[0])
+        _write(file, result.best[0])
     elif not as_json:
         _console.current().hint(f"`--write` changes {file} to the first one; its comments stay")
 
 
-def _nothing_fits(found: Found) -> SmpkitError:
-    if found.nearest is None:
+def _nothing_fits(result: SearchResult) -> SmpkitError:
+    if result.nearest is None:
         hint = "`--batch` must be divisible by the replicas and microbatches"
         return SmpkitError("no configuration fits", hint=hint)
-    config, nearest = found.nearest
+    config, nearest = result.nearest
     degrees = f"pipeline {config.pipeline_parallel_degree} × tensor {config.tensor_parallel_degree}"
     lacks = f"lacks {nearest.missing_bytes / _GIB:.2f} GiB: {nearest.reason}"
     return SmpkitError(
@@ -116,6 +116,8 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
             hint = "`smpkit calibrate` writes them; give its file as `--calibration`, or name a `--machine`"
             raise UsageError("the job is for this machine, of which no facts are given", hint=hint)
         return published(kind, tflops=tflops)
+    if tflops is not None:
+        raise UsageError("`--tflops` says nothing beside `--calibration`, which has it", hint="remove one of them")
     calibration, console = read_calibration(path), _console.current()
     measured = calibration.machine
     if kind == "local":
@@ -195,24 +197,24 @@ def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
 # --- in tables --------------------------------------------------------------------------------------------------------
 
 
-def _report(name: str, job: Job, found: Found, given: Mapping[str, Any], top: int) -> Iterator[str]:
-    """Yield what was found, the most important last but one: settings after the tables."""
+def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> Iterator[str]:
+    """Yield what was result, the most important last but one: settings after the tables."""
     model = next(iter(job.models.values()))
     where = f"{job.ranks} rank{'s' * (job.ranks != 1)} on {job.hosts} host{'s' * (job.hosts != 1)}"
     yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
     yield from fold("facts     ", [job.machine.source], width())
     yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"
-    searched = f"{found.num_predicted} of {found.num_candidates} configurations predicted in {found.seconds:.1f} s"
-    left = [f"one of the others could be {found.unseen_gap:.0%} faster at most"] if found.unseen_gap else []
+    searched = f"{result.num_predicted} of {result.num_candidates} configurations predicted in {result.seconds:.1f} s"
+    left = [f"one of the others could be {result.unseen_gap:.0%} faster at most"] if result.unseen_gap else []
     yield from fold("search    ", [f"{searched}{';' * bool(left)}", *left], width(), " ")
-    if found.best:
+    if result.best:
         yield ""
-        yield from _ranking(found, found.best[:top])
+        yield from _ranking(result, result.best[:top])
         yield ""
-        yield from _details(found.best[0], job, given)
-    if found.ruled_out:
+        yield from _details(result.best[0], job, given)
+    if result.ruled_out:
         yield ""
-        yield from _ruled_out(list(found.ruled_out.items()))
+        yield from _ruled_out(list(result.ruled_out.items()))
     for note in _notes(job):
         yield f"note      {printable(note)}"
 
@@ -221,15 +223,15 @@ def _notes(job: Job) -> list[str]:
     return list(dict.fromkeys(note.strip() for model in job.models.values() for note in model.notes))
 
 
-def _ranking(found: Found, best: Sequence[Prediction]) -> Iterator[str]:
+def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
     head = ["", "pp×tp×dp", "shared", "microbatches", "schedule", "layers", "step", "tokens/s"]
     rows = [[*head, "bubble", "communication", "stall", "GiB", "binds"]]
     rows += [[str(number), *_cells(each)] for number, each in enumerate(best, 1)]
-    if isinstance(found.present, Prediction):
-        rows.append(["as it is", *_cells(found.present)])
+    if isinstance(result.present, Prediction):
+        rows.append(["as it is", *_cells(result.present)])
     yield from table(rows, width())
-    if isinstance(found.present, RuledOut):
-        yield f"as it is, the job has no step: {found.present.reason}"
+    if isinstance(result.present, RuledOut):
+        yield f"as it is, the job has no step: {result.present.reason}"
 
 
 def _cells(each: Prediction) -> list[str]:
@@ -284,9 +286,9 @@ def _ruled_out(reasons: Sequence[tuple[str, int]]) -> Iterator[str]:
 # --- for programs -----------------------------------------------------------------------------------------------------
 
 
-def _as_plain(name: str, job: Job, found: Found, given: Mapping[str, Any], top: int) -> dict[str, Any]:
+def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> dict[str, Any]:
     """Return what is shown, as JSON has it."""
-    present, nearest = found.present, found.nearest
+    present, nearest = result.present, result.nearest
     return {
         "name": name or None,
         "ranks": job.ranks,
@@ -295,14 +297,14 @@ def _as_plain(name: str, job: Job, found: Found, given: Mapping[str, Any], top: 
         "usable_bytes": usable_bytes(job.machine),
         "samples": job.samples,
         "tokens": job.tokens,
-        "candidates": found.num_candidates,
-        "predicted": found.num_predicted,
-        "seconds": found.seconds,
-        "unseen_gap": found.unseen_gap,
-        "best": [_prediction_as_plain(each, given) for each in found.best[:top]],
+        "candidates": result.num_candidates,
+        "predicted": result.num_predicted,
+        "seconds": result.seconds,
+        "unseen_gap": result.unseen_gap,
+        "best": [_prediction_as_plain(each, given) for each in result.best[:top]],
         "present": _prediction_as_plain(present, given) if isinstance(present, Prediction) else None,
         "present_reason": present.reason if isinstance(present, RuledOut) else None,
-        "ruled_out": found.ruled_out,
+        "ruled_out": result.ruled_out,
         "nearest": None if nearest is None else {"parameters": nearest[0].given(), **asdict(nearest[1])},
         "notes": _notes(job),
     }

@@ -206,7 +206,7 @@ def memory_of_ranks(
     held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
-    found = []
+    memories = []
     for rank, names in enumerate(held):
         if only not in (None, rank):
             continue
@@ -228,7 +228,7 @@ def memory_of_ranks(
         on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
         other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
         activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
-        found.append(
+        memories.append(
             RankMemory(
                 num_parameters=sum(tensor.num_elements for tensor in tensors),
                 dtypes=_by_dtype(tensors),
@@ -244,7 +244,7 @@ def memory_of_ranks(
                 step_bytes=_bytes(masters),
             )
         )
-    return tuple(found)
+    return tuple(memories)
 
 
 def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:

@@ -145,6 +145,8 @@ def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: S
     assert done.exit_code == 2
     assert "`lab.json` cannot be used for `ml.p4d.24xlarge`, which has NVIDIA A100 40 GB" in done.stderr
     assert "it was measured on `lab`, whose ranks compute on Some GPU" in done.stderr
+    twice = tune(smpkit, "--calibration", "lab.json", "--tflops", "9")
+    assert (twice.exit_code, "`--tflops` says nothing beside `--calibration`" in twice.stderr) == (2, True)
     local = tune(smpkit, "--set", "compute.instance_type=local", "--calibration", "lab.json")
     assert local.exit_code == 2
     assert "`lab.json` cannot be used for this machine: it was measured on `lab`" in local.stderr

@@ -221,11 +221,11 @@ def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
 def _sums(layers: Sequence[ChainLayer], limits: ChainLimits) -> tuple[list[list[_State]], bool]:
     """Return the sums of each case of [Note: sums], and whether none had to be merged."""
     free = [each for each in layers if each.input_bytes]
-    found = [_sums_of_case(layers, limits, 0, 0)]
+    cases = [_sums_of_case(layers, limits, 0, 0)]
     for largest in sorted({each.saved_bytes for each in free}):
         inputs = {each.input_bytes for each in free if each.saved_bytes <= largest and Choice.OFFLOAD in limits.allowed}
-        found += [_sums_of_case(layers, limits, largest, window) for window in (0, *sorted(inputs))]
-    return [states for states, _ in found], all(complete for _, complete in found)
+        cases += [_sums_of_case(layers, limits, largest, window) for window in (0, *sorted(inputs))]
+    return [states for states, _ in cases], all(complete for _, complete in cases)
 
 
 def _sums_of_case(
@@ -298,20 +298,20 @@ def _undominated(states: list[_State]) -> list[_State]:
 def _merged(states: Sequence[_State], room: float) -> list[_State]:
     """Return the fastest sum of each hundredth of the device."""
     cell = max(room / 100, 1.0)
-    found: dict[tuple[int, bool], _State] = {}
+    fastest: dict[tuple[int, bool], _State] = {}
     for state in states:  # the fastest come first
-        found.setdefault((int(state[1] // cell), state[2] > 0), state)
-    return list(found.values())
+        fastest.setdefault((int(state[1] // cell), state[2] > 0), state)
+    return list(fastest.values())
 
 
 def _unfold(state: _State) -> tuple[Choice, ...]:
-    found: list[Choice] = []
+    choices: list[Choice] = []
     link = state[3]
     while link is not None:
         choice, rest = link
-        found.append(choice)
+        choices.append(choice)
         link = rest  # type: ignore[assignment]  # a chain of pairs has no type of its own
-    return tuple(reversed(found))
+    return tuple(reversed(choices))
 
 
 def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -320,7 +320,7 @@ def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[C
     alike: dict[ChainLayer, list[Choice]] = {}
     for layer, choice in zip(layers, choices, strict=True):
         alike.setdefault(layer, []).append(choice)
-    turns = {layer: iter(sorted(found, key=order.index)) for layer, found in alike.items()}
+    turns = {layer: iter(sorted(some, key=order.index)) for layer, some in alike.items()}
     return tuple(next(turns[layer]) for layer in layers)
 
 

@@ -41,7 +41,7 @@ def features(
     config: ModelParallelConfig, num_ranks: int, model: ModelFacts, speed: Speed, optimizer: str, plan: Plan
 ) -> list[Feature]:
     """Return the features that change what ranks hold, those that save most first."""
-    found = []
+    known = []
     replicas = num_ranks // (config.pipeline_parallel_degree * config.tensor_parallel_degree)
     layers = layers_of(model)
     for change in memory_changes(config, replicas, can_checkpoint=bool(layers), is_checkpointed=model.has_boundaries):
@@ -65,14 +65,14 @@ def features(
         time = _of_sample(without)
         cost = _of_sample(with_it) / time - 1 if time else 0.0
         if saved or host:
-            found.append(Feature(change.setting, change.is_on, peak_of(changed), saved, cost, max(0, host)))
-    return sorted(found, key=lambda each: each.saved_bytes, reverse=True)
+            known.append(Feature(change.setting, change.is_on, peak_of(changed), saved, cost, max(0, host)))
+    return sorted(known, key=lambda feature: feature.saved_bytes, reverse=True)
 
 
 def remedy(known: Sequence[Feature], limit_bytes: float) -> Feature | None:
     """Return the one change by which the model fits, of several the one that costs least time; None: none does."""
-    fitting = [each for each in known if not each.is_on and each.peak_bytes <= limit_bytes]
-    return min(fitting, key=lambda each: each.cost, default=None)
+    fitting = [feature for feature in known if not feature.is_on and feature.peak_bytes <= limit_bytes]
+    return min(fitting, key=lambda feature: feature.cost, default=None)
 
 
 def automatic(
@@ -88,8 +88,8 @@ def automatic(
         return None
     costs = {unit.cost.name: unit.cost for unit in model.units}
     present = {name: Choice.RECOMPUTE if costs[name].boundary_bytes else Choice.KEEP for name in layers}
-    found = choose_layers(config, plan, layers, present, (limit_bytes, inf), speed, on_host=on_host)
-    return None if isinstance(found, RuledOut) else found[0]
+    chosen = choose_layers(config, plan, layers, present, (limit_bytes, inf), speed, on_host=on_host)
+    return None if isinstance(chosen, RuledOut) else chosen[0]
 
 
 def peak_of(plan: Plan) -> int:

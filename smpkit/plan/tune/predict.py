@@ -187,12 +187,12 @@ def predict(config: ModelParallelConfig, job: Job, *, schedule: Schedule | None 
             return RuledOut("partition", error.problems[0].message)
         if all(each.total_bytes <= room[0] and each.host_bytes <= room[1] for each in plan.memory):
             return _prediction(config, job, model, plan, mesh, speed, choices, gap)
-        found = choose_layers(config, plan, layers, choices, room, speed, on_host=job.machine.on_host)
-        if isinstance(found, RuledOut):
-            return found
-        if found[0] == choices:
+        others = choose_layers(config, plan, layers, choices, room, speed, on_host=job.machine.on_host)
+        if isinstance(others, RuledOut):
+            return others
+        if others[0] == choices:
             break
-        choices, gap = found
+        choices, gap = others
     stage, memory = max(enumerate(plan.memory), key=lambda pair: pair[1].total_bytes)
     missing = memory.total_bytes - room[0]
     return RuledOut("memory", f"stage {stage} needs {amount(memory.total_bytes)}", max(0, missing))
@@ -344,16 +344,16 @@ class Layer:
 def layers_of(model: ModelFacts) -> dict[str, Layer]:
     """Return the units that can be recomputed: the repeated blocks, each with what the unit before hands to it."""
     blocks = {name for block in model.blocks for name in block}
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     before = 0
     for unit in model.units:
         cost = unit.cost
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
             # What a recomputation makes is an upper bound of what a layer keeps, where that is not known.
             saved = cost.activation_bytes - cost.boundary_bytes + (cost.spared_bytes or cost.recomputed_bytes)
-            found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
+            layers[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
         before = cost.output_bytes
-    return found
+    return layers
 
 
 def choose_layers(

@@ -21,7 +21,7 @@ from smpkit.plan.mesh import Mesh
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, predict, usable_bytes
 
-__all__ = ["Found", "search"]
+__all__ = ["SearchResult", "search"]
 
 _VARIED: Final = 4
 """Around how many of the best the rest is varied."""
@@ -42,8 +42,8 @@ _DEFAULTS: Final = {"shard_optimizer_state": False, "sharded_data_parallel_degre
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found."""
+class SearchResult:
+    """What a search came to."""
 
     best: tuple[Prediction, ...]
     """The fastest first."""
@@ -63,7 +63,7 @@ class Found:
 
 def search(
     job: Job, given: Mapping[str, Any], *, budget_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
-) -> Found:
+) -> SearchResult:
     """Return the best configurations.
 
     Args:
@@ -85,7 +85,7 @@ def search(
     gap = 0.0
     if unseen is not None:
         gap = max(0.0, 1 - unseen / ranking[0].step_seconds) if ranking else 1.0
-    return Found(
+    return SearchResult(
         best=tuple(ranking),
         present=present,
         num_candidates=len(seen.accepted_ones) + len(seen.refused),
@@ -143,16 +143,23 @@ class _Seen:
             self.outcomes[text] = predict(config, self.job)
         return self.outcomes[text]
 
+    @property
+    def num_predicted(self) -> int:
+        return sum(isinstance(each, Prediction) or each.kind != "states" for each in self.outcomes.values())
+
     def ranking(self) -> list[Prediction]:
         """Return what fits, the fastest first; of those as fast the one that changes least."""
-        found = [each for each in self.outcomes.values() if isinstance(each, Prediction)]
-        unit = _WORTH * min((each.step_seconds for each in found), default=1.0)
+        predictions = [outcome for outcome in self.outcomes.values() if isinstance(outcome, Prediction)]
+        unit = _WORTH * min((prediction.step_seconds for prediction in predictions), default=1.0)
 
         def changes(prediction: Prediction) -> int:
             values = prediction.config.given()
             return sum(values.get(key) != self.given.get(key) for key in {*values, *self.given})
 
-        return sorted(found, key=lambda each: (round(each.step_seconds / unit), changes(each), each.step_seconds))
+        def order(prediction: Prediction) -> tuple[int, int, float]:
+            return round(prediction.step_seconds / unit), changes(prediction), prediction.step_seconds
+
+        return sorted(predictions, key=order)
 
     def reasons(self) -> dict[str, int]:
         """Return why configurations are none, the most frequent reason first."""
@@ -160,16 +167,18 @@ class _Seen:
             "memory": "do not fit the device, however much is recomputed or offloaded",
             "states": "weights, gradients and states alone do not fit",
         }
-        ruled_out = [each for each in self.outcomes.values() if isinstance(each, RuledOut)]
-        found = Counter(sentences.get(each.kind, each.reason) for each in ruled_out) + Counter(self.refused.values())
-        return dict(found.most_common())
+        counts = Counter(self.refused.values())
+        for outcome in self.outcomes.values():
+            if isinstance(outcome, RuledOut):
+                counts[sentences.get(outcome.kind, outcome.reason)] += 1
+        return dict(counts.most_common())
 
     def nearest(self) -> tuple[ModelParallelConfig, RuledOut] | None:
         """Return the configuration that lacks least memory."""
         lacking = [
-            (self.accepted_ones[text], each)
-            for text, each in self.outcomes.items()
-            if isinstance(each, RuledOut) and each.missing_bytes
+            (self.accepted_ones[text], outcome)
+            for text, outcome in self.outcomes.items()
+            if isinstance(outcome, RuledOut) and outcome.missing_bytes
         ]
         return min(lacking, key=lambda pair: pair[1].missing_bytes, default=None)
 
@@ -196,15 +205,15 @@ def _predict_best(
     Returns:
         The bound of the first that was left although it could be best.
     """
-    best = min((each.step_seconds for each in seen.ranking()), default=None)
-    for bound, config in sorted(((_bound(seen.job, each), each) for each in configs), key=lambda pair: pair[0]):
+    best = min((prediction.step_seconds for prediction in seen.ranking()), default=None)
+    for bound, config in sorted(((_bound(seen.job, config), config) for config in configs), key=lambda pair: pair[0]):
         if best is not None and bound >= best:
             return None
         if clock() > (patience if best is None else end):
             return bound
-        found = seen.outcome(config)
-        if isinstance(found, Prediction) and (best is None or found.step_seconds < best):
-            best = found.step_seconds
+        outcome = seen.outcome(config)
+        if isinstance(outcome, Prediction) and (best is None or outcome.step_seconds < best):
+            best = outcome.step_seconds
     return None
 
 
@@ -241,9 +250,9 @@ def _combinations(seen: _Seen) -> Iterator[dict[str, Any]]:
                 if job.samples % readers:
                     seen.refuse(values, "the samples of a step cannot be divided over the replicas")
                     continue
-                possible = [each for each in _divisors(job.samples // readers) if each <= _MOST_MICROBATCHES]
+                possible = [rounds for rounds in _divisors(job.samples // readers) if rounds <= _MOST_MICROBATCHES]
                 # Fewer than there are stages leave some idle all the time; they count where there are not more.
-                for rounds in [each for each in possible if each >= stages] or possible[-1:]:
+                for rounds in [rounds for rounds in possible if rounds >= stages] or possible[-1:]:
                     yield {**values, "microbatches": rounds}
 
 
@@ -260,7 +269,7 @@ def _shared(job: Job, replicas: int, degree: int) -> Iterator[dict[str, Any]]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -287,7 +296,7 @@ def _least_bytes(job: Job, config: ModelParallelConfig) -> float:
     degree, stages = config.tensor_parallel_degree, config.pipeline_parallel_degree
     replicas = job.ranks // (degree * stages)
     # Tensors of the first tensor rank, one stage of them on a rank.
-    weights = sum(each.num_bytes for each in job.models[degree].tensors.values() if each.trainable) / stages
+    weights = sum(tensor.num_bytes for tensor in job.models[degree].tensors.values() if tensor.trainable) / stages
     if config.sharded_data_parallel_degree > 1:
         return 4 * weights / config.sharded_data_parallel_degree
     states = 2 * weights / (replicas * degree if config.shard_optimizer_state else 1)
