@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
+from smpkit_estimator.backend import Clock
 
-class FakeClock:
+
+class FakeClock(Clock):
     def __init__(self, now: datetime | None = None) -> None:
         self._now, self.slept = now or datetime.now(timezone.utc), 0.0
 

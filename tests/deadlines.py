@@ -31,8 +31,9 @@ def facts() -> TCPStore:
 
 def wait_shortly(seconds: float = 1) -> None:
     """Let this rank wait for nobody longer from now on; the others may come as late as the machine lets them."""
-    failure_store = deadline.failure_store()
-    assert failure_store is not None
+    failures = deadline.current_failures()
+    assert failures is not None
+    failure_store = failures.store
     failure_store.timeout = timedelta(seconds=seconds)
     for group in failure_store.groups():
         group.set_timeout(failure_store.timeout)
@@ -48,20 +49,21 @@ def let_judge(judge: int, heard: Sequence[int]) -> None:
     """
     hear = deadline._collect_statuses
 
-    def patiently(failure_store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
-        if failure_store.rank == judge:
+    def patiently(store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
+        if store.rank == judge:
             wait_for_notes(heard)
         else:
-            _until(lambda: failure_store.failure() is not None, f"the verdict of rank {judge}")
-        return hear(failure_store, peers)
+            _until(lambda: store.failure() is not None, f"the verdict of rank {judge}")
+        return hear(store, peers)
 
     deadline._collect_statuses = patiently
 
 
 def wait_for_notes(ranks: Sequence[int]) -> None:
     """Wait until all of some ranks have said what they waited in when it failed."""
-    failure_store = deadline.failure_store()
-    assert failure_store is not None
+    failures = deadline.current_failures()
+    assert failures is not None
+    failure_store = failures.store
     _until(lambda: len(failure_store.statuses(ranks)) == len(ranks), f"notes of the ranks {ranks}")
 
 

@@ -354,6 +354,9 @@ WITH_PLANS: dict[str, Case] = {
     "balanced Mixtral": divisible(
         "Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=3.0, **EAGER
     ),
+    "MiMoV2Flash": divisible(  # values of another width than keys, twice as many heads of both in the second layer
+        "MiMoV2Flash", head_dim=8, v_head_dim=4, mlp_layer_types=["dense"] * 2, **EAGER
+    ),
     "Qwen3Moe": divisible("Qwen3Moe", num_experts=4, moe_intermediate_size=12, head_dim=8, **EAGER),
 }
 """Divided as their own `_tp_plan` says."""
@@ -382,8 +385,10 @@ PARTLY_DIVIDED: dict[str, Case] = {
     "Llama of three heads": divisible(
         "Llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3, head_dim=8
     ),
+    "Doge": divisible("Doge"),
 }
-"""What mixes positions is whole on each of two ranks: linear attention, and heads that they do not divide."""
+"""What mixes positions is whole on each of two ranks: linear attention, heads that they do not divide, masks that heads
+share."""
 
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
 

@@ -23,5 +23,4 @@ def test_a_dry_run_starts_parts_and_leaves_a_folder(tmp_path: Path) -> None:
     [engine] = Record.read(folder).outcomes.values()
     assert engine.state == "passed"
     assert engine.tests, "no test was collected"
-    assert "torch 2." in (folder / "versions.txt").read_text()
-    assert {"junit.xml", "summary.md"} <= {path.name for path in folder.iterdir()}
+    assert "torch 2." in (folder / "summary.md").read_text()

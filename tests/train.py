@@ -29,7 +29,7 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.transport import Transport
-from smpkit.torch.placement.trace import units_of
+from smpkit.torch.placement.units import units_of
 from smpkit.torch.step import StepOutput, collate
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
 from tests.chosen_device import chosen_device

@@ -29,8 +29,8 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.observe.status import STATUS_DIR
 from smpkit.torch.core import status
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import recorder
-from smpkit.torch.distributed.run_meter import Sampling
+from smpkit.torch.recording import recorder
+from smpkit.torch.recording.run_meter import Sampling
 
 WIDTH, LAYERS, MICROBATCHES = 8, 8, 4
 WARM_UPS, TURNS, COUNTED, EVERY = 40, 400, 10, 50

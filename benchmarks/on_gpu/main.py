@@ -9,21 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
-from benchmarks.on_gpu import wheels
 from benchmarks.on_gpu.parts import JOURNAL, PARTS, ROOT, Part, over_nccl
-from benchmarks.on_gpu.processes import Running, start
-from benchmarks.on_gpu.record import Outcome, Record, outcome_of, tests_in
+from benchmarks.on_gpu.record import Outcome, Record, ended_part, tests_in
 
 _TOGETHER: Final = 4
 """So many parts run at once that share the GPU; each starts two ranks at a time."""
@@ -31,61 +29,46 @@ _DRY_FACTOR: Final = 4
 """Limits are those of a machine with a GPU; one without is slower."""
 _WORTH_SECONDS: Final = 20.0
 """Less time is not enough to start a part."""
-_NEEDED: Final = (
-    *("torch", "numpy", "pydantic", "transformers", "accelerate"),
-    *("hypothesis", "pytest", "pytest_timeout", "xdist"),
-)
-"""Modules without which most parts cannot start."""
+_GRACE_SECONDS: Final = 3.0
+_MARK: Final = "GPU_PART"
+"""A variable that a part's processes inherit, by which they are found wherever they have gone."""
+_NEEDED: Final = ["torch", "numpy", "transformers", "accelerate", "hypothesis", "pytest", "pytest_timeout", "xdist"]
+"""Modules without which most parts cannot start, and that no wheels bring."""
+_CARRIED: Final = [
+    *("click", "cloudpickle", "jinja2", "pathspec", "pydantic", "PyYAML", "rich", "ruamel.yaml", "safetensors", "tqdm")
+]
+"""What smpkit and its tests import beside them: what a machine with torch and transformers may lack."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.list:
-        for part in options.parts:
-            if part.by_default:
-                print(f"{part.name:24} {part.seconds:4.0f} s  {part.title}")
-        files = [part.name for part in options.parts if not part.by_default]
-        print(
-            f"all                               every test with a GPU in sight, {len(files)} files such as `{files[0]}`"
-        )
+        print("\n".join(f"{part.name:24} {part.seconds:4.0f} s  {part.title}" for part in PARTS))
         return 0
-    began = time.monotonic()
-    site = None
-    if options.wheels is not None:
-        if not list(options.wheels.glob("*.whl")):
-            print("\n".join(wheels.fetch(options.wheels)))
-            print(f"wheels are in {options.wheels}; take them along and run this again where the GPU is")
-            return 0
-        site = tempfile.mkdtemp(prefix="smpkit-gpu-site.")
-        wheels.install(options.wheels, Path(site))
-    try:
-        return _run(options, site, began + options.budget)
-    finally:
-        if site is not None:
-            shutil.rmtree(site, ignore_errors=True)
+    deadline = time.monotonic() + options.budget
+    if options.wheels is not None and not list(options.wheels.glob("*.whl")):
+        _fetch(options.wheels)
+        print(f"wheels are in {options.wheels}; take them along and run this again where the GPU is")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="smpkit-gpu.") as scratch:
+        return _run(options, Path(scratch), deadline)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("scripts/gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="say what there is to run")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="run these; `all` stands for test 15, file by file")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run these")
     parser.add_argument("--out", type=Path, help="the results' folder (default: benchmarks/results/GPU-DATE)")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="add what a run has left out to its results")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install its wheels; empty: fetch them, and end")
     parser.add_argument("--nccl", metavar="PATH", help="a libnccl.so.2 >= 2.30: also run two ranks on the GPU over it")
     parser.add_argument("--dry-run", action="store_true", help="start every part without a GPU, as small as can be")
     options = parser.parse_args(arguments)
-    known = [*PARTS, over_nccl(options.nccl)] if options.nccl else list(PARTS)
-    names = {part.name for part in known}
-    options.parts = known
-    options.chosen = [part for part in known if part.by_default]
-    if options.only:
-        everything = {part.name for part in known if part.name.startswith("all:")}
-        chosen = set(options.only) - {"all"} | (everything if "all" in options.only else set())
-        if unknown := sorted(chosen - names):
-            parser.error(f"there is no part `{unknown[0]}`; --list names them")
-        options.chosen = [part for part in known if part.name in chosen]
+    parts = [*PARTS, over_nccl(options.nccl)] if options.nccl else list(PARTS)
+    if options.only and (unknown := sorted(set(options.only) - {part.name for part in parts})):
+        parser.error(f"there is no part `{unknown[0]}`; --list names them")
+    options.chosen = [part for part in parts if not options.only or part.name in options.only]
     if options.resume is not None and options.out is not None:
         parser.error("--resume says where the results are; leave out --out")
     if options.budget <= 0:
@@ -93,17 +76,27 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace, site: str | None, deadline: float) -> int:
+def _run(options: argparse.Namespace, scratch: Path, deadline: float) -> int:
     gpu = _answer("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     if not (gpu or options.dry_run):
         print("error: nvidia-smi shows no GPU; --dry-run does without one", file=sys.stderr)
         return 2
-    variables = _variables(site)
-    if missing := _missing(variables):
+    variables = {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (ROOT, ROOT / "estimator", ROOT / "container", scratch / "site", os.getenv("PYTHONPATH", "")))
+        ),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # Ranks are forked from a server; where that had asked CUDA for GPUs, they could not use them.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    if options.wheels is not None:
+        _install(options.wheels, scratch / "site")
+    code = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+    if missing := _answer(sys.executable, "-c", code, *_NEEDED, variables=variables):
         print(
-            f"error: {sys.executable} lacks {', '.join(missing)}\n"
-            "hint: `scripts/lint` installs everything into .venv; PYTHON=... names another interpreter; where there is"
-            " no network, take `--wheels FOLDER` along",
+            f"error: {sys.executable} lacks {missing}\n"
+            "hint: `scripts/lint` installs everything into .venv; PYTHON=... names another interpreter",
             file=sys.stderr,
         )
         return 2
@@ -111,15 +104,46 @@ def _run(options: argparse.Namespace, site: str | None, deadline: float) -> int:
     folder = options.resume or options.out or _default_folder(record, dry=options.dry_run)
     left = [part for part in options.chosen if not (known := record.outcomes.get(part.name)) or not known.is_over]
     print(f"{len(left)} parts; results in {folder}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="smpkit-gpu.") as scratch, _mps(options, Path(scratch)) as sharing:
-        left = [
-            replace(part, environment={**part.environment, **sharing}) if part.name == "nccl" else part for part in left
-        ]
-        _Queue(left, record, folder, Path(scratch), variables, dry=options.dry_run).run(deadline)
+    _Queue(left, record, folder, scratch, variables, options.dry_run).run(deadline)
     bad = [outcome.name for outcome in record.outcomes.values() if outcome.state != "passed"]
     print(f"{len(record.outcomes) - len(bad)} parts passed" + (f"; not: {', '.join(bad)}" if bad else ""))
     print(f"{folder}/summary.md")
     return 1 if bad else 0
+
+
+# --- parts as processes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A part that runs in a process group of its own."""
+
+    process: subprocess.Popen[bytes]
+    journal: Path
+    output: Path
+    started: float
+    limit: float
+    mark: str
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def end(self) -> int:
+        """End what is left of it, and return its exit status; negative: the signal that ended it.
+
+        Ranks have sessions of their own where torchrun started them, so they are found by what they inherited.
+        """
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun ends its ranks, pytest its workers
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_SECONDS)
+        marked = f"{_MARK}={self.mark}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if marked in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+        return self.process.wait()
 
 
 @dataclass
@@ -130,85 +154,79 @@ class _Queue:
     record: Record
     folder: Path
     scratch: Path
-    variables: dict[str, str]
+    variables: Mapping[str, str]
     dry: bool
-    running: dict[Part, Running] = field(default_factory=dict)
 
     def run(self, deadline: float) -> None:
+        running: dict[Part, _Running] = {}
         try:
-            while self.waiting or self.running:
-                self._start_next(deadline - time.monotonic())
-                for part, running in list(self.running.items()):
-                    if running.is_over or running.is_late:
-                        self._end(part, running)
+            while self.waiting or running:
+                while self.waiting and self._has_room(self.waiting[0], running):
+                    part, left = self.waiting.pop(0), deadline - time.monotonic()
+                    if left < _WORTH_SECONDS:
+                        self.record.outcomes.setdefault(part.name, Outcome(part.name, part.title, "not run"))
+                    else:
+                        running[part] = self._start(part, left)
+                for part, process in list(running.items()):
+                    if process.process.poll() is not None or process.seconds > process.limit:
+                        self._end(part, running.pop(part))
                 time.sleep(0.05)
         finally:
-            for part, running in list(self.running.items()):
-                self._end(part, running)
+            for part, process in running.items():
+                self._end(part, process)
             self.record.write(self.folder)
 
-    def _start_next(self, left: float) -> None:
-        while self.waiting and self._has_room(self.waiting[0]):
-            part = self.waiting.pop(0)
-            if left < _WORTH_SECONDS:
-                outcome = Outcome(part.name, part.title, "not run", 0.0, None)
-                self.record.outcomes.setdefault(part.name, outcome)
-                continue
-            print(f"start  {part.name}", flush=True)
-            variables = {**self.variables, **part.environment, JOURNAL: str(self._journal(part))}
-            output = self._journal(part).with_suffix(".out")
-            command = part.dry if self.dry else part.command
-            seconds = part.seconds * (_DRY_FACTOR if self.dry else 1)
-            self.running[part] = start(command, output, variables, ROOT, min(seconds, left))
-
-    def _has_room(self, part: Part) -> bool:
+    def _has_room(self, part: Part, running: Mapping[Part, _Running]) -> bool:
         if self.dry:
-            return len(self.running) < max(2, min(_TOGETHER, os.cpu_count() or 1))
-        return not self.running or (
-            len(self.running) < _TOGETHER and not part.is_alone and not any(each.is_alone for each in self.running)
-        )
+            return len(running) < max(2, min(_TOGETHER, os.cpu_count() or 1))
+        is_measured = part.is_alone or any(each.is_alone for each in running)
+        return not running or (len(running) < _TOGETHER and not is_measured)
 
-    def _end(self, part: Part, running: Running) -> None:
-        del self.running[part]
-        late = not running.is_over
+    def _start(self, part: Part, left: float) -> _Running:
+        print(f"start  {part.name}", flush=True)
+        journal, output = self.scratch / f"{part.name}.jsonl", self.scratch / f"{part.name}.out"
+        limit = min(part.seconds * (_DRY_FACTOR if self.dry else 1), left)
+        mark = f"{os.getpid()}.{part.name}"
+        variables = {**self.variables, **part.environment, JOURNAL: str(journal), _MARK: mark}
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *(part.dry if self.dry else part.command)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        return _Running(process, journal, output, time.monotonic(), limit, mark)
+
+    def _end(self, part: Part, running: _Running) -> None:
+        late = running.process.poll() is None
         status, seconds = running.end(), running.seconds
         why = f"killed after {seconds:.0f} s" if late else f"its process ended with status {status}"
-        tests = tests_in(self._journal(part), ended=why) if part.has_tests else ()
-        output = running.output.read_text(encoding="utf-8", errors="replace")
-        outcome = outcome_of(part.name, part.title, tests, status=status, seconds=seconds, late=late, output=output)
+        tests, output = tests_in(running.journal, ended=why), running.output.read_text("utf-8", "replace")
+        outcome = ended_part(part.name, part.title, tests, status=status, seconds=seconds, late=late, output=output)
         self.record.outcomes[part.name] = outcome
         self.record.write(self.folder)
         print(f"{outcome.state:6} {part.name} ({seconds:.0f} s)", flush=True)
 
-    def _journal(self, part: Part) -> Path:
-        return self.scratch / f"{part.name.replace('/', '.')}.jsonl"
+
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _variables(site: str | None) -> dict[str, str]:
-    paths = [str(ROOT), str(ROOT / "estimator"), str(ROOT / "container"), *([site] if site else [])]
-    return {
-        "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        # Ranks are forked from a server; where that had asked CUDA for GPUs, they could not use them.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
+def _fetch(folder: Path) -> None:
+    """Fill a folder with wheels for CPython 3.12 on x86-64; this takes a network."""
+    platforms = [f"--platform={name}" for name in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64")]
+    target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms, "--dest", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *target, *_CARRIED], check=True)
 
 
-def _missing(variables: dict[str, str]) -> list[str]:
-    """Return the modules that the parts need and this interpreter cannot find."""
-    code = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *_NEEDED],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **variables},
-    )
-    return done.stdout.split()
+def _install(wheels: Path, site: Path) -> None:
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, wheels.glob("*.whl"))], check=True)
 
 
-def _facts(gpu: str, variables: dict[str, str]) -> dict[str, str]:
+def _facts(gpu: str, variables: Mapping[str, str]) -> dict[str, str]:
     code = """
 import importlib.metadata, os, platform, torch
 print(platform.platform(), "Python", platform.python_version(), os.cpu_count(), "cores")
@@ -222,22 +240,20 @@ if torch.cuda.is_available():
     print("NCCL", ".".join(map(str, torch.cuda.nccl.version())), torch.cuda.get_device_properties(0))
 print(" ".join(torch.cuda.get_arch_list()))
 """
-    versions = _answer(sys.executable, "-W", "ignore", "-c", code, variables=variables)
     commit = _answer("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown"
     return {
         "gpu": gpu.splitlines()[0] if gpu else "no GPU",
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "versions": f"commit {commit}\n{versions}\n",
-        "nvidia-smi": (_answer("nvidia-smi") or "none") + "\n",
+        "versions": f"commit {commit}\n" + _answer(sys.executable, "-W", "ignore", "-c", code, variables=variables),
+        "nvidia-smi": _answer("nvidia-smi") or "none",
     }
 
 
-def _answer(*command: str, variables: dict[str, str] | None = None) -> str:
+def _answer(*command: str, variables: Mapping[str, str] | None = None) -> str:
     """Return what a command prints; nothing where it is not there, fails, or takes too long."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **(variables or {})}
-        )
+        environment = {**os.environ, **(variables or {})}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
         return done.stdout.strip() if done.returncode == 0 else ""
     return ""
 
@@ -247,24 +263,6 @@ def _default_folder(record: Record, *, dry: bool) -> Path:
         return Path(tempfile.mkdtemp(prefix="smpkit-gpu-dry."))
     words = record.facts["gpu"].lower().replace("nvidia", "").split()
     return ROOT / "benchmarks/results" / "-".join([*words[:1], record.facts["date"]])
-
-
-@contextlib.contextmanager
-def _mps(options: argparse.Namespace, scratch: Path) -> Iterator[dict[str, str]]:
-    """Let processes share the GPU at the same time, where its service is installed and NCCL asks for it."""
-    service = shutil.which("nvidia-cuda-mps-control")
-    if options.nccl is None or options.dry_run or service is None:
-        yield {}
-        return
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(scratch / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(scratch / "mps")}
-    (scratch / "mps").mkdir()
-    environment = {**os.environ, **variables}
-    started = subprocess.run([service, "-d"], env=environment, check=False, capture_output=True, timeout=30)
-    try:
-        yield variables if started.returncode == 0 else {}
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([service], input=b"quit\n", env=environment, check=False, capture_output=True, timeout=30)
 
 
 if __name__ == "__main__":

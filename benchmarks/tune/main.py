@@ -5,8 +5,7 @@ the samples that they get, and compute little: then stages run beside each other
 a step takes is real: gloo, the runtime, partition and schedule, and what ranks do awake, for which they do share cores.
 The machine's facts are those that `smpkit calibrate` measures at the start; the rate of compute is that of the sleep.
 
-The first configuration is measured once more at the end: what differs is noise. Bytes of tensors are counted by kind
-in two more steps of each configuration.
+The first configuration is measured once more at the end: what differs is noise.
 """
 
 from __future__ import annotations
@@ -20,44 +19,32 @@ import statistics
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.observe.events import HeldBytes
-from smpkit.plan.memory import ModelFacts, RankMemory
-from smpkit.plan.schedule.actions import from_json, to_json
+from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.calibration import read_calibration
 from smpkit.plan.tune.machine import Machine, from_calibration
 from smpkit.plan.tune.predict import Job, Prediction, predict
 from smpkit.testing import run_ranks
 from smpkit.torch.describe import describe
-from smpkit.torch.distributed.held_memory import HeldMemory
-from smpkit.torch.pipeline.backward import BackwardWork
 
 SAMPLES: Final = 16
 WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
 FORWARD_SECONDS: Final = 0.012
 """Of a block of the GPT, for each sample; backward takes twice as long. Other blocks sleep in proportion."""
 WARM_UPS: Final = 3
-COUNTED_STEPS: Final = 2
-KINDS: Final = ("weights", "gradients", "states", "activations")
 
 
 class SleepOnWay(torch.autograd.Function):
@@ -247,125 +234,25 @@ def _train_t5(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of tensors that microbatches hold between actions.
-
-    Those are what forward makes, each storage once and while it lives, and the gradients that wait for the second half
-    of a split backward. Hooks on saved tensors would not do: backwards under them are not split.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self.most_gradients = self._now = 0
-        self._alive: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() == -1:  # not in a backward, which needs what it makes for itself
-            for value, declared in zip(tree_leaves(output), func._schema.returns, strict=False):
-                if isinstance(value, Tensor) and declared.alias_info is None and not _in_reducer():
-                    self._add(value.untyped_storage())
-        return output
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._alive or not storage.nbytes():
-            return
-        num_bytes = storage.nbytes()
-        self._now += num_bytes
-
-        def gone(_: Any) -> None:
-            del self._alive[key]
-            self._now -= num_bytes
-
-        self._alive[key] = weakref.ref(storage, gone)
-
-    @contextmanager
-    def counting(self, model: smp.DistributedModel) -> Iterator[None]:
-        """Look before and after each backward, since forwards add until then, and whenever a gradient is complete."""
-        run, run_weights, run_all = BackwardWork.run, BackwardWork.run_weights, model.backward
-        waiting: dict[tuple[BackwardWork, int], int] = {}
-        parameters = [each for each in model.local_parameters() if each.requires_grad]
-
-        def look() -> None:
-            self.most = max(self.most, self._now + sum(waiting.values()))
-
-        def first_half(work: BackwardWork, segment: int, split: bool) -> None:
-            look()
-            run(work, segment, split)
-            if segment in work.weight_backwards:
-                kept = work.weight_backwards[segment].boundary_gradients.values()
-                found = {each.untyped_storage()._cdata: each.untyped_storage() for each in tree_leaves(list(kept))}
-                waiting[work, segment] = sum(each.nbytes() for key, each in found.items() if key not in self._alive)
-            look()
-
-        def second_half(work: BackwardWork, segment: int) -> None:
-            look()  # a forward may have come between the halves
-            run_weights(work, segment)
-            waiting.pop((work, segment), None)
-
-        def whole(*arguments: Any) -> None:
-            look()
-            run_all(*arguments)
-
-        def gradients(_: Tensor) -> None:
-            held = sum(each.grad.nbytes for each in parameters if each.grad is not None)
-            self.most_gradients = max(self.most_gradients, held)
-
-        with ExitStack() as stack:
-            for each in parameters:
-                stack.callback(each.register_post_accumulate_grad_hook(gradients).remove)
-            stack.enter_context(patch.object(BackwardWork, "run", first_half))
-            stack.enter_context(patch.object(BackwardWork, "run_weights", second_half))
-            if smp.pp_size() == 1:
-                stack.enter_context(patch.object(model, "backward", whole))
-            stack.enter_context(self)
-            yield
-
-
-def _in_reducer() -> bool:
-    """Return whether a bucket for gradients is being made, which is of another kind."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_globals["__name__"].startswith("smpkit.torch.data_parallel"):
-        frame = frame.f_back
-    return frame is not None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a rank found out about a configuration."""
-
-    seconds: float
-    """Of the fastest step, since other programs only add to it."""
-    stage: int
-    held: dict[str, int]
-    """The most bytes of each kind, which are counted in two more steps."""
-    schedule: str
-    """As JSON, as the last step ran it; empty without one."""
-
-
-def measure_each(
-    name: str, configs: Sequence[dict[str, Any]], seconds: Mapping[str, float], steps: int
-) -> list[Measured]:
-    """Train with one configuration after the other."""
-    found = []
+def measure_each(name: str, configs: Sequence[dict[str, Any]], seconds: Mapping[str, float], steps: int) -> list[float]:
+    """Train with one configuration after the other; return the seconds of each one's fastest step."""
+    fastest = []
     for config in configs:
-        found.append(measure(name, config, seconds, steps))
+        fastest.append(_measure_one(name, config, seconds, steps))
         smp.shutdown()
         gc.collect()
         if int(os.environ["RANK"]) == 0:
-            print(f"{found[-1].seconds:.3f} s  {config}", file=sys.stderr, flush=True)
-    return found
+            print(f"{fastest[-1]:.3f} s  {config}", file=sys.stderr, flush=True)
+    return fastest
 
 
-def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], steps: int) -> Measured:
-    """Train with one configuration."""
+def _measure_one(name: str, config: dict[str, Any], seconds: Mapping[str, float], steps: int) -> float:
     smp.init(config)
     torch.manual_seed(0)
-    built = MODELS[name]()
-    for part, each in slow_parts(built).items():
-        each.seconds = seconds[part]
-    model = smp.DistributedModel(built)
+    module = MODELS[name]()
+    for part, slow in slow_parts(module).items():
+        slow.seconds = seconds[part]
+    model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     tokens = torch.zeros(SAMPLES // smp.dp_size(), CONTEXT, dtype=torch.int64)
     train = _train_gpt if name == "gpt" else _train_t5
@@ -379,18 +266,8 @@ def measure(name: str, config: dict[str, Any], seconds: Mapping[str, float], ste
         dist.barrier()
         return time.perf_counter() - start
 
-    fastest = min([step() for _ in range(WARM_UPS + steps)][WARM_UPS:])
-    held = Held()
-    for _ in range(COUNTED_STEPS):
-        optimizer.zero_grad()
-        with held.counting(model):
-            train(model, tokens)
-        optimizer.step()
-    between = HeldBytes(*HeldMemory().begin_step())
-    kinds = (between.weights, held.most_gradients, between.states, held.most)
-    executor = None if model.pipeline is None else model.pipeline._executor
-    ran = [] if executor is None else [*executor.schedules.values()]
-    return Measured(fastest, smp.pp_rank(), dict(zip(KINDS, kinds, strict=True)), to_json(ran[-1]) if ran else "")
+    # Of the fastest step, since other programs only add to it.
+    return min([step() for _ in range(WARM_UPS + steps)][WARM_UPS:])
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -414,18 +291,6 @@ def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
     return replace(machine, single_flops=rate, parallel_ranks=ranks, on_host=False)
 
 
-def held(memories: Sequence[RankMemory], ranks: Sequence[Measured]) -> dict[str, Any]:
-    """Return what the fullest rank of each stage holds, as predicted and as counted, and by how much they differ."""
-    predicted, counted = [], []
-    for stage, memory in enumerate(memories):
-        states = memory.optimizer_bytes + memory.masters_bytes
-        kinds = (memory.parameters_bytes, memory.gradients_bytes, states, memory.activations_bytes or 0)
-        predicted.append(dict(zip(KINDS, kinds, strict=True)))
-        counted.append(max((each.held for each in ranks if each.stage == stage), key=lambda each: sum(each.values())))
-    worst = max(abs(sum(a.values()) / sum(b.values()) - 1) for a, b in zip(predicted, counted, strict=True))
-    return {"held": predicted, "counted": counted, "memory_error": worst}
-
-
 def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Predict and measure all configurations."""
     machine = calibrated(ranks, options.seconds, options.calibration)
@@ -433,35 +298,16 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     seconds = sleeps(model, MODELS[name]())
     job = Job({1: model}, machine, ranks, SAMPLES)
     rows: list[dict[str, Any]] = []
-    matching = options.matching or [""]
-    chosen = [each for each in configurations(ranks) if any(text in words(each) for text in matching)][: options.only]
-    configs = [*chosen, chosen[0]]
+    configs = list(configurations(ranks))[: options.only]
+    configs = [*configs, configs[0]]
     of_ranks = run_ranks(measure_each, ranks, name, configs, seconds, options.steps, timeout=60 * len(configs))
     for config, measured in zip(configs, zip(*of_ranks, strict=True), strict=True):
-        made, _ = ModelParallelConfig.from_sources(config, None)
-        found = predict(made, job)
-        assert isinstance(found, Prediction), found
-        row = {"config": config, "predicted": found.step_seconds, "parts": dict(found.parts)}
-        row |= {"measured": max(each.seconds for each in measured), **held(found.plan.memory, measured)}
-        as_run = {text: predict_as_run(made, job, text) for text in {each.schedule for each in measured}}
-        row["as_planned"] = all(
-            each.plan.timeline.schedule.actions == found.plan.timeline.schedule.actions for each in as_run.values()
-        )
-        # Replicas choose their schedules apart from each other.
-        errors = [
-            held(each.plan.memory, [rank for rank in measured if rank.schedule == text])["memory_error"]
-            for text, each in as_run.items()
-        ]
-        rows.append({**row, "memory_error_as_run": max(errors), "schedules": [*as_run]})
+        checked, _ = ModelParallelConfig.from_sources(config, None)
+        prediction = predict(checked, job)
+        assert isinstance(prediction, Prediction), prediction
+        rows.append({"config": config, "predicted": prediction.step_seconds, "measured": max(measured)})
     again = rows.pop()
     return {"model": name, "ranks": ranks, "again": again["measured"], **summary(rows)}
-
-
-def predict_as_run(config: ModelParallelConfig, job: Job, schedule: str) -> Prediction:
-    """Predict a configuration with the schedule that ranks have run, as JSON; empty without one."""
-    found = predict(config, job, schedule=from_json(schedule) if schedule else None)
-    assert isinstance(found, Prediction), found
-    return found
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -475,9 +321,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "chosen_over_best": chosen["measured"] / best,
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
-        "memory_error": max(row["memory_error"] for row in rows),
-        "memory_error_as_run": max(row["memory_error_as_run"] for row in rows),
-        "as_planned": sum(row["as_planned"] for row in rows),
         "rows": rows,
     }
 
@@ -499,23 +342,16 @@ def words(config: Mapping[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> Iterator[str]:
-    rows = sorted(found["rows"], key=lambda row: row["measured"])
-    yield "| predicted | measured | memory | as run | configuration |\n|---|---|---|---|---|"
-    for row in rows:
-        times = f"{row['predicted']:.3f} s | {row['measured']:.3f} s"
-        yield f"| {times} | {row['memory_error']:.1%} | {row['memory_error_as_run']:.1%} | {words(row['config'])} |"
-    yield ""
-    again = found["again"] / next(row["measured"] for row in found["rows"]) - 1
-    what = f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations"
-    order = (
-        f"Spearman {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured"
+    yield "| predicted | measured | configuration |\n|---|---|---|"
+    for row in sorted(found["rows"], key=lambda row: row["measured"]):
+        yield f"| {row['predicted']:.3f} s | {row['measured']:.3f} s | {words(row['config'])} |"
+    again = found["again"] / found["rows"][0]["measured"] - 1
+    yield (
+        f"\n{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations: Spearman"
+        f" {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured; median"
+        f" error {found['median_error']:.1%}, largest {found['largest_error']:.1%}; the first one took {again:+.1%}"
+        " when it was measured again."
     )
-    errors = f"median error {found['median_error']:.1%}, largest {found['largest_error']:.1%}"
-    memory = (
-        f"memory within {found['memory_error']:.1%}, and {found['memory_error_as_run']:.1%} for the schedule that ran"
-    )
-    memory += f", the predicted one in {found['as_planned']}"
-    yield f"{what}: {order}; {errors}; {memory}; the first one took {again:+.1%} when it was measured again."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -524,11 +360,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
     parser.add_argument("--only", type=int, help="the first so many configurations")
-    parser.add_argument(
-        "--matching",
-        action="append",
-        help="those whose words in the table contain this, such as 'microbatches 8, pipeline zero_bubble'; repeatable",
-    )
     parser.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
     parser.add_argument("--calibration", type=Path, help="read it if it is there, else write it")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")

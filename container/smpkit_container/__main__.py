@@ -20,6 +20,7 @@ from smpkit.config import scheduled as names
 from smpkit.config.words import plain
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import RUN_DIR
+from smpkit_container.aws import secret_variables
 from smpkit_container.console import Console
 from smpkit_container.environment import (
     DEFAULT_BASE,
@@ -33,7 +34,6 @@ from smpkit_container.environment import (
 from smpkit_container.failure import write_failure
 from smpkit_container.launch import launch
 from smpkit_container.scheduled import described_hosts, lay_out, leave_message
-from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
 
 __all__ = ["main"]

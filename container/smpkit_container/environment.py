@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smpkit.config.wire import INSTANCE_GROUPS
 from smpkit.errors import ConfigError, Problem
 
 __all__ = [
@@ -35,52 +36,16 @@ _FROM_VARIABLES = {"sagemaker_program": "SAGEMAKER_PROGRAM", "sagemaker_submit_d
 """What an image may say itself, as with `ENV SAGEMAKER_PROGRAM train.py`; a hyperparameter goes before it."""
 
 
-@dataclass(frozen=True)
 class Folders:
     """The places below the base folder, named as on the platform."""
 
-    base: Path
-
-    @property
-    def input(self) -> Path:
-        return self.base / "input"
-
-    @property
-    def config(self) -> Path:
-        return self.base / "input" / "config"
-
-    @property
-    def data(self) -> Path:
-        return self.base / "input" / "data"
-
-    @property
-    def code(self) -> Path:
-        return self.base / "code"
-
-    @property
-    def model(self) -> Path:
-        return self.base / "model"
-
-    @property
-    def output(self) -> Path:
-        return self.base / "output"
-
-    @property
-    def output_data(self) -> Path:
-        return self.base / "output" / "data"
-
-    @property
-    def run(self) -> Path:
+    def __init__(self, base: Path) -> None:
+        self.base, self.code, self.model = base, base / "code", base / "model"
+        self.input, self.config, self.data = base / "input", base / "input" / "config", base / "input" / "data"
+        self.output, self.failure = base / "output", base / "output" / "failure"
+        self.intermediate, self.output_data = self.output / "intermediate", self.output / "data"
+        self.run = self.output_data / "run"
         """Where ranks leave their measurements, as SMPKIT_RUN_DIR, among the other results: so they are kept."""
-        return self.output_data / "run"
-
-    @property
-    def intermediate(self) -> Path:
-        return self.base / "output" / "intermediate"
-
-    @property
-    def failure(self) -> Path:
-        return self.base / "output" / "failure"
 
     def make_writable_ones(self) -> None:
         """Create the folders that a script may write to."""
@@ -297,6 +262,9 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
         what = "asks for uploads of `output/intermediate` while the job runs, which smpkit does not do"
         hint = "let the script write to `checkpoints`, which SageMaker uploads as the job runs"
         problems.append(Problem(("hyperparameters", _LIVE_OUTPUT), what, hint))
+    if values.get(INSTANCE_GROUPS):
+        what = "names groups of a job whose machines are of several kinds; smpkit's ranks run on hosts of one kind"
+        problems.append(Problem(("hyperparameters", INSTANCE_GROUPS), what, "submit a job for each kind"))
     return problems
 
 
@@ -311,16 +279,12 @@ def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
         listed = ", ".join(hosts)
         problems.append(Problem(("resourceconfig", "current_host"), f"`{current}` is not one of the hosts: {listed}"))
         return default
-    groups = raw.get("instance_groups", [])
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        problems.append(Problem(("resourceconfig", "instance_groups"), f"must be a list of objects, not {groups!r}"))
-        return default
     return Resources(
         hosts=tuple(hosts),
         current_host=current,
         instance_type=str(raw.get("current_instance_type") or default.instance_type),
         group_name=str(raw.get("current_group_name") or default.group_name),
-        groups=tuple(groups),
+        groups=tuple(raw.get("instance_groups", ())),
         interface=str(raw.get("network_interface_name") or ""),
         address=str(raw.get("first_address") or ""),
         port=raw["port"] if type(raw.get("port")) is int else None,

@@ -81,7 +81,7 @@ def explain(
     if outcome.clean and not cut_short:
         return None
     cause = find_root_cause(outcome.ends)
-    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
+    if news is not None and (cause is None or not cause.is_older_than(news.seconds)):
         return peer_failure(news, outcome, topology, lost_code)
     if outcome.stop_signal and (cause is None or cause.culprit.error is None):
         return stop_failure(outcome, topology, timeouts.grace, checkpoints)
@@ -153,13 +153,13 @@ def mpirun_failure(outcome: Outcome, start_seconds: float) -> Failure:
         headline = f"mpirun could not start the ranks; it {ended}"
     else:
         headline = f"mpirun {ended}, though no rank failed"
-    said = outcome.mpirun_output.splitlines()
+    words = outcome.mpirun_output.splitlines()
     screen = [
         f"Failed after {duration(outcome.seconds)}: {headline}",
-        *(["", "mpirun said:", *(f"    {line}" for line in said)] if said else []),
+        *(["", "mpirun said:", *(f"    {line}" for line in words)] if words else []),
     ]
     exit_code = 128 - status if status < 0 else status or 1
-    return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
+    return Failure(exit_code, _fitted([headline, *(line for line in words if line.strip("- \t"))]), "\n".join(screen))
 
 
 def peer_failure(news: News, outcome: Outcome, topology: Topology, lost_code: int) -> Failure:
@@ -275,10 +275,10 @@ def _frame_lines(end: RankEnd, code: Path) -> list[str]:
 
 def _stack_lines(stack: str, code: Path) -> list[str]:
     """Return the frames of a faulthandler dump that are not ours, innermost first."""
-    found = ((match["file"], match["line"], match["function"]) for match in _STACK_FRAME.finditer(stack))
+    frames = ((match["file"], match["line"], match["function"]) for match in _STACK_FRAME.finditer(stack))
     return [
         f'File "{_short(file, code)}", line {line}, in {function}'
-        for file, line, function in found
+        for file, line, function in frames
         if not file.startswith((_OUR_FOLDER, "<frozen "))
     ]
 
@@ -331,12 +331,12 @@ def _ran_out_of_memory(end: RankEnd) -> bool:
     return any(_OUT_OF_MEMORY.search(text) for text in (error.name, error.message))
 
 
-def _argument_hint(said: str) -> str | None:
+def _argument_hint(output: str) -> str | None:
     """Explain an argument that the script does not know, or misses: the launcher made them of hyperparameters."""
-    if (missing := _MISSING_ARGUMENT.search(said)) is not None:
+    if (missing := _MISSING_ARGUMENT.search(output)) is not None:
         name = missing[1].lstrip("-").replace("-", "_")
         return f"the job's hyperparameters become arguments: write `hyperparameters: {{{name}: ...}}` in the job file"
-    if (unknown := _UNKNOWN_ARGUMENT.search(said)) is not None:
+    if (unknown := _UNKNOWN_ARGUMENT.search(output)) is not None:
         name = unknown[1].lstrip("-")
         return (
             f"the job's hyperparameters become arguments: let the script take `{unknown[1]}`, or remove `{name}` from"

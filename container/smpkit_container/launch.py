@@ -15,16 +15,21 @@ from types import FrameType
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit.observe.runs import RUN_DIR
-from smpkit_container.arguments import script_arguments
+from smpkit_container.aws import digest, job_token
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
 from smpkit_container.failure import explain, stop_words, write_failure
 from smpkit_container.mpi import Ssh, find_mpirun, mpirun_command
 from smpkit_container.peers import News, meet
 from smpkit_container.supervise import ADDRESS_VARIABLE, STAND_IN, Host, Outcome, Starter, Timeouts, meeting_place
-from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, interface_with, read_topology
-from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
+from smpkit_container.variables import (
+    mpi_rank_variables,
+    platform_variables,
+    process_variables,
+    script_arguments,
+    torchrun_variables,
+)
 
 __all__ = ["gpu_notice", "launch", "meeting_port", "timeouts_from", "with_smdistributed"]
 
@@ -212,7 +217,7 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     Raises:
         ConfigError: one of them is not a number of seconds.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     problems = []
     for name in ("grace", "settle", "start"):
         variable = f"SMPKIT_{name.upper()}_SECONDS"
@@ -220,27 +225,14 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
         if not text:
             continue
         try:
-            found[name] = float(text)
+            seconds[name] = float(text)
         except ValueError:
-            found[name] = -1
-        if not 0 <= found[name] < float("inf"):
+            seconds[name] = -1
+        if not 0 <= seconds[name] < float("inf"):
             problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
     if problems:
         raise ConfigError(problems, subject="environment")
-    return Timeouts(**found)
-
-
-def _variables(
-    environment: Environment, topology: Topology, environ: Mapping[str, str], arguments: Sequence[str], port: int
-) -> dict[str, str]:
-    """Return what every rank of this host has, beyond `environ`."""
-    variables = {
-        **platform_variables(environment, topology, arguments),
-        **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
-    }
-    if topology.launcher != "shell":
-        variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
-    return variables
+    return Timeouts(**seconds)
 
 
 @contextlib.contextmanager

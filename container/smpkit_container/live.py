@@ -65,7 +65,7 @@ class Live:
         return line_of(len(self._ranks), num_started, known, rate, now - self._began)
 
     def _next_in_log(self, seconds: float) -> float:
-        return next((each for each in _LOG_SECONDS if each > seconds), seconds * 1.5)
+        return next((due for due in _LOG_SECONDS if due > seconds), seconds * 1.5)
 
 
 def line_of(num_ranks: int, num_started: int, known: Sequence[RankStatus], steps_per_s: float, seconds: float) -> str:

@@ -96,17 +96,17 @@ def find_mpirun(path: str | None = None, beside: Path | None = None) -> str:
         LaunchError: there is none, or it belongs to another MPI.
     """
     beside = beside or Path(sys.executable).parent
-    found = shutil.which("mpirun", path=path) or shutil.which("mpirun", path=str(beside))
-    if not found:
+    mpirun = shutil.which("mpirun", path=path) or shutil.which("mpirun", path=str(beside))
+    if not mpirun:
         raise LaunchError("mpirun was not found, which jobs with `mpi: {enabled: true}` need", hint=_INSTALL_HINT)
     try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"`{found} --version` could not be run: {error}", hint=_INSTALL_HINT) from None
+        raise LaunchError(f"`{mpirun} --version` could not be run: {error}", hint=_INSTALL_HINT) from None
     if "Open MPI" not in answer.stdout + answer.stderr:
-        said = (answer.stdout or answer.stderr).strip().partition("\n")[0] or f"nothing, exit code {answer.returncode}"
-        raise LaunchError(f"`{found}` is not Open MPI: it says `{said}`", hint=_INSTALL_HINT)
-    return found
+        words = (answer.stdout or answer.stderr).strip().partition("\n")[0] or f"nothing, exit code {answer.returncode}"
+        raise LaunchError(f"`{mpirun}` is not Open MPI: it says `{words}`", hint=_INSTALL_HINT)
+    return mpirun
 
 
 def _runs_as_root() -> bool:
@@ -191,7 +191,7 @@ def _sent(peers: Peers, index: int, name: str) -> str:
 
 def _program(name: str) -> str:
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
-    found = shutil.which(name, path=path)
-    if found is None:
+    program = shutil.which(name, path=path)
+    if program is None:
         raise LaunchError(f"`{name}` was not found, and MPI over several hosts needs ssh", hint=_SSH_HINT)
-    return found
+    return program

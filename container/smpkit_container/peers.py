@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -64,6 +64,8 @@ class News:
     lost: bool = False
     """Whether its machine or network is gone, so that starting the host again may help. A killed launcher is a failure
     of its host: a scheduler must not restart it."""
+    seconds: float = field(default_factory=time.time, compare=False)
+    """When it came, since the epoch."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.reason}"
@@ -97,14 +99,15 @@ class Peers:
 
     def hear(self, index: int) -> bool:
         """Take in one message of a host; return False when no more will come."""
-        news = None
+        news, over = None, True
         try:
             match json.loads(self.connections[index].recv_bytes(_MAX_BYTES)):
                 case {"stop": int(number)} if number in _STOPS:
                     self.stop(number, source=index)
                     return True
                 case {"failed": [str(host), str(reason), bool(lost)]}:
-                    news = News(host, reason, lost)
+                    # The first host stays until all have told how they ended.
+                    news, over = News(host, reason, lost), self.is_first
                 case {"done": True}:
                     pass
                 case message:
@@ -116,7 +119,8 @@ class Peers:
             news = News(self.hosts[index], reason, lost=bool(error.errno))
         except (ValueError, RecursionError):
             news = News(self.hosts[index], "gave up on the host: it sent garbage")
-        del self.connections[index]
+        if over:
+            del self.connections[index]
         if news is not None and self.news is None:
             self.news = news
             if self.is_first:
@@ -129,9 +133,9 @@ class Peers:
             self.stop_signal = number
             self._tell({"stop": number}, source)
 
-    def conclude(self, reason: str | None, *, lost: bool = False) -> None:
-        """Tell the others how this host's part ended: `reason` if it failed."""
-        failed = [self._host, (reason or "")[:_MAX_REASON_CHARACTERS], lost]
+    def conclude(self, reason: str | None) -> None:
+        """Tell the others how this host's part ended: `reason` if it failed of its own accord."""
+        failed = [self._host, (reason or "")[:_MAX_REASON_CHARACTERS], False]
         self._tell({"done": True} if reason is None else {"failed": failed})
 
     def _tell(self, message: Mapping[str, Any], source: int = -1) -> None:

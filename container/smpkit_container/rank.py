@@ -6,16 +6,26 @@ first failing rank's traceback once.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import faulthandler
 import fcntl
+import io
+import json
 import os
 import select
+import shutil
 import signal
 import sys
+import sysconfig
 import threading
-from collections.abc import MutableMapping, Sequence
-
-from smpkit_container.script import run_script, run_shell_script
+import time
+import traceback
+import types
+from collections.abc import Callable, MutableMapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
 
 __all__ = ["LINK", "main"]
 
@@ -23,6 +33,9 @@ LINK = "SMPKIT_RANK_LINK"
 """Three descriptors: where the rank reports what it raised, where it writes its stack, and its life line."""
 
 _SIGNAL_OF_DESCRIPTOR = 10  # F_SETSIG of Linux
+_MAX_TEXT = 60_000  # characters of a traceback, message or error that are sent: the last ones, which say most
+
+_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
@@ -63,6 +76,149 @@ def _die_with_launcher(life_line: int) -> None:
 def _await_end_of_launcher(life_line: int) -> None:
     os.read(life_line, 1)
     os.killpg(0, signal.SIGKILL)
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def run_script(
+    script: str, arguments: Sequence[str], report: int, debug: Callable[[BaseException], None] | None = None
+) -> None:
+    """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path.
+
+    Args:
+        report: a descriptor for what happened.
+        debug: called with an exception that nobody catches, before it is reported.
+    """
+    path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
+    sys.argv = [script, *arguments]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(path.resolve().parent))
+    module = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", str(path))
+    module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)
+    sys.modules["__main__"] = module
+    sys.excepthook = _silent
+    try:
+        with io.open_code(str(path)) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
+    except SystemExit as error:
+        if error.code is not None and _exit_code(error) != 0:  # of 256 Python itself makes 0
+            error.__traceback__ = _until_library(_users_part(error.__traceback__))
+            _report(report, error)
+        raise
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        if debug is not None:
+            debug(error)
+        _shorten(error)
+        _report(report, error)
+        _call_own_hook(error)
+        raise SystemExit(_exit_code(error)) from None
+
+
+def run_shell_script(script: str, arguments: Sequence[str]) -> NoReturn:
+    """Become the shell that runs `script`."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher asks ranks for their stacks by it; a shell has none
+    shell = shutil.which("bash") or "/bin/sh"
+    os.execv(shell, [shell, script, *arguments])  # noqa: S606  the user's script is a shell's
+
+
+def _silent(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print nothing: the launcher shows the first failing rank's traceback, once.
+
+    Stands where Python's own hook does, so that hooks installed on top of it (torch.distributed's, which prints with
+    the rank before each line, or smpkit's, which tells the other ranks) find it when they call the one before them.
+    """
+
+
+def _call_own_hook(error: BaseException) -> None:
+    """Call the `sys.excepthook` that the script installed, as Python would: it may log, save or clean up."""
+    with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the code with which Python ends after `error`."""
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Drop the frames of this module, so that a traceback begins in the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _until_library(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Drop the frames that end a traceback inside Python's own library, such as those of `argparse`."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        frames.pop()
+    for frame in reversed(frames):
+        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace
+
+
+def _shorten(error: BaseException) -> None:
+    """Shorten the traceback as smpkit's own hook would, which runs only after the report: it waits for other ranks.
+
+    The module is looked up, not imported: the script may not use smpkit, and the launcher does not import torch.
+    """
+    with contextlib.suppress(Exception):
+        sys.modules["smpkit.torch.distributed.tracebacks"].shorten(error)
+
+
+def _report(descriptor: int, error: BaseException) -> None:
+    """Write what happened to the launcher; never let the report hide the error itself."""
+    with contextlib.suppress(Exception):
+        data = json.dumps(_described(error)).encode() + b"\n"
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    story = traceback.TracebackException(type(error), error, _users_part(error.__traceback__))
+    hint = getattr(error, "hint", None)
+    return {
+        "name": _qualified(type(error)),
+        "message": "".join(story.format_exception_only()).strip()[-_MAX_TEXT:],
+        "hint": hint if isinstance(hint, str) else None,
+        "chain": [f"{_qualified(type(link))}: {_safe_text(link)}"[:_MAX_TEXT] for link in _chain(error)],
+        "frames": [[f.filename, f.lineno or 0, f.name] for f in story.stack],
+        "traceback": "".join(story.format())[-_MAX_TEXT:],
+        "exit_code": _exit_code(error),
+        "seconds": time.time(),
+    }
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the error and what it was raised from or while handling, as far as Python would show it."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and not any(link is seen for seen in links):
+        links.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return links
+
+
+def _qualified(kind: type[BaseException]) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the script's own `__str__` may fail in any way, and must not hide the failure itself
+        return ""
 
 
 if __name__ == "__main__":

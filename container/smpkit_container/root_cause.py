@@ -115,8 +115,8 @@ class RankEnd:
         if self.error is not None and self.error.name != "SystemExit":
             return self.error.message
         if self.error is not None:  # whatever ended it then, such as the signal that asks for stacks, as Python ends
-            said = self.error.message.removeprefix("SystemExit").removeprefix(": ")
-            more = f": {said}" if said and not said.isdigit() else ""
+            text = self.error.message.removeprefix("SystemExit").removeprefix(": ")
+            more = f": {text}" if text and not text.isdigit() else ""
             return f"the script exited with code {self.exit_code}{more}"
         if self.status is None:
             return "the process did not end, not even after SIGKILL"
@@ -137,6 +137,11 @@ class RootCause:
     followers: tuple[int, ...] = ()
     left_early: tuple[RankEnd, ...] = field(default=())
     still_running: tuple[RankEnd, ...] = field(default=())
+
+    def is_older_than(self, news_seconds: float) -> bool:
+        """Whether the run failed here, and not because of the bad news that came from another host at that time."""
+        culprit = self.culprit
+        return not culprit.is_consequence and (culprit.error is not None or culprit.failed_at <= news_seconds)
 
 
 def find_root_cause(ends: Sequence[RankEnd]) -> RootCause | None:

@@ -15,7 +15,7 @@ from typing import Any
 from smpkit.config import scheduled as names
 from smpkit.config.words import plain
 from smpkit.errors import LaunchError
-from smpkit_container.s3 import fetch, put
+from smpkit_container.aws import fetch, put
 
 __all__ = ["described_hosts", "lay_out", "leave_message"]
 
@@ -69,7 +69,7 @@ def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
     (base / "output").mkdir(parents=True, exist_ok=True)
     (base / "output" / "failure").unlink(missing_ok=True)  # of the attempt before
     for part, place in json.loads(told.get(names.PLACES) or "{}").items():
-        _link(base / part, Path(place), made=not part.startswith("input"))
+        _link(base / part, Path(place), is_result=not part.startswith("input"))
     if told.get(names.CONFIG):
         config = base / "input" / "config"
         config.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,9 @@ def _variables(path: Path) -> dict[str, str]:
         raise LaunchError(f"the job's variables {path} cannot be read: {error}") from None
 
 
-def _link(link: Path, target: Path, *, made: bool) -> None:
+def _link(link: Path, target: Path, *, is_result: bool) -> None:
     """Let a folder below the base lie elsewhere; what the job writes to is made there."""
-    if made:
+    if is_result:
         target.mkdir(parents=True, exist_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink():

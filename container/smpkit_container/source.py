@@ -8,20 +8,14 @@ import tarfile
 import tempfile
 import zlib
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from smpkit.config.wire import MAX_UNPACKED_BYTES
 from smpkit.errors import LaunchError
+from smpkit_container.aws import fetch
 from smpkit_container.environment import Environment
-from smpkit_container.s3 import fetch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 
-_MAX_HEADER_BYTES = 1 << 16
-"""Of an extended header, which holds a long name; `tarfile` reads it into memory, whatever it says its size is."""
 _CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800
 
@@ -54,7 +48,7 @@ def unpack(archive: Path, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tarfile.open(archive, "r:gz", tarinfo=_Member) as tar:
+        with tarfile.open(archive, "r:gz") as tar:
             # `_check` is stricter; but Python 3.12 and 3.13 warn where none is chosen, and old 3.10 and 3.11 have none.
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             members = tar.getmembers()
@@ -87,19 +81,8 @@ def install_requirements(code: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"`requirements.txt` could not be installed: {error}") from error
     if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise LaunchError(f"`requirements.txt` could not be installed (pip, exit code {done.returncode}):\n{said}")
-
-
-class _Member(tarfile.TarInfo):
-    """A member, or a header that says more about the next one."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        found = super().frombuf(buf, encoding, errors)
-        if found.size > _MAX_HEADER_BYTES and not (found.isreg() or found.isdir()):
-            raise LaunchError(f"the source archive has a header of {found.size:,} bytes, where a name is a few hundred")
-        return found
+        words = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise LaunchError(f"`requirements.txt` could not be installed (pip, exit code {done.returncode}):\n{words}")
 
 
 def _check(member: tarfile.TarInfo) -> None:

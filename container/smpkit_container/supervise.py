@@ -570,11 +570,9 @@ class Host:
             self._wait(lambda: not peers.connections or peers.news is not None, waits)
 
     def _reason(self, root_cause: RootCause | None, news: News | None) -> str | None:
-        if news is not None:
-            return str(news)
-        if root_cause is not None:
+        if root_cause is not None and (news is None or root_cause.is_older_than(news.seconds)):
             return f"rank {root_cause.culprit.rank}: {root_cause.culprit.headline}"
-        return None if self._all_started() else "its ranks did not all start"
+        return None if news is not None or self._all_started() else "its ranks did not all start"
 
     def _wait(self, over: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from smpkit.config.wire import INSTANCE_GROUPS, MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
+from smpkit.config.wire import MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment
 
@@ -20,7 +20,6 @@ __all__ = [
     "DEFAULT_PORT",
     "Launcher",
     "Topology",
-    "distribution_hosts",
     "interface_with",
     "read_topology",
 ]
@@ -37,11 +36,7 @@ _LAUNCHER_SWITCHES = (MPI_ENABLED, TORCHRUN_ENABLED)
 
 @dataclass(frozen=True)
 class Topology:
-    """The hosts in platform order; a host's place in that order is its node rank, and the first host is the master.
-
-    Of a job with groups of different machines, these are the hosts of the groups that the distribution names; each
-    other host is alone, with one rank of its own.
-    """
+    """The hosts in platform order; a host's place in that order is its node rank, and the first host is the master."""
 
     hosts: tuple[str, ...]
     node_rank: int
@@ -76,44 +71,23 @@ def read_topology(environment: Environment) -> Topology:
 
     Raises:
         ConfigError: a number of processes or the port is not a whole number in its range; the switch for MPI is not a
-            boolean; or the distribution names a group that does not exist.
+            boolean.
     """
     resources = environment.resources
-    hosts = distribution_hosts(environment)
-    alone = resources.current_host not in hosts
     launcher: Launcher = "shell" if environment.script.endswith(".sh") else "torchrun"
-    if alone:
-        hosts = (resources.current_host,)
-    elif launcher == "shell":
+    if launcher == "shell":
         _refuse_launchers(environment)
     elif _is_on(environment, MPI_ENABLED):
         launcher = "mpirun"
     return Topology(
-        hosts=hosts,
-        node_rank=hosts.index(resources.current_host),
-        processes_per_host=1 if alone or launcher == "shell" else _processes_per_host(environment, launcher),
+        hosts=resources.hosts,
+        node_rank=resources.hosts.index(resources.current_host),
+        processes_per_host=1 if launcher == "shell" else _processes_per_host(environment, launcher),
         launcher=launcher,
-        port=(None if launcher == "shell" else _port(environment.mp_parameters)) or (None if alone else resources.port),
+        port=(None if launcher == "shell" else _port(environment.mp_parameters)) or resources.port,
         interface=resources.interface,
         address=resources.address,
     )
-
-
-def distribution_hosts(environment: Environment) -> tuple[str, ...]:
-    """Return the hosts that the ranks are on: those of the groups that the distribution names, or all.
-
-    Raises:
-        ConfigError: there is no such group.
-    """
-    named = environment.framework.get(INSTANCE_GROUPS) or []
-    if not named:
-        return environment.resources.hosts
-    groups = {str(group.get("instance_group_name")): group.get("hosts") for group in environment.resources.groups}
-    if not isinstance(named, list) or not all(isinstance(groups.get(str(name)), list) for name in named):
-        message = f"must be names of the job's instance groups ({', '.join(groups) or 'there are none'}), got {named!r}"
-        raise ConfigError([Problem(("hyperparameters", INSTANCE_GROUPS), message)], subject="job files")
-    chosen = {host for name in named for host in groups[str(name)] or []}
-    return tuple(host for host in environment.resources.hosts if host in chosen)
 
 
 def _is_on(environment: Environment, name: str) -> bool:

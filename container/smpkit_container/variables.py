@@ -1,19 +1,26 @@
-"""Name everything a script may ask its environment for: the union of the SM_* variables of AWS's two toolkits."""
+"""What a script is told: the union of the SM_* variables of AWS's two toolkits, and its command-line arguments."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smpkit.config.wire import INSTANCE_GROUPS
-from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.topology import DEFAULT_PORT, Topology, distribution_hosts
+from smpkit_container.topology import DEFAULT_PORT, Topology
 
-__all__ = ["mpi_rank_variables", "platform_variables", "process_variables", "torchrun_variables"]
+__all__ = [
+    "compact",
+    "mpi_rank_variables",
+    "platform_variables",
+    "process_variables",
+    "script_arguments",
+    "torchrun_variables",
+]
 
 _LEVEL_INFO = 20
+_MP_PARAMETERS = "mp_parameters"
 _FROM_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -96,12 +103,12 @@ def _mapping(environment: Environment, topology: Topology, arguments: Sequence[s
     return {
         "channels": sorted(environment.channels),
         "current_host": topology.host,
-        "current_host_rank": resources.hosts.index(topology.host) if topology.host in resources.hosts else 0,
+        "current_host_rank": topology.node_rank,
         "current_instance_group": resources.group_name,
         "current_instance_group_hosts": groups.get(resources.group_name, {}).get("hosts", []),
         "current_instance_type": resources.instance_type,
         "distributed_config": {},
-        "distribution_instance_groups": environment.framework.get(INSTANCE_GROUPS) or [resources.group_name],
+        "distribution_instance_groups": [resources.group_name],
         "entry_script": script,
         "framework_module": "smpkit_container",
         "framework_params": environment.framework,
@@ -141,7 +148,7 @@ def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[st
     """Return the toolkit's own picture of the job: the same facts, some under older names."""
     renamed = {
         "additional_framework_parameters": named["framework_params"],
-        "distribution_hosts": list(distribution_hosts(environment)),
+        "distribution_hosts": named["hosts"],
         "is_modelparallel_enabled": bool(environment.mp_parameters),
         "is_smddpmprun_installed": False,
         "is_smddprun_installed": False,
@@ -179,3 +186,41 @@ def _text(value: Any) -> str:
     if value is None:
         return ""  # as the toolkit has it: `null` would be a text that counts as true
     return value if isinstance(value, str) else compact(value)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def script_arguments(
+    hyperparameters: Mapping[str, Any], extra: Sequence[str] = (), *, pass_mp_parameters: bool = False
+) -> list[str]:
+    """Return the script's arguments, as the AWS training toolkit maps hyperparameters: `--key value ...` sorted by key
+    (`-k value` for one letter), followed by `extra` as it is.
+
+    Lists and mappings are the exception: they are JSON, which SDK v3's scripts give too. The toolkit writes lists as
+    Python does (`[1, None]`), and mappings as `a=1,b=None`, which nothing can read back.
+
+    `mp_parameters` is left off unless asked for: most scripts do not declare it, and it reaches them through
+    `SM_HP_MP_PARAMETERS` anyway. When asked for, it has the toolkit's form `--mp_parameters ddp=True,microbatches=4`.
+    """
+    arguments: list[str] = []
+    for name in sorted(hyperparameters):
+        value = hyperparameters[name]
+        if name != _MP_PARAMETERS:
+            arguments += [f"-{name}" if len(name) == 1 else f"--{name}", _argument(value)]
+        elif pass_mp_parameters and value:
+            pairs = (f"{key}={_argument(value[key])}" for key in sorted(value))
+            arguments += [f"--{name}", ",".join(pairs)]
+    return [*arguments, *extra]
+
+
+def compact(value: Any) -> str:
+    """Return `value` as JSON without blanks and with sorted keys: one value, one text, on every host."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _argument(value: Any) -> str:
+    """Return the argument's text: containers as JSON, null as an empty text, else as Python prints it (`True`)."""
+    if value is None:
+        return ""
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value)

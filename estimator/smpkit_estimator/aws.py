@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
-import boto3
+from boto3 import Session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -31,13 +32,13 @@ from botocore.model import ServiceModel, Shape
 from botocore.parsers import ResponseParserError
 
 import smpkit
-from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, SystemClock
+from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit_estimator.backend import Clock, Finding, tried
+from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
 
 __all__ = [
     "Cloud",
     "CloudProblem",
-    "S3Object",
     "Session",
     "StandIns",
     "code_of",
@@ -51,19 +52,10 @@ __all__ = [
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
 
+_MAX_OBJECT_BYTES = 5 * 2**30
+"""What S3 takes in one call."""
 _RETRIES = {"mode": "standard", "total_max_attempts": 8}
 """botocore's own: throttling, errors of the service and of the network, with pauses of up to 20 s."""
-
-
-class Session(Protocol):
-    """What is used of `boto3.Session`."""
-
-    @property
-    def region_name(self) -> str | None:
-        """The region, if one is set."""
-
-    def client(self, service_name: str, /, **options: Any) -> Any:
-        """Make a client of one service."""
 
 
 class Identity(NamedTuple):
@@ -71,13 +63,6 @@ class Identity(NamedTuple):
 
     account: str
     arn: str
-
-
-class S3Object(NamedTuple):
-    """An object in a bucket."""
-
-    key: str
-    modified: datetime
 
 
 def open_session(profile: str | None = None, region: str | None = None) -> Session:
@@ -90,10 +75,9 @@ def open_session(profile: str | None = None, region: str | None = None) -> Sessi
     """
     chosen = region or os.environ.get("AWS_REGION") or None
     try:
-        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
+        return Session(profile_name=profile, region_name=chosen)
     except CloudProblem as error:
         raise explained(error, "cannot use AWS", "sts") from None
-    return session
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -110,14 +94,14 @@ class Cloud:
 
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
         self._session = session
-        self.clock = clock or SystemClock()
+        self.clock = clock or Clock()
         self._clients: dict[tuple[str, bool], Any] = {}
         self._identity: Identity | None = None
 
     @property
     def region(self) -> str:
         """The region of the session."""
-        region = self._session.region_name
+        region: str | None = self._session.region_name
         if not region:
             raise CloudError("no AWS region is set", hint="set AWS_REGION, use `--region`, or `aws configure`")
         return region
@@ -128,6 +112,14 @@ class Cloud:
             answer = self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
             self._identity = Identity(answer["Account"], answer["Arn"])
         return self._identity
+
+    def check(self, *, needed: bool = True) -> list[Finding]:
+        """Look at credentials and region; that they are missing is a problem only if they are `needed`."""
+
+        def look() -> Finding:
+            return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
+
+        return [tried("credentials", look, needed=needed)]
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""
@@ -172,9 +164,6 @@ class Cloud:
     def call(self, service: str, operation: str, *, retries: bool = True, **arguments: Any) -> dict[str, Any]:
         """Make a call, and raise what boto3 raises."""
         answer: dict[str, Any] = getattr(self.client(service, retries=retries), operation)(**arguments)
-        meta = answer.get("ResponseMetadata", {})
-        if "html" in meta.get("HTTPHeaders", {}).get("content-type", "") and not meta.get("RequestId"):
-            raise NotAwsError
         return answer
 
     def client(self, service: str, *, retries: bool = True) -> Any:
@@ -219,16 +208,40 @@ class Cloud:
         options = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
         self.ask("s3", "put_object", f"cannot upload to {uri}", Bucket=bucket, Key=key, Body=content, **options)
 
+    def upload_sources(
+        self, sources: Sources | None, packed: Packed | None, uri: str, kms_key: str | None = None
+    ) -> None:
+        """Pack and upload the sources of a job, unless they are in S3 or the same ones are there already.
+
+        Args:
+            packed: what they were as the job was planned.
+
+        Raises:
+            ConfigError: they have changed since, or are too large for S3.
+        """
+        if sources is None or self.object_exists(uri):
+            return
+        with tempfile.TemporaryFile(prefix="smpkit-") as file:
+            if pack(sources, file) != packed:
+                message = "changed while the job was submitted"
+                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+            size = file.tell()
+            if size > _MAX_OBJECT_BYTES:
+                message = f"is packed into {gib(size)}, and S3 takes at most {gib(_MAX_OBJECT_BYTES)} at once"
+                raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject="sources")
+            self.upload(file, uri, kms_key)
+
     def delete(self, uri: str) -> None:
         """Remove an object."""
         bucket, key = split_uri(uri)
         self.ask("s3", "delete_object", f"cannot delete {uri}", Bucket=bucket, Key=key)
 
-    def objects(self, uri: str) -> Iterator[S3Object]:
-        """Yield the objects whose names begin with `uri`."""
-        bucket, prefix = split_uri(uri)
-        for item in self.pages("s3", "list_objects_v2", "Contents", f"cannot list {uri}", Bucket=bucket, Prefix=prefix):
-            yield S3Object(item["Key"], item["LastModified"])
+    def objects(self, folder: str) -> dict[str, datetime]:
+        """Return the objects below an S3 URI that ends with a slash, and when each was written."""
+        bucket, prefix = split_uri(folder)
+        doing = f"cannot list {folder}"
+        items = self.pages("s3", "list_objects_v2", "Contents", doing, Bucket=bucket, Prefix=prefix)
+        return {item["Key"].removeprefix(prefix): item["LastModified"] for item in items}
 
     def read(self, uri: str) -> bytes:
         """Return the content of a (small) object."""
@@ -311,12 +324,6 @@ _BEFORE_THE_CALL: tuple[tuple[Any, type[SmpkitError], str], ...] = (
 """botocore's errors -> ours, and the hint."""
 
 
-class NotAwsError(BotoCoreError):  # type: ignore[misc]  # botocore has no types
-    """A proxy, or the log-in page of a network, answered."""
-
-    fmt = "what answered is not AWS"
-
-
 def code_of(error: BaseException) -> str:
     """Return the service's code of an error; empty if it has none."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
@@ -326,7 +333,7 @@ def is_in_doubt(error: BaseException) -> bool:
     """Tell whether the call may have taken effect despite the error: no answer came, or an internal error (5xx)."""
     if isinstance(error, ClientError):
         return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
-    return isinstance(error, (ConnectionError, HTTPClientError, NotAwsError, ResponseParserError))
+    return isinstance(error, (ConnectionError, HTTPClientError, ResponseParserError))
 
 
 def explained(error: BaseException, doing: str, service: str) -> SmpkitError:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
+from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
-from smpkit.errors import JobError, SmpkitError, UsageError
+from smpkit.errors import ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.status import JobStatus
-
-if TYPE_CHECKING:
-    from smpkit_estimator.files import Files
 
 __all__ = [
     "OWN",
@@ -35,11 +34,13 @@ __all__ = [
     "LogLine",
     "Plan",
     "Query",
-    "SystemClock",
     "base_name",
+    "check_name",
+    "in_doubt",
     "known_backends",
+    "merged",
     "open_backend",
-    "rank_of",
+    "refuse",
     "run_below",
     "tried",
     "unique_name",
@@ -49,8 +50,8 @@ __all__ = [
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",
-    "kubernetes": "smpkit_estimator.kubernetes.backend:open_kubernetes",
-    "batch": "smpkit_estimator.batch.backend:open_batch",
+    "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
+    "batch": "smpkit_estimator.batch:open_batch",
 }
 
 
@@ -129,8 +130,8 @@ class Backend(Protocol):
             UnsupportedError: this machine cannot reach it.
         """
 
-    def files(self, place: str) -> Files:
-        """Return what is at a place that a job file or `JobStatus` names, such as its checkpoints.
+    def latest_checkpoint(self, place: str) -> str | None:
+        """Return the newest whole checkpoint at the place that `JobStatus` names; None if there is none yet.
 
         Raises:
             UnsupportedError: this machine cannot look there.
@@ -200,24 +201,24 @@ class Plan:
         return as_yaml(dict(self.shown))
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class LogLine:
-    """One line of a job's log; sorts by time."""
+    """One line of a job's log."""
 
     time: datetime
-    stream: str
-    number: int
-    """Its position among the lines of its stream that this reader read."""
-    text: str = field(compare=False)
-    host: str = field(compare=False)
-    rank: int | None = field(compare=False)
-    """The rank that wrote it, where the launcher put it before the line."""
+    host: str
+    text: str
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it, where the launcher, or mpirun, put it before the line."""
+        prefix = re.match(r"\[rank (?P<ours>\d+)\]|\[\d+,(?:mpirank:)?(?P<mpi>\d+)", self.text)
+        return int(prefix["ours"] or prefix["mpi"]) if prefix else None
 
 
-def rank_of(text: str) -> int | None:
-    """Return the rank that the launcher, or mpirun, put before a line."""
-    prefix = re.match(r"\[rank (?P<ours>\d+)\]|\[\d+,(?:mpirank:)?(?P<mpi>\d+)", text)
-    return int(prefix["ours"] or prefix["mpi"]) if prefix else None
+def merged(lines: Iterable[LogLine]) -> list[LogLine]:
+    """Sort lines of several streams by time; those of one stream keep their order."""
+    return sorted(lines, key=lambda line: line.time)
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,25 @@ class Finding:
     hint: str | None = None
 
 
+def refuse(problems: Iterable[Problem], where: str) -> None:
+    """Raise if there are problems: the first one of each key.
+
+    Raises:
+        ConfigError: there are.
+    """
+    first: dict[KeyPath, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.path, problem)
+    if first:
+        raise ConfigError(list(first.values()), subject=f"job for {where}")
+
+
+def in_doubt(error: SmpkitError, name: str) -> UnreachableError:
+    """Return the error of a job that may have been started, though nobody said so."""
+    hint = f"`smpkit status {name}` tells whether it was; look before you start another"
+    return UnreachableError(f"{error.message}; it may have been started all the same", hint=hint)
+
+
 def tried(what: str, check: Callable[[], Finding], *, needed: bool = True) -> Finding:
     """Return what `check` finds, or its error: a problem if it is `needed`."""
     try:
@@ -238,18 +258,8 @@ def tried(what: str, check: Callable[[], Finding], *, needed: bool = True) -> Fi
         return Finding(what, "problem" if needed else "info", error.message, error.hint)
 
 
-class Clock(Protocol):
-    """Tells the time and waits. Tests replace it, so that hours pass in milliseconds."""
-
-    def now(self) -> datetime:
-        """The present, in UTC."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
-
-class SystemClock:
-    """The machine's own clock."""
+class Clock:
+    """Tells the time and waits; tests have another one, on which hours pass in milliseconds."""
 
     def now(self) -> datetime:
         """The present, in UTC."""
@@ -289,6 +299,17 @@ def base_name(name: str) -> str:
     return re.sub(r"-\d{4}(-\d{2}){5}-\d{3}$", "", name)
 
 
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a job.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if re.fullmatch(JOB_NAME, name) is None:
+        hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
+        raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+
+
 def known_backends() -> list[str]:
     """Return the names of all back ends, those of other packages last."""
     return [*OWN, *(name for name in _others() if name not in OWN)]
@@ -315,4 +336,4 @@ def open_backend(name: str, access: Access | None = None) -> Backend:
 
 
 def _others() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=BACKENDS)}
+    return {entry.name: entry for entry in entry_points(group=BACKENDS)}

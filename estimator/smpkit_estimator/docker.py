@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO
 
 from smpkit.errors import LaunchError
-from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
+from smpkit.observe.runs import EVENTS, RUN_DIR
 from smpkit_estimator.local import LocalPlan, LocalRun, platform_files, write_files
 
 __all__ = ["Containers", "DockerRun", "Show", "check", "docker", "run_in_docker"]
@@ -65,9 +65,9 @@ def docker(*arguments: str, seconds: float = _COMMAND_SECONDS, why: str = "") ->
     except OSError as error:
         raise LaunchError(f"`docker` could not be run: {error}") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
+        words = (done.stderr or done.stdout).strip()
         raise LaunchError(
-            f"{why or f'`docker {arguments[0]}` failed'}: {said.splitlines()[-1] if said else 'silently'}"
+            f"{why or f'`docker {arguments[0]}` failed'}: {words.splitlines()[-1] if words else 'silently'}"
         )
     return done.stdout.strip()
 
@@ -158,12 +158,7 @@ class Containers:
         }
         self.hosts = {name: folder / "hosts" / name for name in (f"algo-{n}" for n in range(1, plan.hosts + 1))}
         """What each has for itself: its description and its failure file."""
-        named = plan.output
-        self.places = {
-            "model": named / "model" if named else folder / "model",
-            "output/data": named / "data" if named else folder / "output" / "data",
-            "checkpoints": (plan.checkpoints or folder / CHECKPOINTS).absolute(),
-        }
+        self.places = plan.places(folder)
         self._lock = threading.Lock()
         self._spoke_at: float | None = None
 

@@ -64,8 +64,8 @@ class Estimator:
         self._script_only = source_dir is None
         if source_dir is None:
             source_dir, entry_point = Path(entry_point).parent, Path(entry_point).name
-        given = {"entry_point": entry_point, "source_dir": source_dir, **arguments}
-        self.config: JobConfig = job_from_arguments(given, distribution, mpi_options)
+        known = {"entry_point": entry_point, "source_dir": source_dir, **arguments}
+        self.config: JobConfig = job_from_arguments(known, distribution, mpi_options)
         self._session = session or getattr(sagemaker_session, "boto_session", None)
         self._opened: SageMaker | None = None
         self._job: Job | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from smpkit.config import wire
+from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.errors import Problem
 
@@ -16,6 +17,7 @@ __all__ = [
     "for_trainer",
     "hyperparameters",
     "not_for_shell_files",
+    "shown_hyperparameters",
 ]
 
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -42,6 +44,20 @@ def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, reg
     }
     own = {name: json.dumps(value) for name, value in values.items()}
     return {**own, **distribution_hyperparameters(job)}
+
+
+def shown_hyperparameters(sent: Mapping[str, str]) -> dict[str, str]:
+    """Return hyperparameters as they may be shown: what is probably a secret is hidden."""
+    return {name: _masked(name, text) for name, text in sent.items()}
+
+
+def _masked(name: str, text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError:  # somebody else sent it
+        value = text
+    hidden = masked(name, value)
+    return text if hidden == value else json.dumps(hidden)
 
 
 def for_trainer(job: JobConfig) -> dict[str, str]:

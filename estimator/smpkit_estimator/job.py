@@ -12,7 +12,6 @@ from smpkit.config.words import coloured
 from smpkit.errors import CheckpointError, DeadlineError, JobError
 from smpkit_estimator import follow as following
 from smpkit_estimator.backend import Backend, LogLine, Plan
-from smpkit_estimator.checkpoints import latest_checkpoint
 from smpkit_estimator.follow import LogFilter, Notice, Patience
 from smpkit_estimator.status import JobStatus
 
@@ -130,7 +129,7 @@ class Job:
         Raises:
             CheckpointError: the job keeps no checkpoints.
         """
-        return latest_checkpoint(self._backend.files(self.checkpoints))
+        return self._backend.latest_checkpoint(self.checkpoints)
 
     def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         """Return what would be sent for a new job that goes on from this one's checkpoints; sends nothing.

@@ -22,8 +22,8 @@ def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
         body: the request.
         shape: botocore's shape of it (see `sagemaker.request_shape`).
     """
-    found = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
-    return [Problem(place, message, hint or hint_for(place)) for place, message, hint in found]
+    violations = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
+    return [Problem(place, message, hint or hint_for(place)) for place, message, hint in violations]
 
 
 _Violation = tuple[KeyPath, str, "str | None"]

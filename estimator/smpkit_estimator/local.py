@@ -20,7 +20,7 @@ from smpkit.config.scheduled import STOPPED
 from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
-from smpkit_estimator.scheduled import config_files
+from smpkit_estimator.scheduled import config_files, result_places
 
 __all__ = [
     "LocalPlan",
@@ -29,6 +29,7 @@ __all__ = [
     "lay_out",
     "local_inputs",
     "local_secrets",
+    "make_tree",
     "plan_local_run",
     "platform_files",
     "write_files",
@@ -58,6 +59,12 @@ class LocalPlan:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for the script whose values are shown nowhere."""
     notes: tuple[str, ...] = ()
+
+    def places(self, folder: Path) -> dict[str, Path]:
+        """Return where results go, by their names below `/opt/ml`: as the job file says, or into the run's folder."""
+        output, checkpoints = (str(place) if place else None for place in (self.output, self.checkpoints))
+        named = result_places(output, checkpoints)
+        return {part: Path(named.get(part, folder / part)) for part in _RESULTS}
 
 
 @dataclass(frozen=True)
@@ -228,16 +235,6 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     if plan.dependencies:
         for path in (*plan.source.iterdir(), *plan.dependencies):
             _link(folder / "code" / path.name, path)
-    for name, path in plan.inputs.items():
-        _link(folder / "input" / "data" / name, path)
-    named = {CHECKPOINTS: plan.checkpoints}
-    if plan.output is not None:
-        named |= {"model": plan.output / "model", "output/data": plan.output / "data"}
-    for part in _RESULTS:
-        place = named.get(part)
-        (place or folder / part).mkdir(parents=True, exist_ok=True)
-        if place is not None:
-            _link(folder / part, place)
     files = platform_files(
         plan,
         folder.name,
@@ -247,14 +244,31 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
         interface="lo",
         checkpoints=str(folder / CHECKPOINTS),
     )
-    write_files(folder / "input" / "config", files)
+    make_tree(folder, plan.places(folder), plan.inputs, files)
     variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
-        found = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(found)
+        entries = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(entries)
     own = {"SMPKIT_BASE_DIR": str(folder), RUN_DIR: str(folder), "TRAINING_JOB_NAME": folder.name}
     return {**variables, **own, **({"SMPKIT_EVENTS_DIR": str(folder / EVENTS)} if events else {})}
+
+
+def make_tree(
+    folder: Path, results: Mapping[str, Path], inputs: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Make what stands for `/opt/ml`: folders, or links to where they are, and the files of `input/config`.
+
+    Args:
+        results: where results go, by their names below the folder; these are made.
+    """
+    for part, place in results.items():
+        place.mkdir(parents=True, exist_ok=True)
+        if place != folder / part:
+            _link(folder / part, place)
+    for name, path in inputs.items():
+        _link(folder / "input" / "data" / name, path)
+    write_files(folder / "input" / "config", files)
 
 
 def platform_files(

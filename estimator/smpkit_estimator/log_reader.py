@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from smpkit_estimator.aws import Cloud, CloudProblem, code_of, explained
-from smpkit_estimator.backend import LogLine, rank_of
+from smpkit_estimator.backend import LogLine, merged
 
 __all__ = ["LogReader"]
 
@@ -26,7 +26,6 @@ class _Stream:
     name: str
     host: str
     token: str | None = None
-    count: int = 0
 
 
 class LogReader:
@@ -62,13 +61,13 @@ class LogReader:
         """Return what is new in all streams, sorted by time."""
         self._find_streams()
         if self._tail is not None:
-            lines = sorted(line for stream in self._streams.values() for line in self._backward(stream, self._tail))
+            lines = [line for stream in self._streams.values() for line in self._backward(stream, self._tail)]
             self._tail = None
-            return lines
+            return merged(lines)
         for stream in self._streams.values():
             self._forward(stream)
-        lines, self._unread = sorted(self._unread), []
-        return lines
+        lines, self._unread = self._unread, []
+        return merged(lines)
 
     def _find_streams(self) -> None:
         arguments = {"logGroupName": self._group, "logStreamNamePrefix": self._prefix}
@@ -88,7 +87,7 @@ class LogReader:
         empty = 0
         while empty < _MAX_EMPTY_PAGES:
             page = self._page(stream, stream.token, startFromHead=True)
-            self._unread += self._lines(stream, page["events"])
+            self._unread += _lines(stream, page["events"])
             token = page.get("nextForwardToken")
             if token is None or token == stream.token:
                 return
@@ -98,19 +97,18 @@ class LogReader:
     def _backward(self, stream: _Stream, count: int) -> list[LogLine]:
         """Read a stream backwards until it has given so many lines: the beginning of a long log is not read at all."""
         pages: list[list[dict[str, Any]]] = []
-        found, token, empty = 0, None, 0
+        num_events, token, empty = 0, None, 0
         while empty < _MAX_EMPTY_PAGES:
             page = self._page(stream, token, startFromHead=False)
             if token is None:
                 stream.token = page.get("nextForwardToken")
             pages.insert(0, page["events"])
-            found += len(page["events"])
+            num_events += len(page["events"])
             empty = 0 if page["events"] else empty + 1
-            if found >= count or page.get("nextBackwardToken") in (None, token):
+            if num_events >= count or page.get("nextBackwardToken") in (None, token):
                 break
             token = page["nextBackwardToken"]
-        stream.count = 0
-        lines = self._lines(stream, [event for events in pages for event in events])
+        lines = _lines(stream, (event for events in pages for event in events))
         return lines[-count:] if count else []
 
     def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
@@ -124,14 +122,16 @@ class LogReader:
                 return {"events": []}
             raise explained(error, "cannot read the job's log", "logs") from None
 
-    def _lines(self, stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
-        lines = []
-        for event in events:
-            time = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
-            text = event["message"].rstrip("\r\n")
-            lines.append(LogLine(time, stream.name, stream.count, text, stream.host, rank_of(text)))
-            stream.count += 1
-        return lines
+
+def _lines(stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
+    return [
+        LogLine(
+            datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc),
+            stream.host,
+            event["message"].rstrip("\r\n"),
+        )
+        for event in events
+    ]
 
 
 def _host(rest: str) -> str:

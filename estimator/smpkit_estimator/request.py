@@ -16,10 +16,9 @@ from smpkit.config.words import printable
 from smpkit.errors import Problem, UsageError
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.fields import channel_of, request_of
-from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sources import Packed, Sources
-from smpkit_estimator.status import machines_of
 
 __all__ = [
     "RESUMED_FROM",
@@ -51,36 +50,14 @@ class TrainingPlan:
     token: str | None = None
     """Where the token goes that the hosts of this job share; None for one host."""
 
-    @property
-    def machines(self) -> str:
-        """On what, in words."""
-        kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(self.body))
-        return f"{kinds}, spot" if self.body.get("EnableManagedSpotTraining") else kinds
-
-    @property
-    def max_seconds(self) -> int | None:
-        """How long the job may run."""
-        seconds: int | None = self.body.get("StoppingCondition", {}).get("MaxRuntimeInSeconds")
-        return seconds
-
     def shown(self) -> dict[str, Any]:
         """The request as it may be shown: what is probably a secret is hidden."""
-        body = dict(self.body)
-        if "Environment" in body:
-            body["Environment"] = masked("", body["Environment"])
-        if "HyperParameters" in body:
-            body["HyperParameters"] = {name: _masked(name, text) for name, text in body["HyperParameters"].items()}
-        return body
-
-
-def _masked(name: str, text: str) -> str:
-    """Hide secrets in a hyperparameter, which is JSON unless somebody else sent it."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    hidden = masked(name, value)
-    return text if hidden == value else json.dumps(hidden)
+        hidden = {}
+        if "Environment" in self.body:
+            hidden["Environment"] = masked("", self.body["Environment"])
+        if "HyperParameters" in self.body:
+            hidden["HyperParameters"] = shown_hyperparameters(self.body["HyperParameters"])
+        return {**self.body, **hidden}
 
 
 def build_request(
@@ -197,7 +174,7 @@ def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
 
 
 def _folders_here(job: JobConfig) -> Iterator[Problem]:
-    places: dict[KeyPath, str | None] = {("inputs", name, "uri"): each.uri for name, each in job.inputs.items()}
+    places: dict[KeyPath, str | None] = {("inputs", name, "uri"): channel.uri for name, channel in job.inputs.items()}
     places["output",] = job.output
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():

@@ -11,16 +11,13 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
-from smpkit.config.words import quoted
-from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UnsupportedError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
@@ -40,11 +37,13 @@ from smpkit_estimator.backend import (
     Plan,
     Query,
     base_name,
+    check_name,
+    refuse,
     run_below,
+    tried,
     unique_name,
 )
-from smpkit_estimator.doctor import check_cloud, check_job
-from smpkit_estimator.files import Files
+from smpkit_estimator.checkpoints import newest_checkpoint
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.request import (
     TrainingPlan,
@@ -53,17 +52,13 @@ from smpkit_estimator.request import (
     over_limits,
     resumed_request,
 )
-from smpkit_estimator.scheduled import first_of_each
-from smpkit_estimator.sources import job_sources, pack, packing_notes
-from smpkit_estimator.status import JobStatus
+from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
+from smpkit_estimator.status import JobStatus, machines_of
 
-__all__ = ["Bucket", "SageMaker", "open_sagemaker"]
+__all__ = ["SageMaker", "open_sagemaker"]
 
 _SUBJECT = "job for SageMaker"
 _MAX_PAGE = 100
-_MAX_ARCHIVE_BYTES = 5 * 2**30
-"""The largest object that S3 takes in one call."""
-_SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
 _MAX_SKEW_SECONDS = 300
 """By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
 
@@ -101,12 +96,11 @@ class SageMaker:
         output = job.output or "s3://bucket/"
         assumed = build_request(job, name=name, region="", role=role, output=output, source="s3://bucket/key")
         problems += over_limits(assumed)
-        if problems:
-            raise ConfigError(first_of_each(problems), subject=_SUBJECT)
+        refuse(problems, "SageMaker")
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
-            message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(MAX_UNPACKED_BYTES)}"
-            raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject=_SUBJECT)
+            message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
+            raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject=_SUBJECT)
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)
         code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
@@ -114,9 +108,7 @@ class SageMaker:
         # Beside the sources, which the job's role may read; a new place each time, as names may be used again.
         token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.instance_count > 1 else None
         body = build_request(job, name=name, region=region, role=role, output=output, source=source, token=token)
-        problems = over_limits(body)
-        if problems:
-            raise ConfigError(problems, subject=_SUBJECT)
+        refuse(over_limits(body), "SageMaker")
         notes = [*packing_notes(sources, packed)] if sources is not None and packed is not None else []
         key = job.encryption.output_key
         return _plan(TrainingPlan(body, source, sources, packed, key, token), (*notes, *unknown.notes))
@@ -139,8 +131,7 @@ class SageMaker:
             UnreachableError: it is not known whether the job was started; the hint says how to find out.
         """
         sent: TrainingPlan = plan.payload
-        if sent.sources is not None and not self.cloud.object_exists(str(sent.source)):
-            self._upload(sent)
+        self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
         if sent.token is not None:
             # Drawn here and never kept: not in the plan that is shown, nor on this machine.
             self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
@@ -154,18 +145,6 @@ class SageMaker:
                     self.cloud.delete(sent.token)
             raise
         return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
-
-    def _upload(self, plan: TrainingPlan) -> None:
-        assert plan.sources is not None
-        with tempfile.TemporaryFile(prefix="smpkit-") as file:
-            if pack(plan.sources, file) != plan.packed:
-                message = "changed while the job was submitted"
-                raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
-            size = file.tell()
-            if size > _MAX_ARCHIVE_BYTES:
-                message = f"is packed into {_gib(size)}, and S3 takes at most {_gib(_MAX_ARCHIVE_BYTES)} at once"
-                raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="sources")
-            self.cloud.upload(file, str(plan.source), plan.kms_key)
 
     def _start(self, body: Mapping[str, Any]) -> str:
         """Start a training job and return its ARN; it never starts twice.
@@ -197,10 +176,10 @@ class SageMaker:
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         job = self.details(name)
-        found = self.cloud.pages(
+        items = self.cloud.pages(
             "sagemaker", "list_tags", "Tags", "cannot read tags", ResourceArn=job["TrainingJobArn"]
         )
-        tags = {tag["Key"]: tag["Value"] for tag in found}
+        tags = {tag["Key"]: tag["Value"] for tag in items}
         new_name = new_name or unique_name(base_name(name), self.clock.now())
         body = resumed_request(job, tags, new_name, changes or {})
         problems = over_limits(body)
@@ -219,9 +198,7 @@ class SageMaker:
         Raises:
             UsageError: there is no such job, or none can have this name.
         """
-        if re.fullmatch(JOB_NAME, name) is None:
-            hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
-            raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+        check_name(name)
         try:
             return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
         except CloudProblem as error:
@@ -262,10 +239,9 @@ class SageMaker:
                 seen=self.clock.now(),
             )
 
-    def files(self, place: str) -> Files:
-        if not place.startswith("s3://"):
-            raise UnsupportedError(f"{place} is no place in S3, where SageMaker keeps files")
-        return Bucket(self.cloud, place)
+    def latest_checkpoint(self, place: str) -> str | None:
+        folder = f"{place.rstrip('/')}/"
+        return newest_checkpoint(place, self.cloud.objects(folder), lambda name: self.cloud.read(folder + name))
 
     def results(self, name: str, into: Path) -> Path:
         output = self.details(name)["OutputDataConfig"]["S3OutputPath"].rstrip("/")
@@ -279,29 +255,15 @@ class SageMaker:
         return run_below(into, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        reached = check_cloud(self.cloud, needed=job is not None)
+        reached = self.cloud.check(needed=job is not None)
         if job is None or any(finding.state != "ok" for finding in reached):
             return reached
-        return reached + check_job(job, self.cloud, write=write)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What lies below a prefix in S3, as `Files`."""
-
-    cloud: Cloud
-    uri: str
-
-    @property
-    def place(self) -> str:
-        return self.uri.rstrip("/")
-
-    def list(self) -> dict[str, datetime]:
-        prefix = split_uri(f"{self.place}/")[1]
-        return {item.key.removeprefix(prefix): item.modified for item in self.cloud.objects(f"{self.place}/")}
-
-    def read(self, name: str) -> bytes:
-        return self.cloud.read(f"{self.place}/{name}")
+        return [
+            *reached,
+            tried("role", lambda: _role(job, self.cloud)),
+            tried("output", lambda: _output(job, self.cloud, write=write)),
+            tried("image", lambda: _image(job, self.cloud)),
+        ]
 
 
 def open_sagemaker(access: Access) -> SageMaker:
@@ -310,7 +272,16 @@ def open_sagemaker(access: Access) -> SageMaker:
 
 
 def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
-    return Plan(sent.body["TrainingJobName"], sent.machines, sent.shown(), sent, sent.max_seconds, notes)
+    body = sent.body
+    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(body))
+    return Plan(
+        name=body["TrainingJobName"],
+        machines=f"{kinds}, spot" if body.get("EnableManagedSpotTraining") else kinds,
+        shown=sent.shown(),
+        payload=sent,
+        max_seconds=body.get("StoppingCondition", {}).get("MaxRuntimeInSeconds"),
+        notes=notes,
+    )
 
 
 def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
@@ -348,5 +319,51 @@ def _tries_before(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) if code_of(error) else 0
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+# ---- smpkit doctor ---------------------------------------------------------------------------------------------------
+
+_ECR = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)"
+    r"(:(?P<tag>[^@]+))?(@(?P<digest>sha256:[0-9a-f]+))?"
+)
+_PROBE = "smpkit/doctor"
+
+
+def _role(job: JobConfig, cloud: Cloud) -> Finding:
+    if job.role is None:
+        return Finding("role", "problem", "the job names no role", "set `role` to an IAM role that SageMaker may take")
+    name = job.role.rpartition("/")[2]
+    role = cloud.ask("iam", "get_role", f"cannot look at role `{name}`", RoleName=name)["Role"]
+    if "sagemaker.amazonaws.com" not in str(role.get("AssumeRolePolicyDocument", "sagemaker.amazonaws.com")):
+        hint = "add `sagemaker.amazonaws.com` to the role's trust policy, for `sts:AssumeRole`"
+        return Finding("role", "problem", f"role `{name}` does not trust SageMaker", hint)
+    return Finding("role", "ok", f"role: {role['Arn']}")
+
+
+def _output(job: JobConfig, cloud: Cloud, *, write: bool) -> Finding:
+    uri = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
+    if "://" not in uri:
+        return Finding("output", "problem", f"output is a folder of this machine, `{uri}`", "set `output` to an S3 URI")
+    bucket = split_uri(uri)[0]
+    cloud.ask("s3", "head_bucket", f"cannot reach bucket s3://{bucket}", Bucket=bucket)
+    if not write:
+        return Finding("output", "ok", f"bucket s3://{bucket} is there (`--write` tries to write to it)")
+    probe = f"{uri.rstrip('/')}/{_PROBE}"
+    cloud.upload(io.BytesIO(b"written by smpkit doctor\n"), probe, job.encryption.output_key)
+    cloud.delete(probe)
+    return Finding("output", "ok", f"wrote to and deleted from {uri}")
+
+
+def _image(job: JobConfig, cloud: Cloud) -> Finding:
+    if job.image is None:
+        hint = "push an image with smpkit to ECR, and set `image`"
+        return Finding("image", "problem", "the job names no image", hint)
+    place = _ECR.fullmatch(job.image)
+    if place is None:
+        return Finding("image", "info", f"image {job.image} is not in ECR, so it was not looked for")
+    if place["region"] != cloud.region:
+        text = f"image {job.image} is in {place['region']}, the job in {cloud.region}"
+        return Finding("image", "problem", text, "push it to a repository of this region")
+    wanted = {"imageDigest": place["digest"]} if place["digest"] else {"imageTag": place["tag"] or "latest"}
+    repository = {"registryId": place["account"], "repositoryName": place["name"]}
+    cloud.ask("ecr", "describe_images", f"cannot find image {job.image}", **repository, imageIds=[wanted])
+    return Finding("image", "ok", f"image: {job.image}")

@@ -7,36 +7,37 @@ The launcher finds there what it finds on SageMaker: `hyperparameters.json` and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smpkit.config import scheduled as names
-from smpkit.config.confidential import masked
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
-from smpkit.config.wire import INSTANCE_GROUPS, PROCESSES_PER_HOST
+from smpkit.config.wire import PROCESSES_PER_HOST
+from smpkit.config.words import quoted
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
-from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 from smpkit_estimator.status import FINAL, JobStatus, Phase
 
 __all__ = [
     "config_files",
-    "first_of_each",
     "host_variables",
     "job_again",
     "job_to_keep",
     "limit_of",
     "not_for_schedulers",
+    "notes",
     "place_problems",
     "places_in_volumes",
+    "result_places",
     "run_in_volume",
     "shown_files",
     "status_with_phases",
-    "unused_settings",
-    "world_problems",
 ]
 
 _OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
@@ -47,12 +48,19 @@ _OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "ke
 # ---- what such a job cannot have -------------------------------------------------------------------------------------
 
 
-def not_for_schedulers(job: JobConfig) -> Iterator[Problem]:
-    """Yield the settings that only SageMaker can follow."""
+def not_for_schedulers(job: JobConfig, name: str | None = None) -> Iterator[Problem]:
+    """Yield the settings that only SageMaker can follow, a name that is none, and degrees that fit no hosts."""
+    if name is not None and re.fullmatch(JOB_NAME, name) is None:
+        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
+        yield Problem(("name",), message, "give a shorter one")
     for channel, each in job.inputs.items():
         if each.mode == "Pipe" or each.sharded:
             what = "mode" if each.mode == "Pipe" else "sharded"
             yield Problem(("inputs", channel, what), "is SageMaker's: hosts read folders as they are", "remove it")
+    per_host = job.distribution.processes_per_host
+    if per_host is not None and not job.is_shell_script:
+        for problem in job.distribution.world_problems(job.compute.instance_count * per_host):
+            yield problem.below("distribution")
 
 
 def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterator[Problem]:
@@ -77,35 +85,25 @@ def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterato
             yield Problem(path, f"lies in no volume of the containers: `{uri}`", f"name one in `{where}` ({known})")
 
 
-def world_problems(job: JobConfig) -> Iterator[Problem]:
-    """Yield what is wrong between the degrees and the number of ranks, where that is known."""
-    per_host = job.distribution.processes_per_host
-    if per_host is None or job.is_shell_script:
-        return
-    for problem in job.distribution.world_problems(job.compute.instance_count * per_host):
-        yield problem.below("distribution")
-
-
 def limit_of(job: JobConfig) -> int | None:
     """Return the time limit in seconds that the job file gives; None if it gives none."""
     return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None
 
 
-def first_of_each(problems: Iterable[Problem]) -> list[Problem]:
-    """Keep the first problem of each key."""
-    first: dict[KeyPath, Problem] = {}
-    for problem in problems:
-        first.setdefault(problem.path, problem)
-    return list(first.values())
+def notes(job: JobConfig, where: str, instead_of_mpirun: str, *used: str) -> Iterator[str]:
+    """Yield notes on settings of AWS that the job file has and that mean nothing here, and on a job for mpirun.
 
-
-def unused_settings(job: JobConfig, where: str, *used: str) -> Iterator[str]:
-    """Yield a note on the settings of AWS that the job file has and that mean nothing here."""
+    Args:
+        instead_of_mpirun: why ranks are started with torchrun.
+        used: settings of AWS that mean something here.
+    """
     written = [*job.model_fields_set, *(f"compute.{name}" for name in job.compute.model_fields_set)]
     of_aws = [*_OF_AWS, *(f"compute.{name}" for name in _OF_AWS_COMPUTE)]
     unused = [name for name in of_aws if name in written and name not in used]
     if unused:
         yield f"not used on {where}: {', '.join(f'`{name}`' for name in unused)}"
+    if job.distribution.launcher == "mpirun":
+        yield f"the ranks are started with torchrun, not mpirun: {instead_of_mpirun}"
 
 
 # ---- what hosts are told ---------------------------------------------------------------------------------------------
@@ -123,8 +121,7 @@ def config_files(
     """
     sent = hyperparameters(job, submit_directory=submit_directory, job_name=name, region=region)
     launcher = job.distribution.launcher if mpi else "torchrun"
-    dropped = [INSTANCE_GROUPS, *PROCESSES_PER_HOST.values()]  # of a job with groups, only hosts with ranks run here
-    sent = {key: text for key, text in sent.items() if key not in dropped}
+    sent = {key: text for key, text in sent.items() if key not in PROCESSES_PER_HOST.values()}
     if launcher == "torchrun":
         sent = {key: text for key, text in sent.items() if not key.startswith("sagemaker_mpi_")}
     if ranks_per_host is not None:
@@ -143,13 +140,7 @@ def config_files(
 
 def shown_files(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return those contents without secrets."""
-    return {**files, "hyperparameters": {name: _masked(name, text) for name, text in files["hyperparameters"].items()}}
-
-
-def _masked(name: str, text: str) -> str:
-    value = json.loads(text)
-    hidden = masked(name, value)
-    return text if hidden == value else json.dumps(hidden)
+    return {**files, "hyperparameters": shown_hyperparameters(files["hyperparameters"])}
 
 
 def host_variables(
@@ -186,13 +177,15 @@ def host_variables(
 
 def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
     """Return where a job's folders below `/opt/ml` lie in its volumes."""
-    places = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
-    if job.output is not None:
-        output = f"{job.output.rstrip('/')}/{name}"
-        places |= {"model": f"{output}/model", "output/data": f"{output}/data"}
-    if job.checkpoints is not None:
-        places["checkpoints"] = job.checkpoints.uri
-    return places
+    inputs = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
+    output = f"{job.output.rstrip('/')}/{name}" if job.output is not None else None
+    return inputs | result_places(output, job.checkpoints.uri if job.checkpoints is not None else None)
+
+
+def result_places(output: str | None, checkpoints: str | None) -> dict[str, str]:
+    """Return where results lie that do not stay in the run's own folder, by their names below `/opt/ml`."""
+    places = {"model": f"{output}/model", "output/data": f"{output}/data"} if output is not None else {}
+    return places | ({"checkpoints": checkpoints} if checkpoints is not None else {})
 
 
 # ---- what is found again ---------------------------------------------------------------------------------------------
@@ -204,15 +197,21 @@ def job_to_keep(job: JobConfig) -> dict[str, Any]:
     return kept
 
 
-def job_again(kept: Mapping[str, Any], changes: Mapping[str, Any] | None) -> JobConfig:
+def job_again(kept: Mapping[str, Any], changes: Mapping[str, Any] | None, *, machine: str | None = None) -> JobConfig:
     """Return a job like one that was kept.
 
     Args:
-        changes: `InstanceCount` and `MaxRuntimeInSeconds`, as far as they are to be different.
+        changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
+        machine: the key of the job file that chooses machines here in place of an instance type; None if there is one.
 
     Raises:
         ConfigError: they do not fit the job.
+        UnsupportedError: hosts here are of no instance type.
     """
+    if machine is not None and changes and "InstanceType" in changes:
+        where = machine.split(".")[1].capitalize()
+        hint = f"submit the job file with another `{machine}`, and the same `checkpoints`"
+        raise UnsupportedError(f"`--instance-type` is not for {where}, whose hosts have no types", hint=hint)
     changed, changes = json.loads(json.dumps(kept)), changes or {}
     keys = {"InstanceCount": "instance_count", "MaxRuntimeInSeconds": "max_run_seconds"}
     for key in keys.keys() & changes.keys():
@@ -262,7 +261,7 @@ def status_with_phases(
     before = 0
     if status.status in FINAL:
         seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
-        before = round(sum(each.seconds(status.seen) for each in interrupted))
+        before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
     return replace(
         status,
         message=phases[-1].message,

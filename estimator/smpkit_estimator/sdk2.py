@@ -53,8 +53,8 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
         if smp_options is not None and distribution is not None:
             problem = Problem(("smp_options",), "is given together with `distribution`", "keep one of them")
             raise ConfigError([problem], subject="arguments of PyTorch")
-        given = smp_options if smp_options is not None else distribution
-        self._job = _checked(arguments, given, mpi_options)
+        options = smp_options if smp_options is not None else distribution
+        self._job = _checked(arguments, options, mpi_options)
         off = {"debugger_hook_config": False, "disable_profiler": True}
         super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
 
@@ -75,12 +75,12 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
     problems = preflight(
         {"HyperParameters": distribution_hyperparameters(job)}, request_shape("sagemaker", "CreateTrainingJob")
     )
-    found = [problem for problem in problems if problem.message != "is required"]
+    limits = [problem for problem in problems if problem.message != "is required"]
     if not arguments.get("image_uri"):
         hint = "AWS's images have no smpkit in them: push your own to ECR"
-        found.append(Problem(("image_uri",), "is required", hint))
-    if found:
-        raise ConfigError(found, subject="arguments of PyTorch")
+        limits.append(Problem(("image_uri",), "is required", hint))
+    if limits:
+        raise ConfigError(limits, subject="arguments of PyTorch")
     return job
 
 

@@ -97,7 +97,7 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         job = own.model_copy(update={"distribution": self._job.distribution})
         sent = for_trainer(job)
         limits = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
-        found = [*not_for_shell_files(sent), *(limit for limit in limits if limit.message != "is required")]
-        if found:
-            raise ConfigError(found, subject="hyperparameters")
+        problems = [*not_for_shell_files(sent), *(limit for limit in limits if limit.message != "is required")]
+        if problems:
+            raise ConfigError(problems, subject="hyperparameters")
         return sent

@@ -26,7 +26,18 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["Entry", "Packed", "Sources", "collect", "is_secret", "job_sources", "pack", "packing_notes"]
+__all__ = [
+    "SMALLER",
+    "Entry",
+    "Packed",
+    "Sources",
+    "collect",
+    "gib",
+    "is_secret",
+    "job_sources",
+    "pack",
+    "packing_notes",
+]
 
 IGNORE_FILES = (".gitignore", ".smpkitignore")
 """Files with patterns in git's syntax, at the root of the sources; the second may bring back what the first hides."""
@@ -57,6 +68,8 @@ _SECRET = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SECRET_
 _COMPRESSION = 5
 """On 10,000 Python files: two thirds of the time of level 6, and 1 % larger."""
 _LARGE_BYTES = 100 * 2**20
+SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
+"""What to do about sources that are too large."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,11 @@ def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
     if packed.num_bytes > _LARGE_BYTES:
         size = f"{packed.num_bytes / 2**20:,.0f} MiB in {packed.num_files:,} files"
         yield f"the sources have {size}; name what the job does not need in .smpkitignore"
+
+
+def gib(num_bytes: int) -> str:
+    """Return a size as people say it."""
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _some(names: Sequence[str]) -> str:

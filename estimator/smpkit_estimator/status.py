@@ -140,7 +140,7 @@ class JobStatus:
     @property
     def instance_count(self) -> int:
         """Number of hosts, of all groups together."""
-        return sum(each.instance_count for each in self.machines)
+        return sum(group.instance_count for group in self.machines)
 
     @property
     def over(self) -> bool:
@@ -228,4 +228,4 @@ def blamed(reasons: Iterable[tuple[datetime, str]]) -> str | None:
 
     The earliest that names a rank goes before all others: hosts that ended because of another one name none.
     """
-    return min(reasons, key=lambda each: (_RANK.search(each[1]) is None, each[0]), default=(None, None))[1]
+    return min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=(None, None))[1]

@@ -1,29 +1,46 @@
-"""Talking to the user: warnings, errors, hints and notes go to stderr, so that stdout is data alone.
+"""What a command says and writes: talk on stderr, so that stdout is data alone; tables that fit the terminal; files.
 
-For commands::
+::
 
     console = _console.current()
     console.note("sent 3 files")      # default verbosity, not with -q
     console.detail("to /opt/ml/code") # with -v
     console.warn(problem)             # a `Problem`, or a sentence
-    raise SmpkitError(...)            # errors are raised; the boundary around all commands prints them
+    raise SmpkitError(...)            # errors are raised; `smpkit.cli.main` prints them
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from smpkit.errors import ConfigError, Problem, SmpkitError
 
-__all__ = ["Console", "current", "print_error", "print_problems", "set_up", "style"]
+if TYPE_CHECKING:  # `--help` does without it
+    from pathlib import Path
 
-_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|stop|resume)\b[^`]*)`")
+__all__ = [
+    "Console",
+    "current",
+    "fold",
+    "print_error",
+    "print_failure",
+    "set_up",
+    "style",
+    "table",
+    "width",
+    "write_file",
+]
+
+_NARROWEST: Final = 40
+_CLOUD_COMMAND: Final = re.compile(r"(`smpkit (?:submit|jobs|status|logs|stop|resume)\b[^`]*)`")
 
 
 @dataclass(frozen=True)
@@ -40,25 +57,23 @@ class Console:
 
     def note(self, text: str) -> None:
         """Say something that is good to know."""
-        if self.verbosity >= 0:
-            click.echo(self.complete(text), err=True, color=_color())
+        self._say(0, self.complete(text))
 
     def detail(self, text: str) -> None:
         """Say why or how, to those who asked with `-v`."""
-        if self.verbosity >= 1:
-            click.echo(text, err=True, color=_color())
+        self._say(1, text)
 
     def warn(self, what: Problem | str) -> None:
         """Warn of what is legal, but probably not intended."""
-        if self.verbosity >= 0:
-            click.echo(
-                f"{style('warning:', 'yellow')} {_with_hint_styled(self.complete(str(what)))}", err=True, color=_color()
-            )
+        self._say(0, f"{style('warning:', 'yellow')} {_with_hint_styled(self.complete(str(what)))}")
 
     def hint(self, text: str) -> None:
         """Say the one thing to do next."""
-        if self.verbosity >= 0:
-            click.echo(f"{style('hint:', 'cyan')} {self.complete(text)}", err=True, color=_color())
+        self._say(0, f"{style('hint:', 'cyan')} {self.complete(text)}")
+
+    def _say(self, verbosity: int, text: str) -> None:
+        if self.verbosity >= verbosity:
+            _talk(text)
 
 
 def set_up(ctx: click.Context, verbosity: int) -> None:
@@ -73,11 +88,6 @@ def current() -> Console:
     return (ctx.find_object(Console) if ctx is not None else None) or Console()
 
 
-def _color() -> bool | None:
-    """False where colours are not wanted; None leaves it to click, which asks whether the stream is a terminal."""
-    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
-
-
 def style(text: str, color: Literal["red", "yellow", "green", "cyan"]) -> str:
     """Colour a word; click takes the colour out again where it is not wanted."""
     return click.style(text, fg=color, bold=color != "cyan")
@@ -85,27 +95,92 @@ def style(text: str, color: Literal["red", "yellow", "green", "cyan"]) -> str:
 
 def print_error(error: SmpkitError) -> None:
     """Print what happened and what to try; a ConfigError with all its problems, the count last, where the eye rests."""
-    if isinstance(error, ConfigError):
-        print_problems(error.problems)
-        count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
-        print_failure(f"{count} in the {error.subject}", error.hint)
-    else:
+    if not isinstance(error, ConfigError):
         print_failure(error.message, error.hint)
-
-
-def print_problems(problems: Iterable[Problem]) -> None:
-    """Print problems with an empty line after each."""
-    for problem in problems:
-        click.echo(_with_hint_styled(str(problem)) + "\n", err=True, color=_color())
+        return
+    for problem in error.problems:
+        _talk(_with_hint_styled(str(problem)) + "\n")
+    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
+    print_failure(f"{count} in the {error.subject}", error.hint)
 
 
 def print_failure(message: str, hint: str | None = None) -> None:
     """Print the two lines that every error has."""
-    click.echo(f"{style('error:', 'red')} {message}", err=True, color=_color())
+    _talk(f"{style('error:', 'red')} {message}")
     if hint is not None:
-        click.echo(f"{style('hint:', 'cyan')} {hint}", err=True, color=_color())
+        _talk(f"{style('hint:', 'cyan')} {hint}")
+
+
+def _talk(text: str) -> None:
+    click.echo(text, err=True, color=_color())
+
+
+def _color() -> bool | None:
+    """False where colours are not wanted; None leaves it to click, which asks whether the stream is a terminal."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def _with_hint_styled(text: str) -> str:
     before, mark, after = text.rpartition("\n    hint: ")
     return f"{before}\n    {style('hint:', 'cyan')} {after}" if mark else text
+
+
+# ---- text that fits the terminal -------------------------------------------------------------------------------------
+
+
+def width() -> int:
+    """Columns of the terminal, or of COLUMNS; 80 in a pipe."""
+    shown = shutil.get_terminal_size() if sys.stdout.isatty() else shutil.get_terminal_size((80, 24))
+    return max(shown.columns, _NARROWEST)
+
+
+def fold(head: str, parts: Iterable[str], columns: int, separator: str = "  ") -> Iterator[str]:
+    """Yield `head` and `parts` in lines of at most `columns`, the later ones indented below the first part.
+
+    A part that is longer than a line is broken after a comma, if it has one; never within a number or a name.
+    """
+    line, empty = head, True
+    for part in parts:
+        pieces = [part] if len(head) + len(part) <= columns else re.findall(r"[^,]*,|[^,]+$", part)
+        for index, piece in enumerate(pieces):
+            gap = "" if empty or index else separator
+            if not empty and len(line) + len(gap) + len(piece) > columns:
+                yield line.rstrip()
+                line, gap = " " * len(head), ""
+            line, empty = line + gap + piece, False
+    yield line.rstrip()
+
+
+def table(rows: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
+    """Yield the lines of a table; one too wide loses spacing, or is split into several that repeat the first column.
+
+    The first column is what the row is about, and stands to the left; all others to the right. A column with nothing
+    below its heading is left out.
+    """
+    cells_of = [cells for n, cells in enumerate(zip(*rows, strict=True)) if n == 0 or len(rows) == 1 or any(cells[1:])]
+    widths = [max(map(len, cells)) for cells in cells_of]
+    rows = list(zip(*cells_of, strict=True))
+    first, rest = 1, len(widths)
+    gap = next((gap for gap in (2, 1) if sum(widths) + gap * (rest - 1) <= columns), 2)
+    while first < rest:
+        last, taken = first, widths[0]
+        while last < rest and (last == first or taken + gap + widths[last] <= columns):
+            taken += gap + widths[last]
+            last += 1
+        if first > 1:
+            yield ""
+        for row in rows:
+            cells = [row[i].rjust(widths[i]) for i in range(first, last)]
+            yield (" " * gap).join([row[0].ljust(widths[0]), *cells]).rstrip()
+        first = last
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, text: str, what: str) -> None:
+    """Write a file; raise SmpkitError, which names `what`, where that cannot be done."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SmpkitError(f"the {what} cannot be written to `{path}`: {error.strerror}") from None

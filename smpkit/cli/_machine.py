@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -71,11 +72,10 @@ def _torch(*, needed: bool) -> Finding:
 
 def _gpus() -> Finding:
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
+    names: list[str] = []
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return Finding("gpus", "info", "no GPU: ranks run on the CPU")
-    names = done.stdout.strip().splitlines()
+        names = done.stdout.strip().splitlines()
     if not names:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
     name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])

@@ -12,8 +12,7 @@ from typing import Any, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._files import write_file
-from smpkit.cli._layout import fold, table, width
+from smpkit.cli._console import fold, table, width, write_file
 from smpkit.cli._planned import Asked, Planned, Row, best_of, plans_of, rows_of
 from smpkit.cli._world import World, layer_lines, world_of
 from smpkit.config.modelparallel import ModelParallelConfig

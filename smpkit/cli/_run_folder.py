@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from smpkit.cli._files import write_file
+from smpkit.cli._console import write_file
+from smpkit.config.confidential import hide_in_line, masked
+from smpkit.errors import SmpkitError
+from smpkit.observe.runs import ENVIRONMENT, JOB, PLAN, SUMMARY, Run, make_run
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
-    from smpkit.observe.runs import Run
-    from smpkit.observe.summary import RunSummary
 
-__all__ = ["begin_run", "end_run", "saved_job_text", "shown", "version_of"]
+__all__ = ["begin_run", "end_run", "held", "is_running", "saved_job_text", "shown", "version_of"]
 
 _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
@@ -33,11 +36,12 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) 
     Raises:
         RunsError, SmpkitError: it cannot be written.
     """
-    from smpkit.observe.runs import ENVIRONMENT, JOB, PLAN, make_run
-
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
-    write_file(run.path / JOB, _job_text(job, run.path, overrides), "job of the run")
+    place = os.path.relpath(job.folder.absolute(), run.path.absolute())
+    content = {name: masked(name, value) for name, value in _content(job).items()}
+    head = [f"As it ran: {_command(job, overrides)}", f"Paths are relative to {place}."]
+    write_file(run.path / JOB, _as_yaml(head, content), "job of the run")
     environment = {**_environment(now, ranks, hosts), "settings": list(_settings(job))}
     write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
     plan = _plan(job, ranks, hosts)
@@ -46,9 +50,8 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) 
     return run
 
 
-def end_run(run: Run, seconds: float, exit_reason: str) -> RunSummary:
+def end_run(run: Run, seconds: float, exit_reason: str) -> None:
     """Note how a run ended, in the summary that rank 0 wrote or, where it came to none, in one with little else."""
-    from smpkit.observe.runs import SUMMARY
     from smpkit.observe.summary import RunSummary, read_summary, write_summary
 
     if (run.path / SUMMARY).is_file():
@@ -57,7 +60,30 @@ def end_run(run: Run, seconds: float, exit_reason: str) -> RunSummary:
         note = "the ranks left no figures: the script does not use smpkit, or ended early"
         summary = RunSummary(run.name, run.started.timestamp(), seconds, 0, exit_reason, notes=(note,))
     write_summary(run.path, summary)
-    return summary
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Lock the folder of a run for as long as its command lives, however that ends."""
+    folder = os.open(run.path, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(folder, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def is_running(folder: Path) -> bool:
+    """Tell whether the command of a run still holds its folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else has the lock
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def shown(path: Path) -> str:
@@ -68,31 +94,30 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def _job_text(job: LoadedJob, folder: Path, overrides: Sequence[str]) -> str:
-    from smpkit.config.confidential import masked
-
-    content = {name: masked(name, value) for name, value in _content(job).items()}
-    place = os.path.relpath(job.folder.absolute(), folder.absolute())
-    return _as_yaml([f"As it ran: {_command(job, overrides)}", f"Paths are relative to {place}."], content)
-
-
 def saved_job_text(job: LoadedJob, overrides: Sequence[str]) -> str:
     """Return the job file that stands for a script and the options it was run with."""
     return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job, overrides)}"], _content(job))
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed here; None if it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _content(job: LoadedJob) -> dict[str, Any]:
     return job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def _as_yaml(head: Sequence[str], content: Mapping[str, Any]) -> str:
+def _as_yaml(head: Sequence[str], content: dict[str, Any]) -> str:
     from smpkit.config.documents import as_yaml
 
-    return "".join(f"# {line}\n" for line in head) + as_yaml(dict(content))
+    return "".join(f"# {line}\n" for line in head) + as_yaml(content)
 
 
 def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
-    from smpkit.config.confidential import hide_in_line
     from smpkit.config.load import option
 
     options = [f"{flag} {shlex.quote(value)}" for flag, value in map(option, overrides)]
@@ -100,11 +125,10 @@ def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
 
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
-    """Return what `smpkit plan --json` prints of this job; None of one that no plan describes."""
+    """Return what `smpkit plan --json` prints of this job; None if it is no job that can be planned."""
     from smpkit.cli._plan import as_plain
     from smpkit.cli._planned import Planned
     from smpkit.cli._world import World
-    from smpkit.errors import SmpkitError
     from smpkit.plan.decide import decide
 
     parameters = job.config.distribution.model_parallel
@@ -117,8 +141,10 @@ def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
 
 
 def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
-    from smpkit.config.confidential import hide_in_line
-
+    try:
+        memory_bytes: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        memory_bytes = None
     return {
         "started": now.astimezone(timezone.utc).isoformat(timespec="seconds"),
         "command": hide_in_line(shlex.join(["smpkit", *sys.argv[1:]])),
@@ -128,34 +154,13 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "processors": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes,
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
 
 
-def version_of(package: str) -> str | None:
-    """Return the version of a package that is installed here; None if it is not."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _settings(job: LoadedJob) -> Iterator[tuple[str, Any, str]]:
     """Yield every setting, with its value and where that came from."""
-    from smpkit.config.confidential import masked
-
-    values = job.config.model_dump(mode="json")
-    for path, origin in job.origins.items():
-        value: Any = values
-        for part in path:
-            value = value[part]
+    for path, value, origin in job.settings():
         # Of the file its name only: who gets a report of this need not know the folders here.
-        yield ".".join(map(str, path)), masked(str(path[-1]), value), origin.replace(str(job.path), job.path.name)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+        yield ".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name)

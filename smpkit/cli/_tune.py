@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._layout import fold, table, width
+from smpkit.cli._console import fold, table, width
 from smpkit.cli._world import World, describe, layer_lines, world_of
 from smpkit.config.load import edited, file_of_parameters, load, option
 from smpkit.config.modelparallel import ModelParallelConfig

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._layout import table, width
+from smpkit.cli._console import table, width
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
 from smpkit.units import amount, magnitude, seconds
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options
-from smpkit.cli._time import LENGTH
+from smpkit.cli.options import BackendChoice, backend_options, length
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -24,7 +23,7 @@ _STATUSES = ("InProgress", "Completed", "Failed", "Stopping", "Stopped")
 @click.command()
 @click.option("--status", type=click.Choice(_STATUSES, case_sensitive=False), help="Only jobs in this state.")
 @click.option("--name", metavar="TEXT", help="Only jobs with this text in their name.")
-@click.option("--since", type=LENGTH, metavar="LENGTH", help="Only jobs created in the last `30m`, `12h`, `7d`.")
+@click.option("--since", type=length, metavar="LENGTH", help="Only jobs created in the last `30m`, `12h`, `7d`.")
 @click.option("--limit", type=click.IntRange(1, 100_000), default=20, show_default=True, help="At most so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 @backend_options
@@ -38,10 +37,13 @@ def jobs(
     found = list(opened.list(Query(status, name, since, limit)))
     if as_json:
         click.echo(json.dumps([_plain(item) for item in found], indent=2))
-    elif found:
-        _table(found)
-    else:
+        return
+    if not found:
         _console.current().note(f"no such jobs on {opened.title}")
+    width = max((len(item.name) for item in found), default=0)
+    for item in found:
+        shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"
+        click.echo(f"{item.name:{width}}  {item.created.astimezone():%Y-%m-%d %H:%M}  {shown}")
 
 
 def _plain(item: JobStatus) -> dict[str, Any]:
@@ -53,12 +55,3 @@ def _plain(item: JobStatus) -> dict[str, Any]:
         "created": item.created.isoformat(),
         "ended": item.ended.isoformat() if item.ended is not None else None,
     }
-
-
-def _table(found: list[JobStatus]) -> None:
-    from smpkit.cli._show import local_time
-
-    width = max(len(item.name) for item in found)
-    for item in found:
-        shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"
-        click.echo(f"{item.name:{width}}  {local_time(item.created)}  {shown}")

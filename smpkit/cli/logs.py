@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import click
 
-from smpkit.cli._backend import BackendChoice, backend_options, follow_job, print_lines
-from smpkit.cli._local_logs import Choice, print_local
-from smpkit.cli._run_completion import complete_run
-from smpkit.cli._time import LENGTH
+from smpkit.cli import _console
+from smpkit.cli._run_folder import is_running
+from smpkit.cli.options import BackendChoice, backend_options, complete_run, length
+from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
-from smpkit.errors import UsageError
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.observe.runs import LOGS, Run, find_runs, last_run, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
-
-    from smpkit.observe.runs import Run
     from smpkit_estimator.backend import LogLine
     from smpkit_estimator.follow import Notice
+    from smpkit_estimator.job import Job
 
-__all__ = ["logs"]
+__all__ = ["follow_job", "logs"]
+
+_HOST_COLORS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_MERGED: Final = "launcher.log"
+"""All that a run printed, in its order, each line of a rank after `[rank 3] `."""
+_OF_RANK: Final = re.compile(r"\[rank (\d+)\] (.*)", re.DOTALL)
+_POLL_SECONDS: Final = 0.3
 
 
 @click.command()
 @click.argument("job", metavar="[JOB|RUN]", required=False, shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over. Ctrl-C never stops the job.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Begin with the last N lines of each host.")
-@click.option("--since", type=LENGTH, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")
+@click.option("--since", type=length, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only lines of this rank; repeatable.")
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="Only this host, as `algo-2`; repeatable.")
 @click.option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
@@ -60,42 +70,127 @@ def logs(
         re.compile(grep or "")
     except re.error as error:
         raise UsageError(f"`--grep {grep}` is not a regular expression: {error}") from None
-    run = _local_run(job)
-    if run is not None or job is None:
-        from smpkit.observe.runs import last_run
-
+    run = _run_here(job)
+    if run is not None:
         if since is not None or hosts:
             raise UsageError("a run on this machine has a log without times and hosts", hint="use --tail or --rank")
-        return print_local(run or last_run(Path.cwd()), Choice(ranks, grep, tail, follow, as_json))
+        for line in _lines_of_run(run, ranks, grep, tail, follow=follow):
+            click.echo(_as_json(line) if as_json else coloured(line))
+        return 0
     from smpkit_estimator.job import Job
 
-    handle = Job(job, chosen.open())
+    handle = Job(str(job), chosen.open())
     lines = handle.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
-    show = _print_json if as_json else print_lines
     if follow:
-        return follow_job(handle, lambda: show(lines))
-    show(lines)
+        return _followed(handle, lines, as_json=as_json)
+    _print(lines, as_json=as_json)
     return 0
 
 
-def _local_run(name: str | None) -> Run | None:
-    """Return the run of this name or folder, if there is one here; a job's name alone means the managed job."""
-    from smpkit.observe.runs import find_runs, open_run
+# ---- of a managed job ------------------------------------------------------------------------------------------------
 
+
+def follow_job(job: Job) -> int:
+    """Show a job's lines until it is over, and its end; return the exit code. Ctrl-C ends the showing, not the job."""
+    return _followed(job, job.logs(follow=True))
+
+
+def _followed(job: Job, lines: Iterable[LogLine | Notice], *, as_json: bool = False) -> int:
+    try:
+        _print(lines, as_json=as_json)
+    except KeyboardInterrupt:
+        console = _console.current()
+        console.note(f"\n`{job.name}` goes on; this only stopped following it")
+        console.hint(f"`smpkit logs -f {job.name}` follows it again, `smpkit stop {job.name}` stops it")
+        return 130
+    return show_end(job.status())
+
+
+def _print(lines: Iterable[LogLine | Notice], *, as_json: bool) -> None:
+    """Print lines to stdout, each with its host, and notices to stderr; without control characters."""
+    from smpkit_estimator.follow import Notice
+
+    console = _console.current()
+    colors: dict[str, str] = {}
+    for line in lines:
+        if isinstance(line, Notice):
+            (console.warn if line.warning else console.note)(coloured(line.text))
+        elif as_json:
+            plain = {"time": line.time.isoformat(), "host": line.host, "rank": line.rank, "text": line.text}
+            click.echo(json.dumps(plain))
+        else:
+            color = colors.setdefault(line.host, _HOST_COLORS[len(colors) % len(_HOST_COLORS)])
+            click.echo(f"{click.style(line.host, fg=color)} {coloured(line.text)}")
+
+
+# ---- of a run on this machine ----------------------------------------------------------------------------------------
+
+
+def _run_here(name: str | None) -> Run | None:
+    """Return the run of this name or folder, if there is one here; a job's name alone means the managed job."""
     if name is None:
-        return None
+        return last_run(Path.cwd())
     if "/" in name:
         return open_run(name)
     return next((run for run in find_runs(Path.cwd()) if run.label == name), None)
 
 
-def _print_json(lines: Iterator[LogLine | Notice]) -> None:
-    from smpkit.cli import _console
-    from smpkit_estimator.follow import Notice
+def _lines_of_run(
+    run: Run, ranks: tuple[int, ...], grep: str | None, tail: int | None, *, follow: bool
+) -> Iterator[str]:
+    """Yield lines of a run's log, without their ends.
 
-    for line in lines:
-        if isinstance(line, Notice):
-            _console.current().note(coloured(line.text))
-            continue
-        plain = {"time": line.time.isoformat(), "host": line.host, "rank": line.rank, "text": line.text}
-        click.echo(json.dumps(plain))
+    Raises:
+        SmpkitError: it has none, or none of a rank.
+    """
+    folder = run.path / LOGS
+    if not (folder / _MERGED).is_file():
+        raise SmpkitError(f"`{run.label}` has no log", hint="the ranks of that run were not started")
+    known = sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.log"))
+    for rank in ranks:
+        if rank not in known:
+            hint = f"it has logs of ranks {', '.join(map(str, known))}" if known else "its ranks printed nothing"
+            raise SmpkitError(f"`{run.label}` has no log of rank {rank}", hint=hint)
+
+    def wanted(line: str) -> bool:
+        rank, text = _rank_and_text(line)
+        return (not ranks or rank in ranks) and (grep is None or re.search(grep, text) is not None)
+
+    with (folder / _MERGED).open("rb") as file:
+        lines = filter(wanted, _read(file, unfinished=not follow))
+        yield from lines if tail is None else deque(lines, maxlen=tail)
+        while follow:
+            over = _is_over(run.path)  # asked first: what was written before the end is still read
+            yield from filter(wanted, _read(file, unfinished=over))
+            if over:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _read(file: BinaryIO, *, unfinished: bool) -> Iterator[str]:
+    """Yield what is new in a file, line by line; with `unfinished` also a last line that has no end yet."""
+    while line := file.readline():
+        if not (unfinished or line.endswith(b"\n")):
+            file.seek(-len(line), os.SEEK_CUR)
+            return
+        yield line.decode(errors="replace").rstrip("\n")
+
+
+def _is_over(folder: Path) -> bool:
+    """Tell whether a run has ended, also where its command was killed and could not say so."""
+    from smpkit.observe.summary import SummaryError, read_summary
+
+    with suppress(SummaryError):
+        if read_summary(folder).exit_reason != "running":
+            return True
+    return not is_running(folder)
+
+
+def _as_json(line: str) -> str:
+    rank, text = _rank_and_text(line)
+    return json.dumps({"rank": rank, "text": text})
+
+
+def _rank_and_text(line: str) -> tuple[int | None, str]:
+    match = _OF_RANK.fullmatch(line)
+    return (int(match[1]), match[2]) if match else (None, line)

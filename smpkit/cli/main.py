@@ -1,25 +1,35 @@
-"""The `smpkit` command: a table of commands that are imported only when they run."""
+"""The `smpkit` command: a table of commands that are imported only when they run, and what their errors become.
+
+==== ==========================================================================
+0    done
+1    the job or the operation failed (and most other errors of smpkit)
+2    wrong usage or configuration
+3    a bug in smpkit: the only case with a traceback
+4    the cloud refused or could not be reached
+130  interrupted
+==== ==========================================================================
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
 
 import click
 
 import smpkit
 from smpkit.cli import _console
-from smpkit.cli._boundary import exit_code_of
-from smpkit.cli._commit import commit
-from smpkit.config.words import printable, suggestion
-from smpkit.errors import UsageError
+from smpkit.config.words import closest, printable, suggestion
+from smpkit.errors import SmpkitError, UsageError
 
-__all__ = ["COMMANDS", "cli", "main"]
+__all__ = ["COMMANDS", "cli", "exit_code_of", "main"]
 
 
-COMMANDS: dict[str, str] = {
+COMMANDS: Final[dict[str, str]] = {
     "init": "Write a job file, and a script that trains where there is none.",
     "run": "Run a job on this machine, with the launcher of the training image or in the image itself.",
     "plan": "Show what a job would do: ranks, schedule, parts, memory.",
@@ -46,7 +56,7 @@ COMMANDS: dict[str, str] = {
 
 Command `x-y` is the object `x_y` of the module `smpkit.cli.x_y`.
 """
-_FIRST = 5
+_FIRST: Final = 5
 """So many come first in `--help`; the rest is under "More"."""
 
 
@@ -96,10 +106,13 @@ class _Commands(click.Group):
         sys.exit(exit_code_of(run))
 
 
-def _show_version(ctx: click.Context) -> None:
-    known = commit()
-    click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {known})" if known else ""))
-    ctx.exit()
+def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from smpkit.cli._commit import commit
+
+        known = commit()
+        click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {known})" if known else ""))
+        ctx.exit()
 
 
 @click.group(
@@ -114,7 +127,7 @@ def _show_version(ctx: click.Context) -> None:
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda ctx, _, asked: _show_version(ctx) if asked else None,
+    callback=_show_version,
     help="Show the version and exit.",
 )
 @click.option("-v", "--verbose", count=True, help="Say more.")
@@ -131,3 +144,62 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with `arguments` (those of the process if None), and exit."""
     cli.main(arguments)
     raise AssertionError("the command line always exits")
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def exit_code_of(action: Callable[[], Any]) -> int:
+    """Run `action`, print what goes wrong, and return the exit code; an integer that it returns is one itself."""
+    try:
+        result = action()
+        sys.stdout.flush()  # a closed pipe must raise here, where it is caught
+    except click.ClickException as error:
+        return _usage(error)
+    except (click.Abort, KeyboardInterrupt):
+        _console.print_failure("interrupted")
+        return 130
+    except SmpkitError as error:
+        _console.print_error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        _drop_output()
+        return 1
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        if error.filename is None:  # an error of writing to an open stream
+            _drop_output()
+            _console.print_failure(f"cannot write: {reason}")
+        else:
+            _console.print_failure(f"cannot use `{printable(os.fsdecode(error.filename))}`: {reason}")
+        return 1
+    except Exception as error:
+        sys.excepthook(*sys.exc_info())  # prints it, without the import of traceback
+        hint = "send these lines with what `smpkit doctor --report` says"
+        _console.print_failure(f"a bug in smpkit: {type(error).__name__}", hint)
+        return 3
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: click.ClickException) -> int:
+    """Print wrong usage like other errors: one sentence in lower case, literals in backticks, and a hint."""
+    ctx = getattr(error, "ctx", None)
+    message = error.format_message()
+    hint = f"`{ctx.command_path} --help` shows the usage" if ctx is not None else None
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option: `{printable(error.option_name)}`"
+        names = [name for param in ctx.command.get_params(ctx) for name in param.opts] if ctx is not None else []
+        if (meant := closest(error.option_name, names)) is not None:
+            hint = f"did you mean `{meant}`?"
+    message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
+    _console.print_failure(message[:1].lower() + message[1:], hint)
+    return error.exit_code
+
+
+def _drop_output() -> None:
+    """Send the rest of the output nowhere: Python flushes it at exit, and would fail there again."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # a stream of a test, which has no file
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from smpkit.cli._job import override_options
+from smpkit.cli.options import override_options
 from smpkit.errors import UsageError
 from smpkit.plan.optimizers import OPTIMIZERS
 

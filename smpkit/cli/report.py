@@ -7,19 +7,15 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options
-from smpkit.cli._files import write_file
-from smpkit.cli._run_completion import complete_run
+from smpkit.cli._console import write_file
+from smpkit.cli.options import BackendChoice, backend_options, complete_run
 from smpkit.errors import UsageError
-
-if TYPE_CHECKING:
-    from smpkit.observe.runs import Run
+from smpkit.observe.runs import Run, find_runs, open_run
 
 __all__ = ["report"]
 
@@ -72,8 +68,6 @@ def report(
 
 def _open(name: str | None, chosen: BackendChoice, stack: contextlib.ExitStack) -> tuple[Run, Path]:
     """Return a run of this machine, or what a job of a back end has left; and where its report goes."""
-    from smpkit.observe.runs import find_runs, open_run
-
     source = click.get_current_context().get_parameter_source
     is_elsewhere = any(source(option) is ParameterSource.COMMANDLINE for option in ("backend", "profile", "region"))
     if name is None and is_elsewhere:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from typing import TYPE_CHECKING
 
 import click
 
-from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted
-from smpkit.errors import UsageError
+from smpkit.cli.options import BackendChoice, backend_options
+from smpkit.cli.submit import start, start_options
+from smpkit.errors import UnsupportedError, UsageError
 
-__all__ = ["resume"]
+if TYPE_CHECKING:
+    from smpkit_estimator.job import Job
+
+__all__ = ["newest_checkpoint", "resume"]
 
 
 def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
@@ -26,9 +29,7 @@ def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: 
 @click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
 @click.option("--with", "--to", "--set", hidden=True, expose_value=False, callback=_refuse_elsewhere)
-@click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
-@click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@start_options
 @backend_options
 def resume(
     job: str,
@@ -36,42 +37,32 @@ def resume(
     instance_count: int | None,
     instance_type: str | None,
     max_run_seconds: int | None,
-    dry_run: bool,
-    follow: bool,
-    as_json: bool,
     chosen: BackendChoice,
+    **options: bool,
 ) -> int:
     """Start a job that goes on from another's checkpoints.
 
     It has the same image, sources, data and settings as JOB. To go on with others, or on another back end, submit a job
     file whose `checkpoints` are those of JOB.
     """
-    from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     backend = chosen.open()
     old = Job(job, backend)
-    given = {
-        "InstanceCount": instance_count,
-        "InstanceType": instance_type,
-        "MaxRuntimeInSeconds": max_run_seconds,
-    }
-    changes = {key: value for key, value in given.items() if value is not None}
-    plan = old.resumed(name, changes)
-    console = _console.current()
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    if dry_run:
-        click.echo(json.dumps(plan.shown, indent=2))
-        return 0
-    none = "No checkpoint there yet: starting from the beginning"
-    console.note(newest_checkpoint(old, found="Resuming from ", none=none))
-    started = Job(plan.name, backend)
-    with tell_if_interrupted(started):
-        result = backend.submit(plan)
-    shown = {"name": started.name, "arn": result["arn"], "resumed_from": job}
-    click.echo(json.dumps(shown) if as_json else started.name)
-    if follow:
-        return follow_job(started)
-    console.note(f"Follow with `smpkit logs -f {started.name}`, stop with `smpkit stop {started.name}`")
-    return 0
+    given = {"InstanceCount": instance_count, "InstanceType": instance_type, "MaxRuntimeInSeconds": max_run_seconds}
+    plan = old.resumed(name, {key: value for key, value in given.items() if value is not None})
+
+    def announcement() -> str:
+        none = "No checkpoint there yet: starting from the beginning"
+        return newest_checkpoint(old, before="Resuming from ", none=none)
+
+    return start(backend, plan, announcement, **options)
+
+
+def newest_checkpoint(job: Job, *, before: str, none: str) -> str:
+    """Say which checkpoint of a job is the newest: `before` and its place, `none`, or why nobody here can tell."""
+    try:
+        newest = job.latest_checkpoint
+    except UnsupportedError as error:
+        return error.message
+    return f"{before}{newest}" if newest else none

@@ -6,53 +6,46 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from smpkit.cli import _console
-from smpkit.cli._files import write_file
-from smpkit.cli._job import job_arguments, read_job
-from smpkit.cli._run_folder import begin_run, end_run, saved_job_text, shown
-from smpkit.cli._time import SECONDS
+from smpkit.cli._console import write_file
+from smpkit.cli._run_folder import begin_run, end_run, held, saved_job_text, shown
 from smpkit.cli.image import recipe_from, recipe_options
-from smpkit.config.words import coloured
+from smpkit.cli.options import job_arguments, read_job, seconds
+from smpkit.config.words import coloured, duration
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
+from smpkit.observe.runs import EVENTS, TRACE, Run
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
     from smpkit.config.load import LoadedJob
-    from smpkit.observe.runs import Run
     from smpkit_estimator.docker import DockerRun
     from smpkit_estimator.image import Recipe
     from smpkit_estimator.local import LocalPlan, LocalRun
 
 __all__ = ["run", "run_local"]
 
-_COLOURS = ("cyan", "yellow", "magenta", "green", "blue")
+_Done = TypeVar("_Done", bound="LocalRun")
 
-
-@dataclass(frozen=True)
-class _DockerOptions:
-    """The options of `smpkit run --docker`."""
-
-    hosts: int | None
-    interrupt_after: float | None
-    gpus: bool
-    events: bool
+_COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue")
+_FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "ca", "build_network")
 
 
 @click.command()
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start N ranks on each host.")
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start N ranks, on all hosts together.")
 @click.option("--save-job", is_flag=True, help="For a script: also write the job file that does the same.")
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
 @click.option(
-    "--profile",
+    "--profile-steps",
     metavar="FIRST:LAST",
     help="Put torch's profiler around these steps, from 0, and leave one trace of it and the events for Perfetto.",
 )
@@ -69,7 +62,7 @@ class _DockerOptions:
 )
 @click.option(
     "--interrupt-after",
-    type=SECONDS,
+    type=seconds,
     metavar="SECONDS",
     help="With --docker: rehearse a spot interruption so long after the script's first output, then go on.",
 )
@@ -82,7 +75,7 @@ def run(
     ranks: int | None,
     save_job: bool,
     events: bool,
-    profile: str | None,
+    profile_steps: str | None,
     debugged: int | None,
     docker: bool,
     hosts: int | None,
@@ -101,20 +94,44 @@ def run(
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
+    _refuse_what_does_not_go(debugged, docker=docker)
+    if hosts is not None:
+        overrides = (*overrides, f"compute.instance_count={hosts}")
     if ranks is not None:
         overrides = (*overrides, f"--ranks {ranks}")
     job = read_job(file, overrides, script=True)
     if save_job:
         _save_job(job, overrides, arguments)
-    if profile is not None:
-        job = _profiled(job, profile)
+    if profile_steps is not None:
+        job = _profiled(job, profile_steps)
     if docker:
-        _refuse_debugger(debugged, "--docker")
-        options = _DockerOptions(hosts, interrupt_after, gpus, events)
-        return _run_in_docker(job, overrides, arguments, recipe_from(recipe), options)
-    _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
+        return _run_in_docker(job, overrides, arguments, recipe_from(recipe), interrupt_after, gpus=gpus, events=events)
     _refuse_allocation(job.config)
     return _run_here(job, overrides, arguments, debugged, events=events)
+
+
+def _refuse_what_does_not_go(debugged: int | None, *, docker: bool) -> None:
+    """Refuse options that would have no effect."""
+    if docker and debugged is not None:
+        raise UsageError("`--pdb` does not go with --docker", hint="debug the job on this machine, without a container")
+    source = click.get_current_context().get_parameter_source
+    names = [name for name in _FOR_DOCKER if source(name) is ParameterSource.COMMANDLINE]
+    if names and not docker:
+        flags = " and ".join(f"`--{name.replace('_', '-')}`" for name in names)
+        raise UsageError(f"{flags} without `--docker`", hint="add `--docker`")
+
+
+def _refuse_allocation(job: JobConfig) -> None:
+    """Refuse to use one node where Slurm has given several; inside a step of `srun`, ranks are many already."""
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0)
+    if nodes < 2 or not os.environ.get("SLURM_JOB_ID"):
+        return
+    ranks = job.distribution.processes_per_host or 1
+    hint = (
+        f"`MASTER_ADDR=$(scontrol show hostnames | head -n 1) srun --ntasks-per-node={ranks} python {job.entry_point}`"
+        " uses them, and so does `smpkit submit --backend slurm`"
+    )
+    raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
 
 
 def _save_job(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str]) -> None:
@@ -146,49 +163,9 @@ def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
     try:
         steps_of(steps)
     except ValueError as error:
-        raise UsageError(f"--profile: {error}") from None
+        raise UsageError(f"--profile-steps: {error}") from None
     config = job.config.model_copy(update={"environment": {**job.config.environment, PROFILE: steps}})
     return replace(job, config=config)
-
-
-def _refuse_debugger(rank: int | None, what: str) -> None:
-    if rank is not None:
-        raise UsageError(f"`--pdb` does not go with {what}", hint="debug the job on this machine, without a container")
-
-
-def _debugged(rank: int | None, num_ranks: int) -> dict[str, str]:
-    """Return the variable that gives a rank this terminal."""
-    if rank is None:
-        return {}
-    if rank >= num_ranks:
-        raise UsageError(f"`--pdb {rank}`: the job has the ranks 0 to {num_ranks - 1}")
-    try:
-        return {"SMPKIT_PDB": f"{rank}:{os.ttyname(sys.stdin.fileno())}"}
-    except (OSError, ValueError):
-        raise UsageError("`--pdb` needs a terminal, and the input of this command is none") from None
-
-
-def _refuse_without_docker(**options: object) -> None:
-    given = [f"`--{name.replace('_', '-')}`" for name, value in options.items() if value]
-    if given:
-        raise UsageError(f"{' and '.join(given)} without `--docker`", hint="add `--docker`")
-
-
-def _refuse_allocation(job: JobConfig) -> None:
-    """Refuse to use one node where Slurm has given several; inside a step of `srun`, ranks are many already.
-
-    Raises:
-        UsageError: this is an allocation of several nodes.
-    """
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0)
-    if nodes < 2 or not os.environ.get("SLURM_JOB_ID"):
-        return
-    ranks = job.distribution.processes_per_host or 1
-    hint = (
-        f"`MASTER_ADDR=$(scontrol show hostnames | head -n 1) srun --ntasks-per-node={ranks} python {job.entry_point}`"
-        " uses them, and so does `smpkit submit --backend slurm`"
-    )
-    raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
 
 
 # ---- on this machine -------------------------------------------------------------------------------------------------
@@ -203,14 +180,14 @@ def _run_here(
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
     environ = {**os.environ, **_debugged(debugged, plan.ranks)}
-    console = _console.current()
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    run = begin_run(job, plan.ranks, plan.hosts, overrides)
-    console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, run.path, arguments, environ, events=events)
-    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
-    _conclude_here(console, done, run)
+
+    def train(folder: Path) -> LocalRun:
+        return run_local(plan, folder, arguments, environ, events=events)
+
+    folder, done = _recorded(job, plan, overrides, "on this machine", train)
+    if done.exit_code == 0 and not done.stopped:  # the launcher has said how it ended otherwise
+        _console.current().note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
+    _conclude(folder, done)
     if done.exit_code == 0:
         return 0
     return 130 if done.interrupted else 1
@@ -244,16 +221,6 @@ def run_local(
     return collected(folder, code, time.monotonic() - began)
 
 
-def _end_of(exit_code: int, failure: str | None, *, stopped: bool) -> str:
-    """Say how a run ended, for its summary."""
-    if stopped:
-        return "stopped"
-    if exit_code == 0:
-        return "finished"
-    lines = (failure or "").strip().splitlines()
-    return f"failed: {lines[0] if lines else f'exit code {exit_code}'}"
-
-
 def _check_launcher(plan: LocalPlan) -> None:
     """Find what would stop the launcher before anything is started."""
     if plan.job.distribution.launcher == "mpirun":
@@ -262,69 +229,61 @@ def _check_launcher(plan: LocalPlan) -> None:
         find_mpirun(plan.job.environment.get("PATH"))
     elif not plan.job.is_shell_script and importlib.util.find_spec("torch") is None:
         hint = "`pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`"
-        raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
+        raise UnsupportedError("torch is not installed beside smpkit, and the ranks need it", hint=hint)
 
 
-def _conclude_here(console: _console.Console, done: LocalRun, run: Run) -> None:
-    """Say how it ended, unless the launcher has done so, and where everything is."""
-    from smpkit.config.words import duration
-
-    if done.exit_code == 0 and not done.stopped:
-        console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
-    _show_places(console, run, done.model, done.output_data, done.checkpoints)
-    _leave_trace(console, run)
+def _debugged(rank: int | None, num_ranks: int) -> dict[str, str]:
+    """Return the variable that gives a rank this terminal."""
+    if rank is None:
+        return {}
+    if rank >= num_ranks:
+        raise UsageError(f"`--pdb {rank}`: the job has the ranks 0 to {num_ranks - 1}")
+    try:
+        return {"SMPKIT_PDB": f"{rank}:{os.ttyname(sys.stdin.fileno())}"}
+    except (OSError, ValueError):
+        raise UsageError("`--pdb` needs a terminal, and the input of this command is none") from None
 
 
 # ---- in the training image, with one container for each host ---------------------------------------------------------
 
 
 def _run_in_docker(
-    job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], recipe: Recipe, options: _DockerOptions
+    job: LoadedJob,
+    overrides: Sequence[str],
+    arguments: Sequence[str],
+    recipe: Recipe,
+    interrupt_after: float | None,
+    *,
+    gpus: bool,
+    events: bool,
 ) -> int:
-    """Build or take the image, run the containers, say how it ended; return the exit code."""
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.docker import check, run_in_docker
     from smpkit_estimator.image import build_image
     from smpkit_estimator.local import plan_local_run
 
-    hosts = options.hosts or job.config.compute.instance_count
+    hosts = job.config.compute.instance_count
     # Containers get none of this shell's variables.
-    num_gpus = count_gpus(job.config.environment) if options.gpus else 0
+    num_gpus = count_gpus(job.config.environment) if gpus else 0
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
-    console = _console.current()
     check()
     image = job.config.image or build_image(recipe)
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    run = begin_run(job, plan.ranks, plan.hosts, overrides)
-    where = "1 container" if hosts == 1 else f"{hosts} containers"
-    console.note(f"Running `{plan.job.name}` in {where} of {image}: {_summary(plan)}")
-    done = run_in_docker(
-        plan,
-        image,
-        run.path,
-        arguments,
-        show=_show_line,
-        gpus=options.gpus,
-        interrupt_after=options.interrupt_after,
-        events=options.events,
-    )
-    end_run(run, done.seconds, _end_of(done.exit_code, done.failure, stopped=done.stopped))
-    _conclude_docker(console, done, options, run)
-    if done.stopped:
-        return 130
-    return 1 if done.exit_code else 0
 
+    def train(folder: Path) -> DockerRun:
+        return run_in_docker(
+            plan,
+            image,
+            folder,
+            arguments,
+            show=_show_line,
+            gpus=gpus,
+            interrupt_after=interrupt_after,
+            events=events,
+        )
 
-def _show_line(host: str, stream: str, line: str) -> None:
-    colour = _COLOURS[int(host.rpartition("-")[2]) % len(_COLOURS)]
-    shown = f"{click.style(f'[{host}]', fg=colour)} {coloured(line)}"
-    click.echo(shown, file=sys.stderr if stream == "err" else sys.stdout)
-
-
-def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions, run: Run) -> None:
-    from smpkit.config.words import duration
-
+    where = f"in {hosts} container{'s' * (hosts != 1)} of {image}"
+    folder, done = _recorded(job, plan, overrides, where, train)
+    console = _console.current()
     if done.stopped:
         console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
     elif done.exit_code and done.failure is None:
@@ -332,19 +291,44 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
     elif done.exit_code == 0:
         after = ", with an interruption" if done.rehearsed else ""
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
-    if options.interrupt_after is not None and not done.rehearsed:
-        console.warn(f"the job ended before it could be interrupted after {options.interrupt_after:g} s")
-    _show_places(console, run, done.model, done.output_data, done.checkpoints)
-    _leave_trace(console, run)
+    if interrupt_after is not None and not done.rehearsed:
+        console.warn(f"the job ended before it could be interrupted after {interrupt_after:g} s")
+    _conclude(folder, done)
+    if done.stopped:
+        return 130
+    return 1 if done.exit_code else 0
 
 
-# ---- what both say ---------------------------------------------------------------------------------------------------
+def _show_line(host: str, stream: str, line: str) -> None:
+    colour = _COLOURS[int(host.rpartition("-")[2]) % len(_COLOURS)]
+    text = f"{click.style(f'[{host}]', fg=colour)} {coloured(line)}"
+    click.echo(text, file=sys.stderr if stream == "err" else sys.stdout)
+
+
+# ---- what both do ----------------------------------------------------------------------------------------------------
+
+
+def _recorded(
+    job: LoadedJob, plan: LocalPlan, overrides: Sequence[str], where: str, train: Callable[[Path], _Done]
+) -> tuple[Run, _Done]:
+    """Make the folder of a run, train, and note there how it ended."""
+    console = _console.current()
+    for note in plan.notes:
+        console.note(f"note: {note}")
+    folder = begin_run(job, plan.ranks, plan.hosts, overrides)
+    console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
+    with held(folder):
+        done = train(folder.path)
+        end_run(folder, done.seconds, _end_of(done))
+    return folder, done
 
 
 def _summary(plan: LocalPlan) -> str:
     if plan.job.is_shell_script:
         return f"`{plan.job.entry_point}`, once on each of {plan.hosts} hosts" if plan.hosts > 1 else "a shell script"
-    ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)} with {plan.job.distribution.launcher}"
+    # The launcher starts the ranks itself, unless MPI does.
+    by = " with mpirun" if plan.job.distribution.launcher == "mpirun" else ""
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)}{by}"
     parameters = plan.job.distribution.model_parallel
     if parameters is None:
         return f"{ranks}, no model parallelism"
@@ -352,25 +336,36 @@ def _summary(plan: LocalPlan) -> str:
     return f"{ranks}, pipeline {pipeline} × tensor {tensor} × data {plan.ranks // (pipeline * tensor)}"
 
 
-def _show_places(
-    console: _console.Console, run: Run, model: Path | None, output_data: Path | None, checkpoints: Path | None
-) -> None:
-    """Say where everything is that the job left; what is in the folder of the run is said by naming that."""
-    folder = run.path.resolve()
-    places = {"model": model, "other results": output_data, "checkpoints": checkpoints}
+def _end_of(done: LocalRun) -> str:
+    """Say how a run ended, for its summary."""
+    if done.stopped:
+        return "stopped"
+    if done.exit_code == 0:
+        return "finished"
+    lines = (done.failure or "").strip().splitlines()
+    return f"failed: {lines[0] if lines else f'exit code {done.exit_code}'}"
+
+
+def _conclude(run: Run, done: LocalRun) -> None:
+    """Say where everything is that the job left, and put what was profiled and the events into one trace."""
+    console, folder = _console.current(), run.path.resolve()
+    places = {"model": done.model, "other results": done.output_data, "checkpoints": done.checkpoints}
+    inside = []
     for name, place in places.items():
-        if place is not None and not place.is_relative_to(folder):
+        if place is not None and place.is_relative_to(folder):
+            inside.append(str(place.relative_to(folder)))
+        elif place is not None:
             console.note(f"{name}: {place}")
-    inside = [str(place.relative_to(folder)) for place in places.values() if place and place.is_relative_to(folder)]
-    console.note(f"run: {shown(run.path)}{f', with {_listed(inside)}' if inside else ''}")
+    listed = " and ".join(filter(None, [", ".join(inside[:-1]), *inside[-1:]]))
+    console.note(f"run: {shown(run.path)}{f', with {listed}' if inside else ''}")
+    _leave_trace(run)
 
 
-def _leave_trace(console: _console.Console, run: Run) -> None:
-    """Put what was profiled and the events into one trace."""
+def _leave_trace(run: Run) -> None:
     from smpkit.observe.merge import read_run
-    from smpkit.observe.runs import EVENTS, TRACE
     from smpkit.observe.trace import chrome_trace, profiles_of
 
+    console = _console.current()
     try:
         profiles = profiles_of(run.path / EVENTS)
         if not profiles:
@@ -380,7 +375,3 @@ def _leave_trace(console: _console.Console, run: Run) -> None:
         console.warn(f"no trace of the profiled steps: {error.message}")
         return
     console.note(f"trace: {shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

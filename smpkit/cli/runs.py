@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._layout import table, width
-from smpkit.cli._run_completion import complete_run
+from smpkit.cli._console import table, width
+from smpkit.cli.options import complete_run
 from smpkit.errors import UsageError
+from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
+from smpkit.observe.values import read_values
+from smpkit.units import amount, count
 
 if TYPE_CHECKING:
-    from smpkit.observe.runs import Run
     from smpkit.observe.summary import RunSummary
 
 __all__ = ["runs"]
@@ -39,8 +41,6 @@ def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) ->
     folder, or a job's name for the last one of it: of that it prints the block that the run ended with. `smpkit report`
     compares two.
     """
-    from smpkit.observe.runs import find_runs, open_run
-
     if others:
         raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
@@ -60,7 +60,7 @@ def _summary(run: Run) -> RunSummary | None:
     """Read a summary; a run that goes on, or one that was killed with its command, has none."""
     from smpkit.observe.summary import SummaryError, read_summary
 
-    if not (run.path / "summary.json").is_file():
+    if not (run.path / SUMMARY).is_file():
         return None
     try:
         return read_summary(run.path)
@@ -71,8 +71,6 @@ def _summary(run: Run) -> RunSummary | None:
 
 def _last_values(run: Run) -> dict[str, float]:
     """Return the last value of each name that the run logged."""
-    from smpkit.observe.values import read_values
-
     return {name: value for logged in read_values(run.path) for name, value in logged.values.items()}
 
 
@@ -82,8 +80,6 @@ def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> di
 
 
 def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list[str]:
-    from smpkit.units import amount, count
-
     loss = f"{values['loss']:.4g}" if "loss" in values else _NOTHING
     if summary is None:
         return [run.label, "running or lost", _NOTHING, loss, _NOTHING, _NOTHING]

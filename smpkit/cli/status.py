@@ -7,14 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options
-from smpkit.config.words import printable
+from smpkit.cli.options import BackendChoice, backend_options
+from smpkit.config.words import duration, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["can_repaint", "live", "status"]
+__all__ = ["can_repaint", "live", "show_end", "status", "wait_for_job"]
 
 
 @click.command()
@@ -39,48 +40,61 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
     --watch repaints it in place on a terminal; elsewhere each phase is a line. Then the exit code is 0 if the job
     completed, and 1 if it failed or was stopped.
     """
-    from smpkit.cli._show import echo_all, hint_of, status_json, status_lines
     from smpkit_estimator.job import Job
 
-    opened = chosen.open()
-    handle = Job(job, opened)
+    backend = chosen.open()
+    handle = Job(job, backend)
     try:
-        state = _watched(handle, opened.clock, as_json) if watch else handle.status()
+        state = _watched(handle, backend.clock, as_json) if watch else handle.status()
     except KeyboardInterrupt:
         _console.current().note(f"\n`{job}` goes on; `smpkit stop {job}` stops it")
         return 130
     if not as_json:
-        echo_all(status_lines(state))
-        hint_of(state)
+        click.echo("\n".join(_lines(state)))
+        _hint(state)
     elif not watch:
-        click.echo(json.dumps(status_json(state), indent=2))
+        click.echo(_as_json(state, indent=2))
     return 1 if watch and not state.succeeded else 0
+
+
+def wait_for_job(job: Job) -> int:
+    """Wait for a job, saying each phase, and show its end; return the exit code. Ctrl-C ends only the waiting."""
+    try:
+        return show_end(job.wait(on_change=_say_phase))
+    except KeyboardInterrupt:
+        _console.current().note(f"\n`{job.name}` goes on; `smpkit stop {job.name}` stops it")
+        return 130
+
+
+def show_end(state: JobStatus) -> int:
+    """Say how a job ended and what to do next; return the exit code."""
+    console = _console.current()
+    console.note(_headline(state))
+    if state.failure is not None:
+        console.note("\n".join(("", *_reason(state), "")))
+        _hint(state)
+    elif state.succeeded:
+        console.note(f"{duration(state.billable_so_far)} billable for each of {state.instance_count} instances")
+    return 0 if state.succeeded else 1
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
 
 
 def _watched(job: Job, clock: Clock, as_json: bool) -> JobStatus:
     """Show the state until the job is over, and return how it ended."""
     if as_json:
-        return job.wait(on_change=_print_json)
+        return job.wait(on_change=lambda state: click.echo(_as_json(state)))
     return _repainted(job, clock) if can_repaint() else job.wait(on_change=_say_phase)
 
 
-def _print_json(state: JobStatus) -> None:
-    from smpkit.cli._show import status_json
-
-    click.echo(json.dumps(status_json(state)))
-
-
 def _say_phase(state: JobStatus) -> None:
-    from smpkit.config.words import duration
-
     if not state.over:
         _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {state.message}")
 
 
 def _repainted(job: Job, clock: Clock) -> JobStatus:
     """Repaint the state in place; between two requests its elapsed times are counted on here."""
-    from smpkit.cli._show import status_lines
-
     latest = job.status()
 
     def changed(state: JobStatus) -> None:
@@ -88,7 +102,7 @@ def _repainted(job: Job, clock: Clock) -> JobStatus:
         latest = state
 
     def lines() -> Iterator[str]:
-        yield from status_lines(replace(latest, seen=clock.now()))
+        yield from _lines(replace(latest, seen=clock.now()))
         if latest.message and not latest.over:
             yield f"now         {printable(latest.message)}"
 
@@ -120,3 +134,71 @@ def live(lines: Callable[[], Iterable[str]], console: Console | None = None) -> 
     shown = console or rich.console.Console(file=sys.stdout)
     with rich.live.Live(get_renderable=frame, console=shown, refresh_per_second=1, transient=True):
         yield
+
+
+# ---- a state in words, and as JSON -----------------------------------------------------------------------------------
+
+
+def _lines(state: JobStatus) -> Iterator[str]:
+    """Yield the state of a job, the most important first."""
+    yield _headline(state)
+    if state.failure is not None:
+        yield from ("", *_reason(state), "")
+    machines = " + ".join(f"{hosts.instance_count} × {hosts.instance_type}" for hosts in state.machines)
+    machines += " (spot)" if state.spot else ""
+    yield f"machines    {machines}, {'' if state.over else 'so far '}{duration(state.billable_so_far)} billable each"
+    if state.interruptions:
+        yield f"interrupted {state.interruptions} time{'s' * (state.interruptions != 1)}"
+    shown = [phase for phase in state.phases if phase.end is None or phase.end > phase.start]
+    phases = [f"{phase.name} {duration(phase.seconds(state.seen))}" for phase in shown]
+    yield from _console.fold("phases      ", phases, _console.width(), " · ")
+    if state.succeeded and state.model_data:
+        yield f"model       {state.model_data}"
+    if state.checkpoints:
+        yield f"checkpoints {state.checkpoints}"
+    for name, value in state.metrics.items():
+        yield f"metric      {name} = {value:g}"
+
+
+def _headline(state: JobStatus) -> str:
+    length = duration(state.seconds)
+    if state.succeeded:
+        return f"{_console.style('Completed', 'green')} after {length}"
+    if state.status == "Failed":
+        failure = state.failure
+        ranked = failure is not None and failure.rank is not None
+        place = f" (rank {failure.rank} on {failure.host}, exit {failure.exit_code})" if failure and ranked else ""
+        return f"{_console.style('Failed', 'red')} after {length}{place}"
+    if state.over:
+        why = "" if state.phase == state.status else f" ({state.phase})"
+        return f"{_console.style(state.status, 'yellow')} after {length}{why}"
+    in_phase = duration(state.phases[-1].seconds(state.seen)) if state.phases else length
+    return f"{_console.style(state.phase, 'cyan')} for {in_phase}, {length} since it was created"
+
+
+def _reason(state: JobStatus) -> Iterator[str]:
+    assert state.failure is not None
+    for line in (*state.failure.headline.splitlines(), *state.failure.details):
+        yield f"    {printable(line)}"
+
+
+def _hint(state: JobStatus) -> None:
+    """Say the one thing to do about a failed job."""
+    failure = state.failure
+    if failure is None:
+        return
+    rank = "" if failure.rank is None else f" --rank {failure.rank}"
+    _console.current().hint(printable(failure.hint) if failure.hint else f"`smpkit logs {state.name}{rank} --tail 50`")
+
+
+def _as_json(state: JobStatus, indent: int | None = None) -> str:
+    """Return all of a state as JSON: times in UTC, lengths in seconds."""
+    kinds = {machines.instance_type for machines in state.machines}
+    plain = {name: value for name, value in asdict(replace(state, raw={})).items() if name != "raw"} | {
+        "instance_type": kinds.pop() if len(kinds) == 1 else None,
+        "instance_count": state.instance_count,
+        "over": state.over,
+        "seconds": state.seconds,
+        "interruptions": state.interruptions,
+    }
+    return json.dumps(plain, indent=indent, default=datetime.isoformat)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options
+from smpkit.cli.options import BackendChoice, backend_options
+from smpkit.cli.resume import newest_checkpoint
 
 __all__ = ["stop"]
 
@@ -19,7 +20,6 @@ def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
 
     Its ranks get SIGTERM, and have about 110 seconds, or what the job file's `backend` says.
     """
-    from smpkit.cli._show import newest_checkpoint
     from smpkit_estimator.job import Job
 
     handle = Job(job, chosen.open())
@@ -35,7 +35,7 @@ def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
     console.note(f"Stopped `{job}`")
     if before.checkpoints is not None:
         none = "no checkpoint was saved"
-        said = newest_checkpoint(handle, found="newest checkpoint: ", none=none)
-        console.note(said)
-        where = "starts from the beginning" if said == none else "goes on from there"
+        newest = newest_checkpoint(handle, before="newest checkpoint: ", none=none)
+        console.note(newest)
+        where = "starts from the beginning" if newest == none else "goes on from there"
         console.hint(f"`smpkit resume {job}` {where}")

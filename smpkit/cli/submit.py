@@ -3,69 +3,63 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._backend import BackendChoice, backend_options, follow_job, tell_if_interrupted, wait_for_job
-from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli.logs import follow_job
+from smpkit.cli.options import BackendChoice, backend_options, job_arguments, read_job
+from smpkit.cli.status import wait_for_job
+from smpkit.config.words import duration
 from smpkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
     from smpkit_estimator.backend import Backend, Plan
 
-__all__ = ["submit"]
+__all__ = ["start", "start_options", "submit"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def start_options(function: _Function) -> _Function:
+    """Give a command the options of how a job is started, which `start` takes."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON."),
+        click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails."),
+        click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails."),
+        click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing."),
+    ):
+        function = option(function)
+    return function
 
 
 @click.command()
 @job_arguments
-@click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
-@click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
-@click.option("--wait", is_flag=True, help="Wait until the job is over, without its log; the exit code is its fate.")
 @click.option("--name", metavar="NAME", help="Name of the job. Default: `name` of the job file and the time.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON.")
+@start_options
 @backend_options
 def submit(
-    file: Path,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    follow: bool,
-    wait: bool,
-    name: str | None,
-    as_json: bool,
-    chosen: BackendChoice,
+    file: Path, overrides: tuple[str, ...], name: str | None, chosen: BackendChoice, dry_run: bool, **options: bool
 ) -> int:
     """Start a managed job, on SageMaker or a cluster, and print its name.
 
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.
     """
-    from smpkit_estimator.job import Job
-
     loaded = read_job(file, overrides)
     backend = chosen.open(loaded.config)
     plan = _planned(loaded, backend, name, dry=dry_run)
-    console = _console.current()
-    for note in plan.notes:
-        console.note(f"note: {note}")
-    if dry_run:
-        click.echo(json.dumps(plan.shown, indent=2) + "\n" if as_json else plan.text(), nl=False)
-        return 0
-    _announce(loaded, backend, plan)
-    job = Job(plan.name, backend)
-    with tell_if_interrupted(job):
-        result = backend.submit(plan)
-    click.echo(json.dumps(result, indent=2) if as_json else job.name)
-    if follow:
-        return follow_job(job)
-    if wait:
-        return wait_for_job(job)
-    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
-    return 0
+
+    def announcement() -> str:
+        longest = "" if plan.max_seconds is None else f", at most {duration(plan.max_seconds)}"
+        return f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}{longest})"
+
+    return start(backend, plan, announcement, dry_run=dry_run, **options)
 
 
 def _planned(loaded: LoadedJob, backend: Backend, name: str | None, *, dry: bool) -> Plan:
@@ -80,8 +74,37 @@ def _planned(loaded: LoadedJob, backend: Backend, name: str | None, *, dry: bool
         raise ConfigError(problems, subject=error.subject) from None
 
 
-def _announce(loaded: LoadedJob, backend: Backend, plan: Plan) -> None:
-    from smpkit.config.words import duration
+def start(
+    backend: Backend,
+    plan: Plan,
+    announcement: Callable[[], str],
+    *,
+    dry_run: bool,
+    follow: bool,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Start a job that was planned, print its name, and follow it if asked; or print what would be sent."""
+    from smpkit_estimator.job import Job
 
-    longest = "" if plan.max_seconds is None else f", at most {duration(plan.max_seconds)}"
-    _console.current().note(f"Submitting `{loaded.config.name}` to {backend.title} ({plan.machines}{longest})")
+    console = _console.current()
+    for note in plan.notes:
+        console.note(f"note: {note}")
+    if dry_run:
+        click.echo(json.dumps(plan.shown, indent=2) + "\n" if as_json else plan.text(), nl=False)
+        return 0
+    console.note(announcement())
+    job = Job(plan.name, backend)
+    try:
+        result = backend.submit(plan)
+    except KeyboardInterrupt:  # its name was not printed yet
+        console.note(f"\n`{job.name}` was being started, and may have been")
+        console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
+        raise
+    click.echo(json.dumps(result, indent=2) if as_json else job.name)
+    if follow:
+        return follow_job(job)
+    if wait:
+        return wait_for_job(job)
+    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
+    return 0

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._files import write_file
-from smpkit.cli._layout import table, width
-from smpkit.cli._run_completion import complete_run
+from smpkit.cli._console import table, width, write_file
+from smpkit.cli.options import complete_run
+from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
+from smpkit.observe.runs import open_run
 from smpkit.units import amount, seconds
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def timeline(
     from smpkit.observe import executed
     from smpkit.observe.events import find_events
     from smpkit.observe.merge import read_run
-    from smpkit.observe.runs import open_run
     from smpkit.observe.trace import chrome_trace, profiles_of
 
     folder = open_run(name).path
@@ -97,8 +97,6 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
-    from smpkit.config.words import printable
-
     mesh, count = run.mesh, step.executed.schedule.num_microbatches
     replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
     named = f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`"

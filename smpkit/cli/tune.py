@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from smpkit.cli._job import override_options
+from smpkit.cli.options import override_options
 from smpkit.plan.optimizers import OPTIMIZERS
 
 __all__ = ["tune"]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._job import job_arguments
+from smpkit.cli.options import job_arguments
+from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
     from smpkit.config.load import Loaded
-    from smpkit.config.section import KeyPath
 
 __all__ = ["validate"]
 
@@ -40,28 +39,22 @@ def validate(file: Path, overrides: tuple[str, ...], as_json: bool, show_origin:
             raise
         click.echo(json.dumps({"valid": False, "problems": [*map(_plain, error.problems)], "warnings": []}, indent=2))
         return error.exit_code
+    settings = [
+        {"key": Problem(path, "").where, "value": value, "origin": origin} for path, value, origin in loaded.settings()
+    ]
     if as_json:
         result = {"valid": True, "kind": loaded.kind, "problems": [], "warnings": [*map(_plain, loaded.notices)]}
-        if show_origin:
-            result["settings"] = _settings(loaded)
-        click.echo(json.dumps(result, indent=2))
-    else:
-        _talk(loaded, show_origin)
-    return 0
-
-
-def _talk(loaded: Loaded, show_origin: bool) -> None:
-    from smpkit.config.words import printable
-
+        click.echo(json.dumps({**result, **({"settings": settings} if show_origin else {})}, indent=2))
+        return 0
     console = _console.current()
     written = sum(origin != "default" for origin in loaded.origins.values())
     console.detail(f"read as a {loaded.kind_name}: {written} settings given, {len(loaded.origins) - written} defaults")
     for notice in loaded.notices:
         console.warn(notice)
-    if show_origin:
-        for setting in _settings(loaded):
-            click.echo(printable(f"{setting['key']} = {json.dumps(setting['value'])}  ({setting['origin']})"))
+    for setting in settings if show_origin else ():
+        click.echo(printable(f"{setting['key']} = {json.dumps(setting['value'])}  ({setting['origin']})"))
     console.note(f"{printable(str(loaded.path))}: {_console.style('valid', 'green')} ({_summary(loaded)})")
+    return 0
 
 
 def _summary(loaded: Loaded) -> str:
@@ -84,27 +77,6 @@ def _processes(config: JobConfig) -> str:
     pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
     degrees = f"{size}, pipeline {pipeline} × tensor {tensor}"
     return f"{degrees} × data {hosts * per_host // (pipeline * tensor)}" if per_host else degrees
-
-
-def _settings(loaded: Loaded) -> list[dict[str, Any]]:
-    values = loaded.config.model_dump()
-    return [
-        {"key": Problem(path, "").where, "value": _shown(path, _at(values, path)), "origin": origin}
-        for path, origin in loaded.origins.items()
-    ]
-
-
-def _shown(path: KeyPath, value: Any) -> Any:
-    """Keep what is probably a secret out of terminals and logs."""
-    from smpkit.config.confidential import masked
-
-    return masked(str(path[-1]), value) if path[0] in ("environment", "hyperparameters") else value
-
-
-def _at(value: Any, path: Iterable[str | int]) -> Any:
-    for part in path:
-        value = value[part]
-    return value
 
 
 def _plain(problem: Problem) -> dict[str, Any]:

@@ -20,7 +20,7 @@ __all__ = [
     "MpiOptions",
     "SmDistributed",
     "TorchDistributedOptions",
-    "belongs_below",
+    "misplaced",
 ]
 
 INSTANCE_GROUPS = (
@@ -49,11 +49,10 @@ class Switched(Section):
         raise refusal([Problem((), message, "write `enabled: true`")])
 
 
-def belongs_below(name: str, where: str) -> Problem | None:
-    """Return where a parameter of SMP v1 belongs that stands elsewhere; None for other names."""
-    if name not in {*ModelParallelConfig.keys(), "partitions"}:
-        return None
-    return Problem((name,), f"belongs to {where}", f"write `parameters: {{{name}: ...}}`")
+def misplaced(where: str) -> dict[str, tuple[str, str]]:
+    """Return refusals, as `Section.refused` has them, of parameters that belong to another section, `where`."""
+    names = (*ModelParallelConfig.keys(), "partitions")
+    return {name: (f"belongs to {where}", f"write `parameters: {{{name}: ...}}`") for name in names}
 
 
 class ModelParallelBlock(Switched):
@@ -65,10 +64,7 @@ class ModelParallelBlock(Switched):
     An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
     """
 
-    @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
-        """Send a parameter that stands beside `parameters` there."""
-        return belongs_below(name, "`parameters`") or super().unknown(name, data)
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = misplaced("`parameters`")
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -85,12 +81,8 @@ class SmDistributed(Section):
     modelparallel: ModelParallelBlock
     """The model-parallel library."""
 
-    @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
-        """Send a parameter that stands beside `modelparallel` where it belongs."""
-        return belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
-
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **misplaced("`parameters` of `modelparallel`"),
         "parameters": ("belongs to `modelparallel`", "write `modelparallel: {parameters: ...}`"),
         "enabled": ("belongs to `modelparallel`", "write `modelparallel: {enabled: ...}`"),
         "dataparallel": (
@@ -132,6 +124,7 @@ class TorchDistributedOptions(Switched):
     """Ranks per host. Default: one per GPU, or one. An extension of smpkit."""
 
 
+_SMDISTRIBUTED = ("belongs to `smdistributed`", "write `smdistributed: {modelparallel: ...}`")
 _SAGEMAKER_ONLY = "is a launcher that SageMaker keeps for other frameworks"
 
 
@@ -151,7 +144,7 @@ class Distribution(Section):
     torch_distributed: TorchDistributedOptions | None = None
     """Launch with torchrun, which is also what happens if neither launcher is enabled."""
 
-    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+    foreign: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_groups": INSTANCE_GROUPS,
         "processes_per_host": (
             "belongs to the launcher, `mpi` or `torch_distributed`",
@@ -163,6 +156,13 @@ class Distribution(Section):
         ),
         "multi_worker_mirrored_strategy": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
         "parameter_server": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
+    }
+    """Names that say that a mapping is a distribution, and are refused."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **misplaced("`parameters` of `smdistributed.modelparallel`"),
+        **dict.fromkeys(("modelparallel", "model_parallel"), _SMDISTRIBUTED),
+        **foreign,
     }
 
     _parameters: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -182,18 +182,11 @@ class Distribution(Section):
         return distribution
 
     @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
-        """Send a parameter, or the block itself, that stands too high where it belongs."""
-        if name in ("modelparallel", "model_parallel"):
-            return Problem((name,), "belongs to `smdistributed`", "write `smdistributed: {modelparallel: ...}`")
-        return belongs_below(name, "`parameters` of `smdistributed.modelparallel`") or super().unknown(name, data)
-
-    @classmethod
     def spelled_out(cls, data: Any) -> Any:
         """Put the bare block where it belongs."""
         if not _is_bare(data):
             return data
-        outside = {key for key in data if key in cls.model_fields or key in cls.refused}
+        outside = {key for key in data if key in cls.model_fields or key in cls.foreign}
         block = {key: value for key, value in data.items() if key not in outside}
         return {"smdistributed": {"modelparallel": block}} | {key: data[key] for key in data if key in outside}
 
@@ -206,7 +199,7 @@ class Distribution(Section):
 
     def broken_rules(self) -> Iterable[Problem]:
         """Refuse two launchers."""
-        if self._mpi is not None and self._torch is not None:
+        if len(self._launchers) == 2:
             message = "cannot be enabled together with mpi: a job has one launcher"
             hint = "keep `mpi` to launch with mpirun, or `torch_distributed` to launch with torchrun"
             yield Problem(("torch_distributed", "enabled"), message, hint)
@@ -220,25 +213,22 @@ class Distribution(Section):
     @property
     def launcher_asked_for(self) -> str | None:
         """The launcher, or the library that needs one, that the job names; None if it leaves that open."""
-        named = {"mpi": self._mpi, "torch_distributed": self._torch, "modelparallel": self.model_parallel}
-        return next((name for name, block in named.items() if block is not None), None)
+        return next(iter(self._launchers), "modelparallel" if self.model_parallel is not None else None)
 
     @property
     def launcher(self) -> Literal["mpirun", "torchrun"]:
         """What starts the ranks: mpirun if `mpi` is enabled, torchrun otherwise."""
-        return "torchrun" if self._mpi is None else "mpirun"
+        return "mpirun" if "mpi" in self._launchers else "torchrun"
 
     @property
     def processes_per_host(self) -> int | None:
         """Ranks per host; None if the machine decides."""
-        if self._mpi is not None:
-            return self._mpi.processes_per_host
-        return None if self._torch is None else self._torch.processes_per_host
+        return next((launcher.processes_per_host for launcher in self._launchers.values()), None)
 
     @property
     def custom_mpi_options(self) -> str:
         """More options for mpirun; empty if it is not the launcher."""
-        return "" if self._mpi is None else self._mpi.custom_mpi_options
+        return self.mpi.custom_mpi_options if self.mpi is not None and self.mpi.enabled else ""
 
     @property
     def parameters_as_written(self) -> dict[str, Any]:
@@ -270,12 +260,10 @@ class Distribution(Section):
         return [ModelParallelConfig.as_written(problem, raw).below(*self.parameters_path) for problem in found]
 
     @property
-    def _mpi(self) -> MpiOptions | None:
-        return self.mpi if self.mpi is not None and self.mpi.enabled else None
-
-    @property
-    def _torch(self) -> TorchDistributedOptions | None:
-        return self.torch_distributed if self.torch_distributed is not None and self.torch_distributed.enabled else None
+    def _launchers(self) -> dict[str, MpiOptions | TorchDistributedOptions]:
+        """Those that are enabled: one at most, if the rules hold."""
+        blocks = {"mpi": self.mpi, "torch_distributed": self.torch_distributed}
+        return {name: block for name, block in blocks.items() if block is not None and block.enabled}
 
 
 def _is_bare(data: object) -> bool:

@@ -33,8 +33,6 @@ JOB_NAME = r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 
 _Refusal = str | tuple[str, str | None] | None
 _EXAMPLE = "for example `s3://bucket/folder`"
-_MAX_NAME_BYTES = 255
-"""The longest name of a file or folder on the usual file systems; asking for a longer one is an error of its own."""
 
 
 def name_from(text: str) -> str:
@@ -67,9 +65,7 @@ def _location(value: str) -> _Refusal:
     if re.match(r"[sS]3:/?[^/]", value):
         return f"must be a folder or an S3 URI, which begins with `s3://`, {got}", _EXAMPLE
     if "://" not in value:
-        is_long = any(len(part.encode()) > _MAX_NAME_BYTES for part in value.split("/"))
-        long = f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, {got}"
-        return long if is_long else None
+        return None
     if not value.startswith("s3://"):
         return f"must be a folder or an S3 URI, {got}", _EXAMPLE
     bucket = value.removeprefix("s3://").partition("/")[0]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from smpkit.config.backend import BackendChoice
 from smpkit.config.confidential import masked
-from smpkit.config.distribution import INSTANCE_GROUPS, Distribution, belongs_below
+from smpkit.config.distribution import INSTANCE_GROUPS, Distribution, misplaced
 from smpkit.config.fields import (
     BucketUri,
     ContainerPath,
@@ -201,15 +201,7 @@ class Channel(UriSection):
 
 
 _ONLY_IN_S3 = (
-    *(
-        "mode",
-        "sharded",
-        "data_type",
-        "compression",
-        "record_wrapping",
-        "attribute_names",
-        "shuffle_seed",
-    ),
+    *("mode", "sharded", "data_type", "compression", "record_wrapping", "attribute_names", "shuffle_seed"),
     *("accept_eula", "hub_content"),
 )
 
@@ -409,6 +401,7 @@ class JobConfig(Section):
     """The place of the job in SageMaker Experiments."""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **misplaced("`distribution.smdistributed.modelparallel.parameters`"),
         "instance_type": ("belongs to `compute`", "write `compute: {instance_type: ...}`"),
         "instance_count": ("belongs to `compute`", "write `compute: {instance_count: ...}`"),
         "instance_groups": INSTANCE_GROUPS,
@@ -429,12 +422,6 @@ class JobConfig(Section):
             "write to `checkpoints`, which SageMaker uploads while the job runs",
         ),
     }
-
-    @classmethod
-    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem:
-        """Send a parameter of SMP v1 that stands at the top where it belongs."""
-        where = "`distribution.smdistributed.modelparallel.parameters`"
-        return belongs_below(name, where) or super().unknown(name, data)
 
     @classmethod
     def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:  # noqa: ARG003

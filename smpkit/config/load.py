@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import ValidationError
 
-from smpkit.config.confidential import HIDDEN, is_confidential
+from smpkit.config.confidential import HIDDEN, is_confidential, masked
 from smpkit.config.distribution import Distribution
 from smpkit.config.documents import Document, literal, parse, read_document, refuse, similar
 from smpkit.config.job import JobConfig
@@ -68,6 +69,15 @@ class Loaded:
         """The kind in words."""
         return _KIND_NAMES[self.kind]
 
+    def settings(self) -> Iterator[tuple[KeyPath, Any, str]]:
+        """Yield each setting with its value, hidden if it is probably a secret, and its origin."""
+        values = self.config.model_dump(mode="json")
+        for path, origin in self.origins.items():
+            value: Any = values
+            for part in path:
+                value = value[part]
+            yield path, masked(str(path[-1]), value), origin
+
     def located(self, problem: Problem) -> Problem:
         """Add where the value of a problem, or one around or inside it, was written."""
         path = problem.path
@@ -99,8 +109,8 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> LoadedJob:
     Args:
         path: a YAML file, or strict JSON if it is called `.json`.
         overrides: `key=value` each, as of `--set`; values are read as YAML. One that begins with `-p ` is below the
-            modelparallel parameters, one with `-H ` below the hyperparameters; `--ranks 2` is the number of ranks on a
-            host.
+            modelparallel parameters, one with `-H ` below the hyperparameters; `--ranks 2` is the number of
+            ranks, on all hosts together.
 
     Raises:
         ConfigError: with all problems, each with its place.
@@ -146,7 +156,7 @@ def _kind(document: Document) -> str:
     names = set(value)
     if names & set(JobConfig.keys()):
         return "job"
-    if names & {*Distribution.keys(), *Distribution.refused} or names >= {"enabled", "parameters"}:
+    if names & {*Distribution.keys(), *Distribution.foreign} or names >= {"enabled", "parameters"}:
         return "distribution"
     return "modelparallel" if names & {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS} else "job"
 
@@ -184,31 +194,24 @@ def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
         config = JobConfig.model_validate({name: value[name] for name in names if name in value})
     except ValidationError:
         return  # their own problems have been reported
-    # Inputs may be made later, by another job.
+    # os.path and not pathlib, which raises for names that are too long. Inputs may be made later, by another job.
     for index, name in enumerate(config.dependencies):
-        if "://" not in name and not _is_there((folder / name).exists):
+        if "://" not in name and not os.path.exists(folder / name):  # noqa: PTH110
             message = f"no such file or folder: {quoted(str(folder / name))}"
             yield Problem(("dependencies", index), message, similar(folder / name) or _RELATIVE)
     if "://" in config.source_dir:
         return
     source_dir = folder / config.source_dir
     script = source_dir / config.entry_point
-    if not _is_there(source_dir.is_dir):
+    if not os.path.isdir(source_dir):  # noqa: PTH112
         yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", similar(source_dir) or _RELATIVE)
-    elif not _is_there(script.is_file):
+    elif not os.path.isfile(script):  # noqa: PTH113
         where = "`source_dir`" if "source_dir" in value else "the folder of the job file, or to `source_dir`"
         hint = similar(script) or f"it is relative to {where}"
         yield Problem(("entry_point",), f"no such file: {quoted(str(script))}", hint)
 
 
 _RELATIVE = "it is relative to the job file"
-
-
-def _is_there(look: Callable[[], bool]) -> bool:
-    try:
-        return look()
-    except OSError:  # as for a name that is too long
-        return False
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterable[KeyPath]:
@@ -286,7 +289,13 @@ class _Sources:
         """Apply one `key=value`, `-p key=value`, `-H key=value` or `--ranks 2`."""
         flag, given = option(override)
         if flag == "--ranks":
-            self._set((*self._launcher_path(), "processes_per_host"), given, flag)
+            hosts = _get(self.value, ("compute", "instance_count"))
+            hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
+            if int(given) % hosts:
+                message = f"{given} ranks cannot be spread evenly over {hosts} hosts"
+                self.problems.append(Problem((), message, f"use a multiple of {hosts}", flag))
+            else:
+                self._set((*self._launcher_path(), "processes_per_host"), str(int(given) // hosts), flag)
             return
         key, separator, text = given.partition("=")
         source = f"{flag} {printable(key)}"

@@ -30,9 +30,6 @@ KeyPath = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
 _Value = TypeVar("_Value")
 
-_MAX_UNKNOWN = 100
-"""Unknown fields of a section that are reported each, with a guess what was meant."""
-
 
 class Section(BaseModel):
     """A closed part of the configuration.
@@ -116,7 +113,7 @@ class Section(BaseModel):
     def _in_words(cls, error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
         problems = explain(error)
         unknown = [str(problem.path[0]) for problem in problems if _is_own(problem, _UNKNOWN)]
-        meant = {closest(name, cls.keys()) for name in unknown[:_MAX_UNKNOWN]}
+        meant = {closest(name, cls.keys()) for name in unknown}
         told: list[Problem] = []
         for problem in problems:
             name = str(problem.path[0]) if problem.path else ""
@@ -125,10 +122,7 @@ class Section(BaseModel):
             # A required field whose name is misspelt is reported once, as it was written.
             elif problem.message == _MISSING and name not in meant:
                 told.append(Problem(problem.path, _MISSING, cls.hints.get(name)))
-        told += (cls.unknown(name, data) for name in unknown[:_MAX_UNKNOWN])
-        if rest := unknown[_MAX_UNKNOWN:]:
-            told.append(Problem((rest[0],), f"is the first of {len(rest):,} more unknown fields"))
-        return told
+        return told + [cls.unknown(name, data) for name in unknown]
 
 
 def _is_own(problem: Problem, *messages: str) -> bool:

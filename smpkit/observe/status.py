@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from smpkit.observe.summary import KindBytes
+from smpkit.plan.remedy import Levers, memory_hint
 
 __all__ = ["ACTION_CELL", "LAYER_CELL", "STATUS_DIR", "RankStatus", "StatusPage", "page_of", "read_status"]
 
@@ -81,10 +82,10 @@ class StatusPage:
         """Note that a step begins; -1: none has."""
         self.cells[_STEP] = step
 
-    def write(self, held: KindBytes, planned: KindBytes | None, remedy: str) -> None:
-        """Note what the rank holds, what was planned, and the setting that would save most."""
-        content = {"held": asdict(held), "planned": None if planned is None else asdict(planned), "remedy": remedy}
-        text = json.dumps(content).encode()
+    def write(self, held: KindBytes, planned: KindBytes | None, levers: Levers | None) -> None:
+        """Note what the rank holds, what was planned, and what its job has set of all that saves memory."""
+        noted = {"held": held, "planned": planned, "levers": levers}
+        text = json.dumps({name: None if value is None else asdict(value) for name, value in noted.items()}).encode()
         if len(text) > _NAMES_AT - _TEXT_AT:
             return
         self.cells[_WRITES] += 1
@@ -111,7 +112,15 @@ class RankStatus:
     held: KindBytes | None = None
     """As of the last step that was measured."""
     planned: KindBytes | None = None
-    remedy: str = ""
+    levers: Levers | None = None
+
+    @property
+    def remedy(self) -> str:
+        """Which setting would save most of what the rank held; empty if nothing is known of that."""
+        if self.held is None or self.levers is None:
+            return ""
+        kinds = {name: getattr(self.held, name) for name in ("weights", "gradients", "states", "activations")}
+        return memory_hint(self.levers, **kinds)
 
 
 def read_status(folder: Path, rank: int) -> RankStatus | None:
@@ -131,7 +140,7 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
     if writes and not writes % 2 and _CELLS.unpack(after)[_WRITES] == writes:
         with suppress(ValueError):
             texts = json.loads(data[_TEXT_AT : _TEXT_AT + length])
-    held, planned = texts.get("held"), texts.get("planned")
+    held, planned, levers = texts.get("held"), texts.get("planned"), texts.get("levers")
     return RankStatus(
         step=step,
         action=_ACTIONS.get(chr(action % 256), ""),
@@ -139,5 +148,5 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         layer=names[layer - 1] if 0 < layer < len(names) else "",
         held=None if held is None else KindBytes(**held),
         planned=None if planned is None else KindBytes(**planned),
-        remedy=texts.get("remedy", ""),
+        levers=None if levers is None else Levers(**levers),
     )

@@ -23,9 +23,8 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
-from smpkit.plan.schedule.linear_graph import linear_graph, peaks, runs_of
 from smpkit.plan.schedule.list_scheduler import list_schedule
-from smpkit.plan.schedule.recorded_graph import RecordedGraph
+from smpkit.plan.schedule.recorded_graph import RecordedGraph, peaks
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.speed import Speed
@@ -144,18 +143,15 @@ def decide(
     else:
         assignment = assign_units(config, model.costs, model.places)
     recorded = None if model.recorded is None or degree == 1 else model.recorded.under(assignment)
-    if recorded is None:
-        runs = runs_of(model.costs, assignment)
-        graph = linear_graph(runs, degree, has_backward)
-    else:
-        runs, graph = recorded.runs(model.costs), recorded.graph(degree, has_backward)
+    flow = recorded or RecordedGraph.assumed(model.costs, assignment)
+    runs, graph = flow.runs(model.costs), flow.graph(degree, has_backward)
     if schedule is None or schedule.graph.counts != graph.counts:
         schedule = _scheduled(policy, graph, config.microbatches)
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
-        forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
-    live = peaks(schedule, runs, {} if recorded is None else recorded.copies(model.costs))
+        forecasts = forecast(timeline, runs, config.activation_loading_horizon, speed)
+    live = peaks(schedule, runs, flow.copies(model.costs))
     memory = _memory(config, mesh, model, assignment, live, forecasts, optimizer)
     return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
 

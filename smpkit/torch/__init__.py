@@ -40,14 +40,13 @@ from smpkit.torch.distributed.objects import (
 )
 from smpkit.torch.distributed.signals import on_stop, stop_requested
 from smpkit.torch.launch import launch
-from smpkit.torch.log import log
+from smpkit.torch.log import log, progress
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offloading import offload_report
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import delay_param_initialization
 from smpkit.torch.placement.manual import partition, set_partition
-from smpkit.torch.progress import progress
 from smpkit.torch.recompute.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpkit.torch.run_summary import install as _end_with_summary
 from smpkit.torch.step import StepOutput, step

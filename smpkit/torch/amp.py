@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         if arguments and isinstance(arguments[0], str | torch.device):
             device, *rest = arguments
             arguments = tuple(rest)
-        here = _device() if device is None else torch.device(device)
+        here = devices.current_device() if device is None else torch.device(device)
         super().__init__(here.type, *arguments, **options)
         if not self._enabled:
             return
@@ -85,13 +85,9 @@ class GradScaler(torch.amp.GradScaler):
     def _share_found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
         """All-reduce `found_inf`: a rank may have no gradients of its own, and must skip the step all the same."""
         optimizer_state = self._per_optimizer_states[id(optimizer)]
-        found = torch.zeros((), dtype=torch.float32, device=_device())
+        found_inf = torch.zeros((), dtype=torch.float32, device=devices.current_device())
         for each in optimizer_state["found_inf_per_device"].values():
-            found = torch.maximum(found, each.to(found.device))
-        agreed: dict[torch.device, torch.Tensor] = {found.device: all_reduce_found_inf(found)}
+            found_inf = torch.maximum(found_inf, each.to(found_inf.device))
+        agreed: dict[torch.device, torch.Tensor] = {found_inf.device: all_reduce_found_inf(found_inf)}
         optimizer_state["found_inf_per_device"] = agreed
         return agreed
-
-
-def _device() -> torch.device:
-    return devices.current_device()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import operator
@@ -31,12 +32,13 @@ from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.assignment import assignment_of
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import state
-from smpkit.torch.pipeline.fake_recording import record_on_fakes
+from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import dtype_name, model_facts
 from smpkit.torch.placement.growth import twice_the_samples, with_growth_of_units, with_growth_of_values
 from smpkit.torch.placement.manual import manual_placement, planning_partitions
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.tensor_parallel.replace import distribute_without_weights
@@ -95,11 +97,11 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
-            made = factory()
+            result = factory()
     except Exception:  # user code on tensors without data may fail in any way
         # A new mode: fakes that the failed call has left somewhere belong to the old one.
-        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        mode, result = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
+    model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the factory returned an object of type `{type(model).__name__}`",
@@ -119,7 +121,8 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     calls = [] if inputs is None else [_forward_call(model, inputs, mode)]
     pins = manual_placement(model) if by_hand else None
     tree = units_of(model) if pins is None else units_of(model, pins.split)
-    costs = measure_units(model, tree, calls[0] if calls else None)
+    outputs = LayerOutputs(model, [unit.name for unit in tree.units])
+    costs = measure_units(model, tree, functools.partial(outputs.noted, calls[0]) if calls else None)
     places = {} if pins is None else pins.for_units([cost.name for cost in costs])
     facts = replace(model_facts(model, costs, places), notes=tuple(notes))
     if other_sizes and facts.traced and samples:
@@ -127,7 +130,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
             doubled = twice_the_samples(inputs, samples)
         larger = _forward_call(model, doubled, mode)
         reasons: list[str] = []
-        doubled_costs = measure_units(model, tree, larger, reasons.append)
+        doubled_costs = measure_units(model, tree, functools.partial(outputs.noted, larger), reasons.append)
         if reasons:
             note = "all that layers keep is assumed to grow with the samples: with twice as many the model failed"
             facts = replace(facts, notes=(*facts.notes, f"{note} ({reasons[0]})"))
@@ -135,13 +138,18 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
             facts = with_growth_of_units(facts, doubled_costs)
             calls.append(larger)
     if calls:
-        facts = _recorded(facts, model, calls, cfg, inputs)
+        facts = _recorded(facts, model, calls, cfg, inputs, outputs)
     kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
 
 
 def _recorded(
-    facts: ModelFacts, model: nn.Module, calls: Sequence[Callable[[], object]], cfg: ModelParallelConfig, inputs: Any
+    facts: ModelFacts,
+    model: nn.Module,
+    calls: Sequence[Callable[[], object]],
+    cfg: ModelParallelConfig,
+    inputs: Any,
+    outputs: LayerOutputs,
 ) -> ModelFacts:
     """Add what a microbatch sends between the ranks of the job, if the model tells without data.
 
@@ -150,6 +158,7 @@ def _recorded(
 
     Args:
         calls: of the model, the second one with twice the samples.
+        outputs: what layers have returned in these calls.
     """
     try:
         if cfg.pipeline_parallel_degree > 1:
@@ -162,7 +171,7 @@ def _recorded(
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     try:
-        recorded, *doubled = record_on_fakes(model, assignment, calls, device)
+        recorded, *doubled = record_on_fakes(model, assignment, calls, device, outputs)
         in_all = with_growth_of_values(recorded, doubled[0] if doubled else None, _size_of(inputs)[0])
         return replace(facts, recorded=in_all)
     except Exception as error:  # user code on tensors without data may fail in any way

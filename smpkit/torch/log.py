@@ -1,41 +1,69 @@
-"""`smp.log`: values of a script go into the folder of the run, and to TensorBoard, W&B, MLflow and others."""
+"""What a script tells of its run: its values by `smp.log`, and by `smp.progress` how far it is.
+
+Values go into the folder of the run, and to TensorBoard, W&B, MLflow and others: the trackers of accelerate
+(`smpkit[track]`) that SMPKIT_TRACK names.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
+from tqdm import tqdm
 
+from smpkit.config.confidential import masked
 from smpkit.errors import UsageError
 from smpkit.observe.runs import RUN_DIR
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import step_values
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.recording import step_values
 from smpkit.torch.step import StepOutput
-from smpkit.torch.trackers import Trackers, open_trackers
 
-__all__ = ["log"]
+__all__ = ["log", "progress"]
+
+_TRACK: Final = "SMPKIT_TRACK"
+_Batch = TypeVar("_Batch")
+
+_COLUMNS: Final = 70
+"""Of the bar through a launcher, which puts the rank before it; its terminal is not ours to ask."""
+_TERMINAL_SECONDS: Final = 0.2
+_LOG_SECONDS: Final = 10.0
+_DELAY_SECONDS: Final = 0.05
+"""So that the first step, which says how the model was divided, does not write into the bar."""
 
 
 class _Log:
     """Where rank 0's values go while the job lasts."""
 
-    def __init__(self) -> None:
-        folder = os.environ.get(RUN_DIR)
+    def __init__(self, trackers: list[Any]) -> None:
+        self._trackers = trackers
         self._last = step_values.last_step()
-        self._trackers: Trackers = open_trackers(None if not folder else Path(folder))
 
     def take(self, values: Mapping[str, float], step: int | None) -> None:
+        """Write values down, and give them to the trackers; one that fails gets no more, with a warning."""
         self._last = self._last + 1 if step is None else step
         step_values.log(values, self._last)
-        self._trackers.log(values, self._last)
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(dict(values), step=self._last)
+            except Exception as error:  # noqa: PERF203 - of any service: training must not end because of it
+                self._trackers.remove(tracker)
+                warn_user(f"{tracker.name} failed, and gets no more values: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        self._trackers.close()
+        """Let the trackers write what they still hold."""
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # noqa: PERF203 - as above
+                warn_user(f"{tracker.name} failed as it was closed: {type(error).__name__}: {error}")
 
 
 _open: _Log | None = None
@@ -83,7 +111,7 @@ def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGr
     if rank != 0:
         return
     if _open is None:
-        _open = _Log()
+        _open = _Log(_start_trackers())
     _open.take(numbers, step)
 
 
@@ -126,3 +154,107 @@ def _averaged(numbers: dict[str, float], group: CommGroup) -> dict[str, float]:
             message = f"smp.log: the first rank of the group has {sorted(parts[0])}, number {rank} has {sorted(part)}"
             raise UsageError(message, hint="log the same names on all ranks of the group")
     return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def _start_trackers() -> list[Any]:
+    """Start the trackers that SMPKIT_TRACK names, with the job's settings, without what is probably a secret.
+
+    Raises:
+        UsageError: one is unknown, not installed, or does not start.
+    """
+    names = [name.strip() for name in os.environ.get(_TRACK, "").split(",") if name.strip()]
+    if not names:
+        return []
+    if not (folder := os.environ.get(RUN_DIR)):
+        raise UsageError(f"{_TRACK} is set, and {RUN_DIR} is not", hint="name the folder of the run with it")
+    try:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    except ImportError:
+        hint = "`pip install 'smpkit[track]'`, in the image too"
+        raise UsageError(f"{', '.join(names)}: accelerate is not installed", hint=hint) from None
+    PartialState()  # its trackers ask which rank this is
+    known = [str(name) for name in LOGGER_TYPE_TO_CLASS]
+    installed = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"`{name}` is no tracker of accelerate", hint=f"those are {', '.join(known)}")
+        if name not in installed:
+            raise UsageError(f"`{name}` is not installed", hint="install it beside smpkit, in the image too")
+    return [_started(name, LOGGER_TYPE_TO_CLASS[name], Path(folder)) for name in names]
+
+
+def _started(name: str, kind: Any, run: Path) -> Any:
+    try:
+        tracker = _tracker(name, kind, os.environ.get("TRAINING_JOB_NAME") or run.name, run)
+        if hasattr(tracker, "start"):  # of newer versions of accelerate; older ones start at once
+            tracker.start()
+        tracker.store_init_configuration(_settings())
+    except Exception as error:
+        hint = "look at its own settings, such as WANDB_MODE=offline or MLFLOW_TRACKING_URI, or remove it from `track`"
+        raise UsageError(f"{name} did not start: {type(error).__name__}: {error}", hint=hint) from error
+    return tracker
+
+
+def _tracker(name: str, kind: Any, job: str, run: Path) -> Any:
+    """Return a tracker that writes below the run's folder, unless its own variables name another place."""
+    folder = run / name
+    if name == "wandb":
+        folder.mkdir(parents=True, exist_ok=True)
+        options = {} if "WANDB_DIR" in os.environ else {"dir": str(folder)}
+        return kind(os.environ.get("WANDB_PROJECT") or "smpkit", name=job, **options)
+    if name == "mlflow":
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            os.environ["MLFLOW_TRACKING_URI"] = folder.absolute().as_uri()
+            # Files are what all versions read, and what needs no database beside the smallest of MLflow's packages.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        return kind("smpkit", run_name=job)
+    if kind.requires_logging_directory:
+        return kind(name if name == "tensorboard" else job, str(run))
+    return kind(job)
+
+
+def _settings() -> dict[str, Any]:
+    """Return the degrees and the hyperparameters, as far as they are texts and numbers."""
+    hyperparameters = json.loads(os.environ.get("SM_HPS") or "{}")
+    hyperparameters.pop("mp_parameters", None)
+    settings = {**state.cfg.values(), **{name: masked(name, value) for name, value in hyperparameters.items()}}
+    return {name: value if isinstance(value, (str, int, float)) else str(value) for name, value in settings.items()}
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def progress(batches: Iterable[_Batch], *, total: int | None = None, **options: Any) -> tqdm[_Batch]:
+    """Iterate over `batches` with a bar: on rank 0, all others only iterate.
+
+    ::
+
+        bar = smp.progress(loader, desc="epoch 1")
+        for tokens, targets in bar:
+            loss = train_step(model, tokens, targets).reduce_mean()
+            bar.set_postfix(loss=loss.item())
+
+    The bar is tqdm's, so its methods and options are, too. On a terminal it stays on the bottom line, also through
+    `smpkit run`; in a log it is a line every ten seconds at most, and one at the end.
+
+    Args:
+        total: how many batches there are, if `len(batches)` does not say.
+        options: of `tqdm`.
+    """
+    launched = os.environ.get("SMPKIT_TERMINAL") == "1"
+    chosen: dict[str, Any] = {
+        "disable": state.initialized and state.rank != 0,
+        "file": sys.stderr,
+        "delay": _DELAY_SECONDS,
+        "mininterval": _TERMINAL_SECONDS if launched or sys.stderr.isatty() else _LOG_SECONDS,
+        **({} if sys.stderr.isatty() else {"ncols": _COLUMNS}),
+        **options,
+    }
+    bar = tqdm(batches, total=total, **chosen)
+    if "delay" not in options:
+        bar.delay = 0  # only the first line waits; the last one is also written of a loop too short for others
+    return bar

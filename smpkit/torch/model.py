@@ -35,7 +35,6 @@ from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch
 from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
-from smpkit.torch.placement.measure import MeasureOptions
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import refuse_assignment
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
@@ -43,7 +42,7 @@ from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.run_plan import begin_plan
 from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
-from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
+from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
@@ -78,8 +77,7 @@ class DistributedModel(ModelParts):
             to divide.
         average_grads_across_microbatches: False adds the gradients of microbatches instead (for summed losses).
         bucket_cap_mb: MiB of gradients that are reduced at once.
-        trace_memory_usage: partition by the memory that each part leaves allocated in such a run, instead of by the
-            sizes of what autograd keeps.
+        trace_memory_usage: accepted for compatibility; what each part keeps is computed from shapes.
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
         gradient_as_bucket_view: accepted for compatibility, without effect.
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
@@ -112,7 +110,9 @@ class DistributedModel(ModelParts):
         fresh_weights: bool | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        check_arguments(
+            module, trace_device, trace_execution_times, trace_memory_usage, backward_passes_per_step, bucket_cap_mb
+        )
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._saved_random: Mapping[str, int] = {}
@@ -150,9 +150,9 @@ class DistributedModel(ModelParts):
             module = module.to(state.device)
         self.module = module
         self.participants = StepParticipants()
-        measured = MeasureOptions(trace_execution_times, trace_memory_usage)
-        is_divided = state.pp_size > 1
-        self.pipeline = Pipeline(module, self.participants, measured, _prepare_checkpointing) if is_divided else None
+        self.pipeline: Pipeline | None = None
+        if state.pp_size > 1:
+            self.pipeline = Pipeline(module, self.participants, trace_execution_times, _prepare_checkpointing)
         self.partitioned = self.pipeline is None
         self.placement = Placement(self.module)
         # Parts begin each step in this order, and end it in reverse. Hooks come first, because they may load or change
@@ -407,9 +407,6 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     handle = RemovableHandle(registry)
     registry[handle.id] = hook
     return handle
-
-
-# --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

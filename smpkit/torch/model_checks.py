@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model_parts import ModelParts
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.precision.cast import half_dtype
@@ -19,9 +20,14 @@ __all__ = ["check_arguments", "check_trains", "refuse_comm_hook", "refuse_join"]
 
 
 def check_arguments(
-    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
+    module: nn.Module,
+    trace_device: str,
+    trace_execution_times: bool,
+    trace_memory_usage: bool,
+    backward_passes: int,
+    bucket_cap_mb: float,
 ) -> None:
-    """Refuse a model or an option of `smp.DistributedModel` that cannot work.
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect.
 
     Raises:
         UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
@@ -59,6 +65,8 @@ def check_arguments(
     for applies, message, hint in refusals:
         if applies:
             raise UsageError(message, hint=hint or None)
+    if trace_memory_usage:
+        warn_user("trace_memory_usage=True has no effect: what each part keeps is computed from shapes")
     if any(isinstance(part, OffloadModel) for part in module.modules()):
         _check_offload_model()
 

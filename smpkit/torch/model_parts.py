@@ -156,9 +156,9 @@ class ModelParts(nn.Module):
         for name in local:
             value = own[name.removeprefix(prefix)]
             known = first.setdefault(tie_of(name, value), name)  # tied weights come once, and stay one
-            found = whole.get(known) if known != name else whole_value(name.removeprefix(prefix), value, self.placement)
-            if keeps and not (isinstance(found, torch.Tensor) and found.device.type == "meta"):
-                whole[name] = local[name] if found is value else found
+            entry = whole.get(known) if known != name else whole_value(name.removeprefix(prefix), value, self.placement)
+            if keeps and not (isinstance(entry, torch.Tensor) and entry.device.type == "meta"):
+                whole[name] = local[name] if entry is value else entry
         return whole
 
     def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
@@ -244,8 +244,8 @@ class ModelParts(nn.Module):
         return self.placement.running_pp_rank_of(name.rpartition(".")[0]) in (None, state.pp_rank)
 
 
-def _check_names(found: AbstractSet[str], expected: AbstractSet[str]) -> None:
-    missing, surplus = sorted(expected - found), sorted(found - expected)
+def _check_names(names: AbstractSet[str], expected: AbstractSet[str]) -> None:
+    missing, surplus = sorted(expected - names), sorted(names - expected)
     if missing or surplus:
         raise UsageError(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected {surplus or 'nothing'}",

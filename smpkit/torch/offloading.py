@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,15 @@ from smpkit.torch.core.offloader import KEEPING, Offloader, install
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.distributed.run_meter import STALL
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.order import Lead, check_lead
-from smpkit.torch.offload.report import MIN_SECONDS, OffloadReport, StepReport
+from smpkit.torch.offload.report import OffloadReport, StepReport
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
+from smpkit.torch.recording import recorder
+from smpkit.torch.recording.run_meter import STALL
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -200,12 +199,12 @@ class Offloading(StepParticipant):
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         # Layers that are chosen for may all be kept.
         marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
-        found = torch.tensor([self.engine.num_calls + marked], device="cpu")
+        num_checkpointed = torch.tensor([self.engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
-                dist.all_reduce(found, group=group)
-        return bool(found.item())
+                dist.all_reduce(num_checkpointed, group=group)
+        return bool(num_checkpointed.item())
 
 
 def offload_report() -> OffloadReport:
@@ -248,12 +247,7 @@ def _record(step: StepReport) -> None:
 
 def _record_stall(label: str, start: recorder.Timestamp, end: recorder.Timestamp) -> None:
     if (current_recorder := recorder.current_recorder()) is not None:
-        current_recorder.note_times(partial(_on_stall, name=f"{STALL}{label}"), start, end)
-
-
-def _on_stall(current_recorder: recorder.Recorder, start_ns: int, end_ns: int, *, name: str) -> None:
-    if end_ns - start_ns >= 1e9 * MIN_SECONDS:
-        current_recorder.on_work(name, start_ns, end_ns)
+        current_recorder.on_work(f"{STALL}{label}", start, end)
 
 
 def _close_engine() -> None:

@@ -14,13 +14,13 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.sharded_parameters import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.distributed.recorder import timed_optimizer
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import StaticLossScaler, loss_scaler_of
+from smpkit.torch.recording.recorder import timed_optimizer
 from smpkit.torch.state_dict import (
     PARTIAL_KEY,
     gather_all,

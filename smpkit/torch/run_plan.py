@@ -32,14 +32,15 @@ from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.placement.facts import model_facts
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 
 __all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
 
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 
-_made: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
+_latest: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
 _own_facts: WeakKeyDictionary[WrappedModel, ModelFacts] = WeakKeyDictionary()
 """Of models that no pipeline has traced."""
@@ -126,13 +127,13 @@ def _facts() -> ModelFacts | None:
 
 def _plan() -> Plan | None:
     """Return the plan, made once for each model and optimizer."""
-    global _made  # noqa: PLW0603
+    global _latest  # noqa: PLW0603
     facts = _facts()
     if facts is None:
         return None
     cfg, optimizer = state.cfg, _optimizer()
     # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
-    if _made is None or _made[0] is not facts or _made[1] is not cfg or _made[2] != optimizer:
+    if _latest is None or _latest[0] is not facts or _latest[1] is not cfg or _latest[2] != optimizer:
         try:
             model = in_precision(facts, half_of(cfg), cfg)
             # Where the units of a pipeline are: a checkpoint may have told.
@@ -141,8 +142,8 @@ def _plan() -> Plan | None:
             plan = decide(cfg, state.size, model, _SPEED, optimizer, placed=placed)
         except SmpkitError:
             plan = None
-        _made = facts, cfg, optimizer, plan
-    return _made[3]
+        _latest = facts, cfg, optimizer, plan
+    return _latest[3]
 
 
 def _optimizer() -> str:

@@ -28,9 +28,9 @@ from smpkit.observe.summary_text import block
 from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import step_values
 from smpkit.torch.distributed.init import shared_store
-from smpkit.torch.distributed.recorder import QUIET, Recorder, latest_recorder
+from smpkit.torch.recording import step_values
+from smpkit.torch.recording.recorder import QUIET, Recorder, latest_recorder
 
 __all__ = ["install", "summary_of_rank"]
 
@@ -41,7 +41,7 @@ _NAME: Final = "TRAINING_JOB_NAME"
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Figures:
     """What a rank leaves for rank 0."""
 
     rank: RankSummary
@@ -52,7 +52,7 @@ class _Told:
     gains: tuple[Gain, ...]
 
 
-_TOLD: Final = TypeAdapter(_Told)
+_FIGURES: Final = TypeAdapter(_Figures)
 _num_summaries = 0
 
 
@@ -80,11 +80,11 @@ def _report(recorder: Recorder) -> None:
     global _num_summaries  # noqa: PLW0603 - a script may start over, and the store stays
     _num_summaries += 1
     store = shared_store(f"summary/{_num_summaries}")
-    told = summary_of_rank(recorder)
+    figures = summary_of_rank(recorder)
     if state.rank:
-        store.set(str(state.rank), _TOLD.dump_json(told).decode())
+        store.set(str(state.rank), _FIGURES.dump_json(figures).decode())
         return
-    summary = _gathered(told, store, recorder)
+    summary = _gathered(figures, store, recorder)
     run_plan.write_plan()
     if os.environ.get(QUIET) != "0":
         sys.stderr.write("\n".join(block(summary)) + "\n")
@@ -98,7 +98,7 @@ def _report(recorder: Recorder) -> None:
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def summary_of_rank(recorder: Recorder) -> _Told:
+def summary_of_rank(recorder: Recorder) -> _Figures:
     """Return the figures of this rank."""
     meter, device = recorder.meter, state.device
     kinds = {field.name: recorder.most.kinds.get(field.name, 0) for field in fields(KindBytes)}
@@ -112,39 +112,39 @@ def summary_of_rank(recorder: Recorder) -> _Told:
         planned=run_plan.planned(),
     )
     gains = tuple(_gains(recorder, rank))
-    return _Told(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
+    return _Figures(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
 
 
 def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:
     """Return what features gained on this rank."""
-    cfg, most, found = state.cfg, recorder.most, []
+    cfg, most, gains = state.cfg, recorder.most, []
     if cfg.offload_activations and most.with_offloaded > most.on_device:
         busy = rank.split.total - rank.split.stall
         slower = rank.split.stall / busy if busy > 0 else None
-        found.append(Gain("offload_activations", rank.rank, most.on_device, most.with_offloaded, "measured", slower))
+        gains.append(Gain("offload_activations", rank.rank, most.on_device, most.with_offloaded, "measured", slower))
     model = state.model
     saved = 0 if model is None or model.pipeline is None else model.pipeline.checkpointing_saves
     if saved:
-        found.append(Gain("activation checkpointing", rank.rank, most.on_device, most.on_device + saved, "simulated"))
+        gains.append(Gain("activation checkpointing", rank.rank, most.on_device, most.on_device + saved, "simulated"))
     if cfg.shard_optimizer_state and state.dp_size > 1 and rank.peak.states:
         whole = most.on_device + rank.peak.states * (state.dp_size - 1)
-        found.append(Gain("shard_optimizer_state", rank.rank, most.on_device, whole, "planned"))
-    return found
+        gains.append(Gain("shard_optimizer_state", rank.rank, most.on_device, whole, "planned"))
+    return gains
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
+def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
     deadline = time.monotonic() + _WAIT.total_seconds()
-    others = {rank: _told(store, rank, deadline) for rank in range(1, state.size)}
-    told = [own, *(each for each in others.values() if each is not None)]
+    others = {rank: _figures_of(store, rank, deadline) for rank in range(1, state.size)}
+    figures = [own, *(each for each in others.values() if each is not None)]
     notes = []
     if missing := [rank for rank, each in others.items() if each is None]:
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         notes.append(f"rank{'s' * (len(missing) > 1)} {names} had not ended {_WAIT.total_seconds():g} s later")
     mesh, cfg = state.mesh, state.cfg
-    slowest = max((each.step_seconds or 0.0 for each in told), default=0.0)
+    slowest = max((each.step_seconds or 0.0 for each in figures), default=0.0)
     rate = 1 / slowest if slowest else None
     flops, peak = run_plan.flops_of_step(), run_plan.peak()
     share = None if flops is None or peak is None or rate is None else flops * rate / state.size / peak[0]
@@ -165,8 +165,8 @@ def _gathered(own: _Told, store: Store, recorder: Recorder) -> RunSummary:
         pipeline=mesh.pp_size,
         tensor=mesh.tp_size,
         data=mesh.rdp_size,
-        ranks=tuple(_filled(each.rank, slowest) for each in told),
-        gains=tuple(_largest([gain for each in told for gain in each.gains])),
+        ranks=tuple(_filled(each.rank, slowest) for each in figures),
+        gains=tuple(_largest([gain for each in figures for gain in each.gains])),
         values=step_values.ends(),
         notes=tuple(notes),
     )
@@ -179,13 +179,13 @@ def _job_name() -> str:
     return os.environ.get(_NAME) or Path(sys.argv[0]).stem or "python" if run is None else run.name
 
 
-def _told(store: Store, rank: int, deadline: float) -> _Told | None:
+def _figures_of(store: Store, rank: int, deadline: float) -> _Figures | None:
     """Return what a rank left; None if it did not come to it in time."""
     try:
         store.wait([str(rank)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except (dist.DistError, RuntimeError):
         return None
-    return _TOLD.validate_json(store.get(str(rank)))
+    return _FIGURES.validate_json(store.get(str(rank)))
 
 
 def _filled(rank: RankSummary, slowest: float) -> RankSummary:

@@ -145,11 +145,11 @@ def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any
     """
     pieces = {number for number, each in enumerate(parameters) if is_tp_shard(each)}
     ordinary = {number: entry for number, entry in own.items() if number not in pieces}
-    found = merge_shards(allgather(ordinary, CommGroup.DP_GROUP))
+    states = merge_shards(allgather(ordinary, CommGroup.DP_GROUP))
     if pieces:
         split = {number: entry for number, entry in own.items() if number in pieces}
-        found.update(merge_shards(allgather(split, CommGroup.RDP_GROUP)))
-    return dict(sorted(found.items()))
+        states.update(merge_shards(allgather(split, CommGroup.RDP_GROUP)))
+    return dict(sorted(states.items()))
 
 
 def gather_owned(

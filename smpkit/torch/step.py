@@ -15,10 +15,10 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
-from smpkit.torch.distributed import step_values
-from smpkit.torch.distributed.recorder import latest_recorder, note_training
-from smpkit.torch.distributed.step_values import Label
 from smpkit.torch.pipeline.one_stage import OneStage
+from smpkit.torch.recording import step_values
+from smpkit.torch.recording.recorder import latest_recorder, note_training
+from smpkit.torch.recording.step_values import Label
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
 
@@ -256,6 +256,16 @@ class StepOutput:
         return torch.stack(self.outputs)
 
 
+class NoOutput(list[None]):
+    """What a function that returns nothing has returned, as in SMP v1: a list of None over microbatches."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(StepOutput, name):
+            raise AttributeError(f"'list' object has no attribute '{name}'")
+        message = f"there is nothing for `.{name}` here: the function of the step returned None"
+        raise StepOutputError(message, hint="end it with `return loss`")
+
+
 def collate(values: Sequence[Any]) -> Any:
     """Turn what the microbatches returned into one value of the same structure.
 
@@ -263,6 +273,8 @@ def collate(values: Sequence[Any]) -> Any:
     over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
     """
     first = values[0]
+    if all(value is None for value in values):
+        return NoOutput(values)
     if False not in [isinstance(value, torch.Tensor) for value in values]:
         return StepOutput(values)
     # Sets have no order: the third member in one microbatch does not belong to the third one in another.

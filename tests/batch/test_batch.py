@@ -26,7 +26,7 @@ from smpkit_container.__main__ import main
 from smpkit_container.scheduled import described_hosts, lay_out, leave_message
 from smpkit_estimator.aws import Cloud, request_shape
 from smpkit_estimator.backend import Query
-from smpkit_estimator.batch.backend import AwsBatch, _Hosts, status_of
+from smpkit_estimator.batch import AwsBatch, _Hosts, status_of
 from tests.container.test_peers import free_ports
 from tests.job_contract import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
 

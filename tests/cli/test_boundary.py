@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from smpkit.cli._boundary import exit_code_of
+from smpkit.cli.main import exit_code_of
 from smpkit.errors import (
     CheckpointError,
     CloudError,
@@ -98,7 +98,7 @@ def test_what_the_machine_refuses_is_no_bug(error: OSError, said: str, capsys: p
 SCRIPT = """\
 import sys, time
 import click
-from smpkit.cli._boundary import exit_code_of
+from smpkit.cli.main import exit_code_of
 def action():
     click.echo("started")
     {body}

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
-from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli.options import job_arguments, read_job
 
 
 @click.command()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from smpkit.cli._layout import fold, table
+from smpkit.cli._console import fold, table
 from tests.cli.conftest import Smpkit
 
 

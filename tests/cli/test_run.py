@@ -232,6 +232,15 @@ def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_options_of_the_image_are_refused_without_it(
+    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "`--hosts` and `--base-image` and `--torch` without `--docker`\nhint: add `--docker`" in result.stderr
+
+
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
 def test_an_interruption_after_no_time_is_refused(
     tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch, seconds: str
@@ -250,7 +259,7 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, m
     result = smpkit("run", "job.yaml")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: torch is not installed beside smpkit, so torchrun cannot start the ranks\n"
+        "error: torch is not installed beside smpkit, and the ranks need it\n"
         "hint: `pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`\n"
     )
 
@@ -267,5 +276,5 @@ def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 2", "[rank 1] 2 2"]
-    assert "2 ranks with torchrun" in done.stderr
+    assert "on this machine: 2 ranks, no" in done.stderr
     assert "warning" not in done.stderr

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from smpkit.cli._console import Console
+from smpkit.cli._run_folder import held
 from smpkit.cli.main import cli
 from smpkit.cli.run import _leave_trace
 from smpkit.observe.profiles import profile_name
@@ -99,6 +100,27 @@ def test_a_log_that_goes_on_is_followed_to_the_end_of_the_run(runs: list[Run], s
     assert len(smpkit("logs", "-f").stdout.splitlines()) == 4
 
 
+def test_a_followed_line_is_printed_when_it_is_whole(
+    runs: list[Run], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second half had been a line without a rank; and the log of a killed command was followed for ever."""
+    log = runs[2].path / "logs" / "launcher.log"
+    log.write_text("[rank 0] one\n[rank 1] tw")
+    moments = iter(["o\n[rank 1] thr", "ee"])
+    with ExitStack() as command:
+        command.enter_context(held(runs[2]))
+
+        def meanwhile(_: float) -> None:
+            text = next(moments)
+            with log.open("a") as file:
+                file.write(text)
+            if text == "ee":
+                command.close()  # killed: no summary says that the run is over
+
+        monkeypatch.setattr("smpkit.cli.logs.time.sleep", meanwhile)
+        assert smpkit("logs", "-f", "--rank", "1").stdout.splitlines() == ["[rank 1] two", "[rank 1] three"]
+
+
 def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpkit) -> None:
     done = smpkit("logs", "--rank", "7")
     assert (done.exit_code, done.stdout) == (1, "")
@@ -128,5 +150,5 @@ def test_a_profile_that_a_killed_rank_left_half_written_is_a_warning(
     events = runs[0].path / EVENTS
     events.mkdir()
     (events / profile_name(0)).write_text('{"traceEvents": [')
-    _leave_trace(Console(), runs[0])
+    _leave_trace(runs[0])
     assert "warning: no trace of the profiled steps" in capsys.readouterr().err

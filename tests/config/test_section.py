@@ -56,12 +56,6 @@ def test_names_that_are_no_fields_are_told_beside_fields_that_are_wrong() -> Non
     assert problems({"nane": "x"}) == ["nane: unknown field hint: did you mean `name`?"]
 
 
-def test_a_hundred_unknown_names_are_told_one_by_one() -> None:
-    *some, last = problems({"name": "a"} | {f"x{number}": 1 for number in range(103)})
-    assert len(some) == 100
-    assert last == "x100: is the first of 3 more unknown fields"
-
-
 def test_mappings_of_the_user_tell_bad_names_and_bad_values_together() -> None:
     assert sorted(problems({"name": "a", "table": {"long name": 3, "b": "7", "c": 1, 4: 4}})) == [
         "table.4: a name must be text, got 4 hint: put it in quotes",

@@ -44,6 +44,13 @@ def test_a_hyperparameter_may_have_dots_and_replaces_that_of_the_file(tmp_path: 
     assert dict(loaded.config.hyperparameters) == {"lr": 0.1, "model.size": 3}
 
 
+def test_ranks_are_those_of_all_hosts(tmp_path: Path) -> None:
+    loaded = job(tmp_path, "compute: {instance_count: 2}\n", "--ranks 8")
+    assert loaded.config.distribution.processes_per_host == 4
+    with pytest.raises(ConfigError, match="--ranks: 7 ranks cannot be spread evenly over 2 hosts"):
+        job(tmp_path, "compute: {instance_count: 2}\n", "--ranks 7")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from smpkit_container.arguments import compact, script_arguments
+from smpkit_container.variables import compact, script_arguments
 
 
 def test_hyperparameters_become_sorted_arguments() -> None:

@@ -83,7 +83,7 @@ def test_sources_are_in_the_submit_folder_if_there_is_one(tmp_path: Path) -> Non
         ("resourceconfig", {"hosts": []}, "resourceconfig.hosts: must be a list of host names"),
         ("resourceconfig", {"hosts": "algo-1"}, "must be a list of host names"),
         ("resourceconfig", {"hosts": ["a"], "current_host": "b"}, "`b` is not one of the hosts: a"),
-        ("resourceconfig", {"hosts": ["a"], "instance_groups": [1]}, "must be a list of objects"),
+        ("hyperparameters", {"sagemaker_distribution_instance_groups": '["train"]'}, "submit a job for each kind"),
     ],
     ids=["not json", "not an object", "mp_parameters", "nul", "no hosts", "hosts text", "unknown host", "groups"],
 )

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from smpkit.config.words import duration
-from smpkit_container.failure import mpirun_failure, rank_failure, stop_failure
+from smpkit_container.failure import explain, mpirun_failure, rank_failure, stop_failure
+from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
-from smpkit_container.supervise import Outcome
+from smpkit_container.supervise import Outcome, Timeouts
 from smpkit_container.topology import Topology
 
 CODE = Path("/job/code")
@@ -40,6 +41,15 @@ def outcome(
     overdue: bool = False,
 ) -> Outcome:
     return Outcome(ends, missing, status, said, stop_signal, overdue=overdue, seconds=252.0)
+
+
+@pytest.mark.parametrize(("seconds", "who"), [(9.0, "on algo-2; algo-1 ended"), (11.0, "rank 5 on algo-1, exit 137")])
+def test_news_that_come_after_a_rank_was_killed_are_not_the_cause(seconds: float, who: str) -> None:
+    """On a busy machine the first host, whose ranks lost their connections to this rank, may say so first."""
+    news = News("algo-2", "rank 9: ConnectionResetError: connection closed by peer", seconds=seconds)
+    failure = explain(outcome(RankEnd(5, -signal.SIGKILL, 10.0)), TOPOLOGY, CODE, Timeouts(), news)
+    assert failure is not None
+    assert who in failure.reason
 
 
 def test_screen_has_the_form_of_the_ux_rules() -> None:

@@ -35,7 +35,7 @@ def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) 
     assert later(2) == "step 0, the first one: it traces and plans (5.0 s)"
     for page in pages:
         page.begin_step(10)
-        page.write(KindBytes(weights=3 * 2**30), None, "")
+        page.write(KindBytes(weights=3 * 2**30), None, None)
     clock.now += 3
     assert later(2) == "step 10, 2.5 steps/s, 3.0 GiB on the fullest rank (9.0 s)"
 

@@ -22,9 +22,9 @@ import pytest
 
 from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import LaunchError
+from smpkit_container.aws import job_token
 from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import News, Peers, meet
-from smpkit_container.token import job_token
 from smpkit_container.topology import Topology
 from tests.leftovers import processes_with
 
@@ -120,17 +120,27 @@ def test_two_hosts_with_torchrun_form_one_world(tmp_path: Path) -> None:
     assert (first[1], second[1]) == ("[rank 0] localhost 0 2.0\n", "[rank 1] 127.0.0.2 1 2.0\n")
 
 
-def test_a_rank_that_fails_on_one_host_ends_the_other_with_its_reason(tmp_path: Path) -> None:
-    fails = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(600)"
-    began = time.monotonic()
+@pytest.mark.parametrize(
+    ("rank", "statement", "codes", "headline"),
+    [
+        (1, "raise ValueError('bad batch')", (1, 1), "ValueError: bad batch"),
+        (0, "os.kill(os.getpid(), 9)", (137, 1), "the process was killed by SIGKILL"),
+    ],
+    ids=["raises", "killed on the first host"],
+)
+def test_a_rank_that_fails_on_one_host_ends_the_other_with_its_reason(
+    tmp_path: Path, rank: int, statement: str, codes: tuple[int, int], headline: str
+) -> None:
+    fails = f"import os, time\nif os.environ['RANK'] == '{rank}': {statement}\ntime.sleep(600)"
     with free_ports() as port:
-        first, second = ends([start(tmp_path, number, fails, port) for number in range(2)])
-    assert time.monotonic() - began < 300
-    assert first[0] == second[0] == 1
-    assert "ValueError: bad batch" in second[2]
-    assert "failed on another host, 127.0.0.2: rank 1: ValueError: bad batch" in first[2]
-    reason = (tmp_path / "0" / "output" / "failure").read_text()
-    assert reason.splitlines()[0] == "rank 1: ValueError: bad batch"
+        told = ends([start(tmp_path, number, fails, port) for number in range(2)])
+    own, other = told[rank], told[1 - rank]
+    assert (own[0], other[0]) == codes
+    assert headline in own[2]
+    assert f"failed on another host, {HOSTS[rank]}: rank {rank}: {headline}" in other[2]
+    reason = (tmp_path / str(1 - rank) / "output" / "failure").read_text()
+    assert reason.startswith(f"rank {rank}: {headline}")
+    assert "another host" not in own[2]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -281,6 +291,9 @@ def test_the_first_host_passes_bad_news_on_to_all_others() -> None:
         third.connections[0] = others
         assert not third.hear(0)
         assert third.news == peers.news == News("host-1", "ValueError")
+        third.conclude("SIGKILL")  # before the news came
+        assert not peers.hear(2)
+        assert not peers.connections
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from botocore.stub import Stubber
 from smpkit.config.wire import SECRETS
 from smpkit.errors import ConfigError, LaunchError
 from smpkit_container import __main__ as program
+from smpkit_container.aws import secret_variables
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.secret_entries import secret_variables
 
 Entries = Callable[..., None]
 

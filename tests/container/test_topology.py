@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment, Folders, Resources
-from smpkit_container.topology import distribution_hosts, read_topology
+from smpkit_container.topology import read_topology
 
 MPI = "sagemaker_mpi_num_of_processes_per_host"
 TORCHRUN = "sagemaker_smpkit_processes_per_host"
@@ -101,43 +100,6 @@ def test_the_switch_for_mpi_is_read_as_sdk_v2_sends_it(value: Any, launcher: str
 def test_a_switch_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="sagemaker_mpi_enabled: must be true or false"):
         read_topology(environment({"sagemaker_mpi_enabled": value}))
-
-
-GROUPS = (
-    {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-4"]},
-    {"instance_group_name": "train", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-2", "algo-3"]},
-)
-
-
-def of_groups(current: str, named: Any) -> Environment:
-    hosts = ("algo-1", "algo-2", "algo-3", "algo-4")
-    resources = Resources(hosts=hosts, current_host=current, groups=GROUPS, interface="eth0")
-    framework = {"sagemaker_distribution_instance_groups": named, "sagemaker_mpi_enabled": True, MPI: 8}
-    return Environment(Folders(Path("/opt/ml")), framework=framework, resources=resources)
-
-
-def test_ranks_are_on_the_groups_that_the_distribution_names() -> None:
-    found = [read_topology(of_groups(f"algo-{number}", ["train"])) for number in (1, 2, 3, 4)]
-    assert [topology.hosts for topology in found] == [
-        ("algo-1",), ("algo-2", "algo-3"), ("algo-2", "algo-3"), ("algo-4",),
-    ]  # fmt: skip
-    assert [topology.world_size for topology in found] == [1, 16, 16, 1]
-    assert [topology.host for topology in found] == ["algo-1", "algo-2", "algo-3", "algo-4"]
-    assert [topology.launcher for topology in found] == ["torchrun", "mpirun", "mpirun", "torchrun"]
-    both = read_topology(of_groups("algo-4", ["train", "data"]))
-    assert (both.hosts, both.node_rank) == (("algo-1", "algo-2", "algo-3", "algo-4"), 3)
-
-
-def test_a_shell_script_is_one_on_the_other_hosts_too() -> None:
-    environment = of_groups("algo-1", ["train"])
-    framework = {"sagemaker_distribution_instance_groups": ["train"], "sagemaker_program": "train.sh"}
-    assert read_topology(replace(environment, framework=framework)).launcher == "shell"
-
-
-@pytest.mark.parametrize("named", [["none"], "train", {"train": 1}])
-def test_a_group_that_there_is_not_is_refused(named: Any) -> None:
-    with pytest.raises(ConfigError, match=r"must be names of the job's instance groups \(data, train\)"):
-        distribution_hosts(of_groups("algo-1", named))
 
 
 def test_a_shell_script_has_one_process_on_each_host(tmp_path: Path) -> None:

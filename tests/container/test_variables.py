@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from smpkit_container.environment import Environment, Folders, Resources, find_efa
-from smpkit_container.topology import Topology, read_topology
+from smpkit_container.topology import Topology
 from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
 
 GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
@@ -204,17 +204,3 @@ def test_the_toolkits_own_picture_has_its_keys() -> None:
     assert known["is_modelparallel_enabled"] is True
     assert {"is_smddprun_installed", "is_smddpmprun_installed", "topology"} <= set(known)
     assert json.loads(variables["SM_DISTRIBUTION_INSTANCE_GROUPS"]) == ["main"]
-
-
-def test_a_host_outside_the_distribution_knows_all_hosts() -> None:
-    groups = ({**GROUP, "hosts": ["algo-1"]}, {**GROUP, "instance_group_name": "data", "hosts": ["algo-2"]})
-    environment = replace(
-        ENVIRONMENT,
-        framework={"sagemaker_distribution_instance_groups": ["main"]},
-        resources=replace(ENVIRONMENT.resources, groups=groups, group_name="data"),
-    )
-    variables = platform_variables(environment, read_topology(environment), [])
-    assert json.loads(variables["SM_HOSTS"]) == ["algo-1", "algo-2"]
-    assert (variables["SM_CURRENT_HOST_RANK"], variables["SM_HOST_COUNT"]) == ("1", "2")
-    assert variables["SM_IS_HETERO"] == "true"
-    assert json.loads(variables["SM_TRAINING_ENV"])["distribution_hosts"] == ["algo-1"]

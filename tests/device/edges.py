@@ -24,6 +24,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 RUNTIME: Final = "smpkit/torch"
 ELSEWHERE: Final = {
     "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/faults.yaml",
+    "smpkit/torch/checkpoints/agreement.py": "messages of hosts: tests/torch/checkpoints/test_scale.py",
+    "smpkit/torch/recording/": "times and sizes, on which no value depends: tests/torch/recording",
     "smpkit/torch/describe.py": "writes to a terminal",
     "smpkit/torch/run_summary.py": "what ranks of hosts tell each other at the end, by a store",
 }
@@ -32,6 +34,7 @@ ELSEWHERE: Final = {
 _DROPPED: Final = {
     "_order_after",
     "before_reuse",
+    "end_previous_save",
     "finish_previous_save",
     "flush",
     "note_read",

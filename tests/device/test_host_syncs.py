@@ -9,7 +9,7 @@ import torch
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.distributed.run_meter import Sampling
+from smpkit.torch.recording.run_meter import Sampling
 from tests.device.device import (
     IS_SIMULATED,
     current_stream,

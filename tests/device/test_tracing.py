@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.observe.events import ActionSpan, StepSpan, read_events
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import recorder
+from smpkit.torch.recording import recorder
 from tests.device.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep, synchronize, waits_of
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smpkit.config.load import load_job
 from smpkit.drop_in import DROP_IN_PATH
-from smpkit_container.arguments import script_arguments
+from smpkit_container.variables import script_arguments
 from tests.ranks import run_ranks
 
 __all__ = ["EXAMPLES", "changed_as_much", "launched", "on_forked_ranks", "run_file"]

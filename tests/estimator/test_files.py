@@ -10,36 +10,21 @@ import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, JobError, UnsupportedError
-from smpkit_estimator.backend import Access, open_backend, run_below
-from smpkit_estimator.checkpoints import latest_checkpoint
-from smpkit_estimator.files import Folder, folder_here
+from smpkit_estimator.backend import run_below
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
 
 
-def test_places_that_cannot_be_reached_are_named(aws: Aws, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="/nowhere is in a volume of the cluster, which this machine does not"):
-        folder_here("/nowhere", "a volume of the cluster")
-    with pytest.raises(UnsupportedError, match="s3://b/c is no folder that Slurm's nodes see"):
-        open_backend("slurm", Access()).files("s3://b/c")
-    with pytest.raises(UnsupportedError, match="/ckpt is no place in S3"):
-        aws.open().files("/ckpt")
-    with pytest.raises(CloudError, match=r"cannot read .*none: no such file"):
-        Folder(tmp_path).read("none")
-
-
 def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
-    files = {"step_1_partial/index.json": b"{}", "step_2_partial/index.json": b"{}", "newest": b"step_1_partial"}
-    for name, content in files.items():
-        aws.put(f"s3://bucket/ckpt/{name}", content)
+    for name in ("step_1_partial/index.json", "step_2_partial/index.json", "newest"):
+        aws.put(f"s3://bucket/ckpt/{name}", b"step_1_partial")
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    bucket = aws.open().files("s3://bucket/ckpt/")
-    assert latest_checkpoint(bucket) == "s3://bucket/ckpt/step_1_partial"
-    assert latest_checkpoint(Folder(tmp_path)) == f"{tmp_path}/step_1_partial"
-    assert set(bucket.list()) == set(Folder(tmp_path).list()) == set(files)
-    with pytest.raises(CloudError, match="cannot read s3://bucket/ckpt/none"):
-        bucket.read("none")
+        (tmp_path / name).write_bytes(b"step_1_partial")
+    assert aws.open().latest_checkpoint("s3://bucket/ckpt/") == "s3://bucket/ckpt/step_1_partial"
+    assert newest_in_folder(f"{tmp_path}/", "a volume") == f"{tmp_path}/step_1_partial"
+    with pytest.raises(UnsupportedError, match="/nowhere is in a volume of the cluster, which this machine does not"):
+        newest_in_folder("/nowhere", "a volume of the cluster")
 
 
 def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:

@@ -8,6 +8,7 @@ import pytest
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 
 from smpkit.errors import CloudError, ConfigError, UnreachableError
+from smpkit_estimator import aws as aws_module
 from smpkit_estimator import sagemaker
 from tests.aws import Aws
 from tests.estimator.conftest import MakeEstimator
@@ -84,14 +85,6 @@ def test_a_timeout_that_stays_is_told(make: MakeEstimator, aws: Aws) -> None:
     assert not aws.jobs
 
 
-def test_a_page_of_the_network_is_no_answer(make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies and captive portals answer with status 200 and a page of their own."""
-    page = {"ResponseMetadata": {"HTTPHeaders": {"content-type": "text/html; charset=utf-8"}}}
-    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", lambda *_: page)
-    with pytest.raises(UnreachableError, match="what answered is not AWS"):
-        aws.open().describe("job")
-
-
 # ---- what S3 and clocks say ------------------------------------------------------------------------------------------
 
 
@@ -124,7 +117,7 @@ def test_a_clock_that_is_wrong_is_named(make: MakeEstimator, aws: Aws, code: str
 def test_sources_over_the_limits_are_refused_before_the_upload(
     make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sagemaker, "_MAX_ARCHIVE_BYTES", 10)
+    monkeypatch.setattr(aws_module, "_MAX_OBJECT_BYTES", 10)
     with pytest.raises(ConfigError, match="S3 takes at most"):
         make().fit(wait=False)
     monkeypatch.setattr(sagemaker, "MAX_UNPACKED_BYTES", 100)

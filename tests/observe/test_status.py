@@ -3,16 +3,20 @@ from __future__ import annotations
 import io
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, RankStatus, StatusPage, page_of, read_status
 from smpkit.observe.summary import KindBytes
+from smpkit.plan.remedy import Levers
 from smpkit.torch.core import status
 
 HELD, PLANNED = KindBytes(weights=1, activations=2), KindBytes(weights=1)
+LEVERS = Levers(4, 2, shards_model=False, shards_states=False, checkpoints=True, offloads=True)
 
 
 def note(page: StatusPage, kind: str = "", microbatch: int = 0, layer: str = "") -> None:
@@ -27,13 +31,35 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
     assert read_status(tmp_path, 3) == RankStatus(-1)
     page.begin_step(12)
     note(page, "B", 2, "blocks.1")
-    page.write(HELD, PLANNED, "`microbatches: 8` saves most")
-    expected = RankStatus(12, "backward", 2, "blocks.1", HELD, PLANNED, "`microbatches: 8` saves most")
+    page.write(HELD, PLANNED, LEVERS)
+    expected = RankStatus(12, "backward", 2, "blocks.1", HELD, PLANNED, LEVERS)
     assert read_status(tmp_path, 3) == expected
     note(page, "F", 300)
-    page.write(HELD, None, "")
+    page.write(HELD, None, None)
     page.close()
-    assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, "")
+    assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, None)
+
+
+@pytest.mark.parametrize(
+    ("levers", "hint"),
+    [
+        ({}, "`sharded_data_parallel_degree: 4` saves most: 2.2 GiB"),
+        ({"replicas": 1}, "`microbatches: 4` saves most: 1.0 GiB"),
+        (
+            {"replicas": 1, "offloads": False},
+            "`offload_activations: true` saves most: up to 2.0 GiB",
+        ),
+        (
+            {"shards_model": True, "checkpoints": False},
+            "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
+        ),
+    ],
+)
+def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(levers: dict[str, Any], hint: str) -> None:
+    held = KindBytes(weights=2**29, gradients=0, states=2 * 2**30, activations=2 * 2**30)
+    assert RankStatus(1, held=held, levers=replace(LEVERS, **levers)).remedy == f"{hint} of this rank's memory"
+    assert RankStatus(1, held=KindBytes(), levers=replace(LEVERS, **levers)).remedy == ""
+    assert RankStatus(1, held=held).remedy == ""
 
 
 def test_a_page_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
@@ -52,7 +78,7 @@ def test_a_missing_short_or_half_written_page_tells_nothing_wrong(tmp_path: Path
     page_of(tmp_path, 0).write_bytes(b"x")
     assert read_status(tmp_path, 0) is None
     page = StatusPage(tmp_path, 0)
-    page.write(HELD, None, "")
+    page.write(HELD, None, None)
     page.cells[0] = 3  # odd: it was writing
     assert read_status(tmp_path, 0) == RankStatus(-1)
     page.cells[0] = 4
@@ -63,13 +89,13 @@ def test_a_missing_short_or_half_written_page_tells_nothing_wrong(tmp_path: Path
 def test_a_text_that_is_written_while_it_is_read_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of two halves could be read: the number of writes was compared with nothing after the read."""
     page = StatusPage(tmp_path, 0)
-    page.write(HELD, PLANNED, "")
+    page.write(HELD, PLANNED, None)
 
     class Torn(io.BytesIO):
         """A page that is written between two reads."""
 
         def seek(self, *place: int) -> int:
-            page.write(HELD, None, "")
+            page.write(HELD, None, None)
             self.getbuffer()[:64] = page_of(tmp_path, 0).read_bytes()[:64]
             return super().seek(*place)
 

@@ -107,7 +107,7 @@ for _ in range(6):
 def test_chosen_steps_are_profiled_beside_the_events(tmp_path: Path) -> None:
     """Steps 2 and 3, of a pipeline over gloo: what torch saw of each lies inside of our own span of it."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = ["--ranks", "2", "-p", "pipeline_parallel_degree=2", "-p", "microbatches=2", "--profile", "2:3"]
+    options = ["--ranks", "2", "-p", "pipeline_parallel_degree=2", "-p", "microbatches=2", "--profile-steps", "2:3"]
     command = [str(Path(sys.executable).with_name("smpkit")), "run", "train.py", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,8 @@ from smpkit.plan.memory import ModelFacts
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.tune.predict import scaled
 from smpkit.torch.describe import describe
-from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
+from smpkit.torch.placement.units import units_of
 from tests.forked import run_module
 
 
@@ -129,6 +130,22 @@ def test_what_is_checkpointed_across_units_is_recorded_without_a_job() -> None:
     model = describe(lambda: (Headed(), torch.ones(2, 4)), other_sizes=True)
     assert not model.notes
     assert model.recorded is not None
+
+
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        type(self).runs += 1
+        return super().forward(value)
+
+
+def test_one_run_of_a_layer_tells_what_it_costs_and_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "runs", 0)
+    model = describe(lambda: (nn.Sequential(Counted(4, 8), nn.ReLU(), Counted(8, 2)), torch.ones(3, 4)))
+    assert model.recorded is not None
+    assert [value.shape for value in model.recorded.values] == [(3, 8)]
+    assert Counted.runs == 2
 
 
 def test_a_microbatch_is_recorded_under_the_assignment_of_the_job() -> None:

@@ -16,6 +16,7 @@ import torch
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.observe.values import Logged, ValueWriter, read_values
+from smpkit.torch.log import _Log
 from tests.ranks import run_ranks
 
 TRACKERS = "tensorboard,wandb,mlflow"
@@ -271,17 +272,15 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, track: str, said
 
 
 def test_a_tracker_that_fails_later_is_left_out_with_a_warning() -> None:
-    from smpkit.torch.trackers import Trackers
-
     class Broken:
         name = "broken"
 
         def log(self, values: object, step: int) -> None:
             raise OSError("no network")
 
-    trackers = Trackers([Broken()])
+    log = _Log([Broken()])
     with pytest.warns(UserWarning, match="broken failed, and gets no more values: OSError: no network"):
-        trackers.log({}, 1)
-    trackers.log({}, 2)
+        log.take({}, 1)
+    log.take({}, 2)
     with pytest.raises(UsageError, match=r"smp.init\(\) has not been called"):
         smp.log({"loss": 1})

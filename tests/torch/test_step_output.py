@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.step import StepOutput, collate
+from smpkit.torch.step import StepOutput, StepOutputError, collate
 
 
 def test_reductions_over_microbatches() -> None:
@@ -44,7 +44,11 @@ def test_trap_6_tensors_become_step_outputs_and_everything_else_lists() -> None:
 
 
 def test_trap_6_nothing_returned_is_a_list_of_none() -> None:
-    assert collate([None, None]) == [None, None]
+    nothing = collate([None, None])
+    assert nothing == [None, None]
+    with pytest.raises(StepOutputError, match=r"for `.reduce_mean` here: the function of the step returned None"):
+        nothing.reduce_mean()
+    assert not hasattr(nothing, "item")
 
 
 def test_trap_6_a_dict_subclass_stays_one() -> None:

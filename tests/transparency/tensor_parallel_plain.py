@@ -25,16 +25,14 @@ def norm(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
     return x if weight is None else F.layer_norm(x, weight.shape, weight, state[f"{name}.bias"])
 
 
-def rotate(x: torch.Tensor, dim: int, interleaved: bool) -> torch.Tensor:
+def rotate(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Turn each pair of features as a complex number."""
     length = x.shape[-2]
     # In float32 and multiplied in this order, as the models do that we follow.
     angles = torch.arange(length).float()[:, None] * (1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim)))
     turn = torch.complex(angles.cos().double(), angles.sin().double())
-    turned = x[..., :dim]
-    pairs = turned.unflatten(-1, (-1, 2)) if interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
-    made = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    made = made.flatten(-2) if interleaved else made.transpose(-1, -2).flatten(-2)
+    pairs = x[..., :dim].unflatten(-1, (-1, 2)).contiguous()
+    made = torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
     return torch.cat([made, x[..., dim:]], -1)
 
 
@@ -48,8 +46,7 @@ def attend(
         query, (key, value) = linear(state, "query", x), linear(state, "key_value", states).chunk(2, -1)
     query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value))
     if sizes.get("rotary_dim"):
-        turn = (sizes["rotary_dim"], sizes.get("rotary_interleaved", False))
-        query, key = rotate(query, *turn), rotate(key, *turn)
+        query, key = (rotate(each, sizes["rotary_dim"]) for each in (query, key))
     scores = query @ key.transpose(-1, -2)
     if sizes.get("scale_attention_scores", True):
         scores = scores / math.sqrt(query.shape[-1])
@@ -91,9 +88,8 @@ def layer(
 ) -> torch.Tensor:
     ours, last = below(state, "attention."), below(state, "output.")
     if sizes.get("parallel_residual"):
-        first = norm(ours, "pre_layernorm", x)
-        second = norm(last, "pre_layernorm", x) if sizes.get("parallel_layernorm") else first
-        return x + attend(ours, first, None, mask, sizes) + mlp(last, second, sizes)
+        normal = norm(ours, "pre_layernorm", x)
+        return x + attend(ours, normal, None, mask, sizes) + mlp(last, normal, sizes)
     x = attention(ours, x, None, mask, sizes)
     if states is not None:
         x = attention(below(state, "cross_attention."), x, states, cross_mask, sizes)

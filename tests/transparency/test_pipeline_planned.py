@@ -20,8 +20,9 @@ from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
-from smpkit.torch.pipeline.fake_recording import record_on_fakes
-from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
+from smpkit.torch.placement.trace import measure_units
+from smpkit.torch.placement.units import units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
@@ -59,7 +60,9 @@ def record(case: Case, assignment: Assignment) -> RecordedGraph:
         with mode:
             case.step(WithBackward(module), *given)
 
-    return record_on_fakes(module, assignment, [call], torch.device("cpu"))[0]
+    outputs = LayerOutputs(module, [unit for unit, _ in assignment.units])
+    outputs.noted(call)  # as the pass does that finds out what layers cost
+    return record_on_fakes(module, assignment, [call], torch.device("cpu"), outputs)[0]
 
 
 def needs_values(case: Case, way: Way) -> bool:

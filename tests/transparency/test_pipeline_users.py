@@ -170,8 +170,40 @@ class Extending(nn.Module):
         return out
 
 
-def as_normal(x: Tensor) -> torch.distributions.Normal:
-    return torch.distributions.Normal(x, 1.0)
+class Kept:
+    """As a cache of keys and values: smpkit does not look into it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.values = [x]
+
+
+def as_distribution(x: Tensor) -> torch.distributions.Distribution:
+    return torch.distributions.Independent(torch.distributions.Normal(x, 1.0), 1)
+
+
+def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out, distribution = model.module.layers[0](x)
+    loss: Tensor = (model.module.layers[1](distribution.mean) - out).square().mean() - distribution.log_prob(y).mean()
+    model.backward(loss)
+    return loss
+
+
+class Filling(nn.Module):
+    """Fills buffers of its own, as graph networks, mixtures of experts and decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered = torch.zeros(2 * len(x), WIDTH, dtype=x.dtype)
+        filled = x.new_empty(len(self.layers), *x.shape)
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            gathered.index_add_(0, torch.arange(len(x)) * 2, x)
+            filled[number] = x
+        gathered = torch.zeros_like(gathered).scatter_add_(0, torch.zeros_like(gathered, dtype=torch.int64), gathered)
+        return x + gathered[0] + filled.mean(0)
 
 
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
@@ -187,8 +219,17 @@ ROWS = {
         Way(pipeline=2, microbatches=2, traced=True),
     ),
     "an object of which nobody asks for anything": (
-        Case(functools.partial(Extending, as_normal), vectors, mse_step),
+        Case(functools.partial(Extending, Kept), vectors, mse_step),
         Way(pipeline=2, placement=-1),
+    ),
+    "a distribution that a layer returns": (
+        Case(functools.partial(Extending, as_distribution), vectors, likelihood_step),
+        Way(pipeline=2, placement=-1),
+    ),
+    "fresh tensors that values of layers fill": (Case(Filling, vectors, mse_step), Way(pipeline=2, placement=-1)),
+    "fresh tensors, randomly placed": (
+        Case(Filling, vectors, mse_step),
+        Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"}),
     ),
     "a scripted layer": (Case(scripted, vectors, mse_step), Way(pipeline=2, microbatches=2)),
 }
@@ -401,9 +442,9 @@ def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused()
         run(Case(stateful, vectors, mse_step), RING)
 
 
-def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     model(x)
-    loss: Tensor = -model.module.kept.log_prob(y).mean()
+    loss: Tensor = (model.module.kept.values[0] - y).square().mean()
     model.backward(loss)
     return loss
 
@@ -414,7 +455,7 @@ def summed(x: Tensor) -> float:
 
 RETURNED: dict[str, tuple[Callable[[Tensor], object], Any, str]] = {
     # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
-    "an object": (as_normal, likelihood_step, "`layers.0` returned an object of the type Normal"),
+    "an object": (Kept, looking_step, "`layers.0` returned an object of the type Kept"),
     "another number": (summed, mse_step, "`layers.0` returned 12.0 the first time and 24.0 now"),
 }
 
@@ -433,6 +474,87 @@ def test_what_other_ranks_cannot_have_of_a_result_is_refused_by_name(name: str) 
     with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
         run_ranks(return_more, 2, more, step)
     assert message in str(caught.value)
+
+
+class Writing(nn.Linear):
+    """Writes into a dict that it is given."""
+
+    def forward(self, x: Tensor, seen: dict[str, Any] | None = None) -> Tensor:
+        out = super().forward(x)
+        if seen is not None:
+            seen["first"] = out
+        return out
+
+
+class Reading(nn.Linear):
+    """Reads what another layer has left as an attribute."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) * self.others[0].left
+        return result
+
+
+class Leaving(nn.Linear):
+    """Leaves a value as an attribute that is None at first."""
+
+    left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = super().forward(x)
+        return self.left
+
+
+class Between(nn.Module):
+    """Hands values on between its two layers in other ways than by arguments and results."""
+
+    mean: Tensor
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.first, Writing):
+            seen: dict[str, Tensor] = {}
+            out: Tensor = self.second(self.first(x, seen)) + seen["first"]
+            return out
+        out = self.second(self.first(x))
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + 0.5 * out.mean(0)
+        return out - self.mean
+
+
+def leaving_and_reading() -> tuple[nn.Module, nn.Module]:
+    first = Leaving(WIDTH, WIDTH)
+    return first, Reading(first)
+
+
+HANDED_ON: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
+    "in a dict": (lambda: (Writing(WIDTH, WIDTH), block()), "UsageError: `first` wrote into a dict, a list or a data"),
+    "as an attribute": (leaving_and_reading, "what layers of this pipeline rank have left in them"),
+    "in a buffer": (
+        lambda: (block(), block()),
+        "the buffer `mean` of the model was assigned a value that",
+    ),
+}
+
+
+def hand_on(name: str) -> None:
+    layers = HANDED_ON[name][0]()
+    smp.step(mse_step)(begin(*layers, around=Between(*layers)), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_what_layers_hand_on_beside_arguments_and_results_is_refused(name: str) -> None:
+    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(hand_on, 2, name)
+    assert HANDED_ON[name][1] in str(caught.value)
 
 
 def train_on_ten() -> str:

@@ -43,6 +43,7 @@ FEW = [
     ("Phi3", OWN),
     ("Apertus", SHARED),  # its activations are trained
     ("Mixtral", SHARED),
+    ("MiMoV2Flash", SHARED),
     ("balanced Mixtral", OWN),
     ("GPT2", SHARED_FOR_MEMORY),
     ("GPTJ", OWN),

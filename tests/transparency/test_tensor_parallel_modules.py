@@ -96,7 +96,6 @@ LINEAR = {
         lambda module, x, *_: module(x[:, 0]),
         lambda state, x, *_: one_linear(state, x[:, 0]),
     ),
-    "column, gathered": linear(lambda: smp.nn.ColumnParallelLinear(HIDDEN, 12, gather_output=True), one_linear),
     "column and row": linear(
         lambda: nn.Sequential(smp.nn.ColumnParallelLinear(HIDDEN, 24), nn.GELU(), smp.nn.RowParallelLinear(24, HIDDEN)),
         lambda state, x: plain.linear(state, "2", F.gelu(plain.linear(state, "0", x))),
@@ -138,10 +137,7 @@ LAYER = {
     "norm after": layer(),
     "norms before and after, ALiBi": layer(pre_layernorm=True, use_alibi=True, **CAUSAL),
     "cross attention": layer(**PRE, add_cross_attention=True),
-    "GPT-J": layer(
-        **PRE, **CAUSAL, parallel_residual=True, rotary_dim=2, rotary_interleaved=True, query_key_value_bias=False
-    ),
-    "GPT-NeoX": layer(**PRE, **CAUSAL, parallel_residual=True, parallel_layernorm=True, rotary_dim=4),
+    "GPT-J": layer(**PRE, **CAUSAL, parallel_residual=True, rotary_dim=2, query_key_value_bias=False),
 }
 STACK = {
     "norms before and after": layer("Stack", num_layers=2, pre_layernorm=True, post_layernorm=True),

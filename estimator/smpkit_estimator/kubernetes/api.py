@@ -153,7 +153,7 @@ def connect(context: str | None, namespace: str | None) -> Api:
             return Api(client.ApiClient(options), namespace or _own_namespace())
         hint = "KUBECONFIG names the file; your cluster's provider has a command that writes it"
         raise CloudError(f"{doing}: {str(error).rstrip('.').lower()}", hint=hint) from None
-    names = [each["name"] for each in contexts]
+    names = [entry["name"] for entry in contexts]
     if context is not None and context not in names:
         hint = f"those are {', '.join(names)}"
         raise UsageError(f"{doing}: the kubeconfig has no context {quoted(context)}", hint=hint)
@@ -182,10 +182,10 @@ def _own_namespace() -> str:
 
 def _refusal(error: Any, doing: str, api: Api) -> SmpkitError:
     try:
-        said = str(json.loads(error.body)["message"])
+        message = str(json.loads(error.body)["message"])
     except (ValueError, KeyError, TypeError):
-        said = f"{error.status} {error.reason}"
-    words = " ".join(said.split())
+        message = f"{error.status} {error.reason}"
+    words = " ".join(message.split())
     if error.status == 401:
         hint = "log in again as your cluster's provider says; `kubectl get pods` then works, too"
         return CloudError(f"{doing}: the cluster does not know these credentials", hint=hint)

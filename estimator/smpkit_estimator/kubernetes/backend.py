@@ -18,9 +18,22 @@ from typing import Any
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
-from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError, UsageError
-from smpkit_estimator.backend import Access, Finding, LogLine, Plan, Query, SystemClock, base_name, tried, unique_name
-from smpkit_estimator.files import Files, folder_here
+from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit_estimator import scheduled
+from smpkit_estimator.backend import (
+    Access,
+    Clock,
+    Finding,
+    LogLine,
+    Plan,
+    Query,
+    base_name,
+    in_doubt,
+    refuse,
+    tried,
+    unique_name,
+)
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.kubernetes.api import Api, Object, connect
 from smpkit_estimator.kubernetes.manifests import (
     JOB_LABEL,
@@ -34,20 +47,10 @@ from smpkit_estimator.kubernetes.manifests import (
 )
 from smpkit_estimator.kubernetes.state import STOPPED_AT, PodLog, status_of
 from smpkit_estimator.local import local_secrets
-from smpkit_estimator.scheduled import (
-    first_of_each,
-    job_again,
-    limit_of,
-    not_for_schedulers,
-    place_problems,
-    run_in_volume,
-    unused_settings,
-    world_problems,
-)
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["KubernetesCluster", "open_kubernetes"]
+__all__ = ["KubernetesCluster"]
 
 _NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?")
 _MAX_BYTES = 2**20
@@ -57,10 +60,10 @@ _OLDEST = (1, 29)
 
 
 class KubernetesCluster:
-    """The jobs in one namespace of a cluster."""
+    """The jobs in one namespace of a cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
 
     def __init__(self, access: Access) -> None:
-        self.clock = SystemClock()
+        self.clock = Clock()
         self.pace = 2.0
         self._access = access
 
@@ -100,8 +103,7 @@ class KubernetesCluster:
                 hint = "name a local folder, or set `backend.kubernetes.code`"
                 problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
         hidden = dict(local_secrets(job, os.environ, problems))
-        if problems:
-            raise ConfigError(first_of_each(problems), subject="job for Kubernetes")
+        refuse(problems, "Kubernetes")
         archive = None
         if sources is not None:
             file = io.BytesIO()
@@ -151,15 +153,10 @@ class KubernetesCluster:
         yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        if changes and "InstanceType" in changes:
-            hint = "submit the job file with another `backend.kubernetes.node_selector`, and the same `checkpoints`"
-            raise UnsupportedError("`--instance-type` is not for Kubernetes, whose pods have no types", hint=hint)
         kept, files = self._kept(name)
-        job = job_again(kept, changes)
+        job = scheduled.job_again(kept, changes, machine="backend.kubernetes.node_selector")
         chosen = new_name or unique_name(base_name(name), self.clock.now(), LONGEST_NAME)
-        problems = list(_not_for_kubernetes(job, chosen))
-        if problems:
-            raise ConfigError(first_of_each(problems), subject="job for Kubernetes")
+        refuse(_not_for_kubernetes(job, chosen), "Kubernetes")
         data = (self._api.read("Secret", name) or {}).get("data", {})
         hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
         archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
@@ -174,10 +171,10 @@ class KubernetesCluster:
         return [reached, tried("job", lambda: _acceptable(self._api_for(job), job))]
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        return run_in_volume(job_again(self._kept(name)[0], None), name, "a volume of the cluster")
+        return scheduled.run_in_volume(scheduled.job_again(self._kept(name)[0], None), name, "a volume of the cluster")
 
-    def files(self, place: str) -> Files:
-        return folder_here(place, "a volume of the cluster")
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a volume of the cluster")
 
     def _job(self, name: str) -> Object:
         """Return the Job whose pods are the hosts.
@@ -201,11 +198,6 @@ class KubernetesCluster:
         return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
 
 
-def open_kubernetes(access: Access) -> KubernetesCluster:
-    """Open the cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
-    return KubernetesCluster(access)
-
-
 def _plan(
     job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
 ) -> Plan:
@@ -213,14 +205,14 @@ def _plan(
     namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
-    shown = [shown_manifest(each) for each in objects]
+    shown = [shown_manifest(manifest) for manifest in objects]
     gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
     return Plan(
         name=name,
         machines=f"{count} pod{'s' * (count != 1)}{gpus}",
         shown={"manifests": shown},
         payload=(api, objects),
-        max_seconds=limit_of(job),
+        max_seconds=scheduled.limit_of(job),
         notes=(*_notes(job), *notes),
         script=as_yaml(*shown),
     )
@@ -238,10 +230,9 @@ def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
         yield Problem(("name",), message, "lower-case letters, digits and hyphens, the first a letter")
     if job.image is None:
         yield Problem(("image",), "is required on Kubernetes", "an image with smpkit that the nodes can pull")
-    yield from not_for_schedulers(job)
+    yield from scheduled.not_for_schedulers(job)
     mounts = [volume.mount for volume in job.backend.kubernetes.volumes]
-    yield from place_problems(job, mounts, "backend.kubernetes.volumes")
-    yield from world_problems(job)
+    yield from scheduled.place_problems(job, mounts, "backend.kubernetes.volumes")
 
 
 def _check_sizes(files: Object, secret: Object) -> None:
@@ -270,9 +261,7 @@ def _check_sizes(files: Object, secret: Object) -> None:
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
-    yield from unused_settings(job, "Kubernetes")
-    if job.distribution.launcher == "mpirun":
-        yield "the ranks are started with torchrun, not mpirun: on Kubernetes, pods do not start processes in others"
+    yield from scheduled.notes(job, "Kubernetes", "on Kubernetes, pods do not start processes in others")
     if job.output is None:
         yield "the model stays in the pods and goes with them: `output` names a folder in a volume"
     if job.checkpoints is None:
@@ -290,8 +279,7 @@ def _created(api: Api, manifest: Object) -> Object:
             ours = manifest["metadata"].get("annotations", {}).get(SUBMISSION)
             if there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == ours:
                 return there
-        hint = f"`smpkit status {name}` tells whether it was; look before you start another"
-        raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
+        raise in_doubt(error, name) from None
 
 
 def _version(api: Api) -> Finding:
@@ -306,7 +294,7 @@ def _version(api: Api) -> Finding:
 
 def _acceptable(api: Api, job: JobConfig) -> Finding:
     """Let the API check all objects of the job, with the rights to create them; it creates none."""
-    name = unique_name(_proper_name(job.name), SystemClock().now(), LONGEST_NAME)
+    name = unique_name(_proper_name(job.name), Clock().now(), LONGEST_NAME)
     for manifest in manifests(job, name, api.namespace, archive=b"", secrets={}, token=""):
         api.create(manifest, dry=True)
     return Finding("job", "ok", f"the cluster would take the job in `{api.namespace}`")

@@ -21,14 +21,8 @@ from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
 from smpkit.config.kubernetes import Volume
 from smpkit.config.wire import TOKEN_FILE
-from smpkit_estimator.scheduled import (
-    config_files,
-    host_variables,
-    job_to_keep,
-    limit_of,
-    places_in_volumes,
-    shown_files,
-)
+from smpkit_estimator import scheduled
+from smpkit_estimator.hyperparameters import shown_hyperparameters
 
 __all__ = [
     "CONTAINER",
@@ -85,12 +79,12 @@ def manifests(
         }
 
     code = options.code or f"{_FILES}/{SOURCES}"
-    files = config_files(job, name, code, ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, code, ranks_per_host=job.distribution.processes_per_host)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{_FILES}/token")
     texts = {f"{file}.json": json.dumps(content, ensure_ascii=False) for file, content in files.items()}
     packed = {} if archive is None else {"binaryData": {SOURCES: base64.b64encode(archive).decode()}}
     queued = {QUEUE_LABEL: options.queue, _PRIORITY_LABEL: options.priority_class} if options.queue else {}
-    places = places_in_volumes(job, name)
+    places = scheduled.places_in_volumes(job, name)
     return [
         {
             **shell(
@@ -103,7 +97,7 @@ def manifests(
         },
         {
             **shell("ConfigMap"),
-            "data": {**texts, "job.json": json.dumps(job_to_keep(job), ensure_ascii=False)},
+            "data": {**texts, "job.json": json.dumps(scheduled.job_to_keep(job), ensure_ascii=False)},
             **packed,
         },
         {
@@ -123,12 +117,12 @@ def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object without secrets; the sources by their size and digest."""
     shown: dict[str, Any] = json.loads(json.dumps(manifest))
     if manifest["kind"] == "Job":
-        for each in shown["spec"]["template"]["spec"]["containers"][0]["env"]:
-            if "value" in each:
-                each["value"] = masked(each["name"], each["value"])
+        for variable in shown["spec"]["template"]["spec"]["containers"][0]["env"]:
+            if "value" in variable:
+                variable["value"] = masked(variable["name"], variable["value"])
     if manifest["kind"] == "ConfigMap":
         data = {file: json.loads(text) for file, text in manifest["data"].items()}
-        data["hyperparameters.json"] = shown_files({"hyperparameters": data["hyperparameters.json"]})["hyperparameters"]
+        data["hyperparameters.json"] = shown_hyperparameters(data["hyperparameters.json"])
         data["job.json"] = masked("", data["job.json"])
         shown["data"] = {file: json.dumps(content, ensure_ascii=False) for file, content in data.items()}
         for file, text in manifest.get("binaryData", {}).items():
@@ -145,7 +139,7 @@ def _job_spec(
     options, count = job.backend.kubernetes, job.compute.instance_count
     metadata = {"labels": labels, **({"annotations": dict(options.annotations)} if options.annotations else {})}
     more = {
-        "activeDeadlineSeconds": limit_of(job),
+        "activeDeadlineSeconds": scheduled.limit_of(job),
         "suspend": True if options.queue is not None else None,  # Kueue lets it run
         "ttlSecondsAfterFinished": options.keep_seconds,
     }
@@ -180,8 +174,8 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
         "serviceAccountName": options.service_account,
         "priorityClassName": options.priority_class,
         "nodeSelector": dict(options.node_selector),
-        "tolerations": [each.model_dump(exclude_none=True) for each in options.tolerations],
-        "imagePullSecrets": [{"name": each} for each in options.image_pull_secrets],
+        "tolerations": [toleration.model_dump(exclude_none=True) for toleration in options.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
     }
     if options.host_network:
         more |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -199,7 +193,7 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
             {"name": "ml", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": limit} if limit else {})}},
             {"name": "files", "projected": {"sources": [{"configMap": {"name": name}}, {"secret": token}]}},
-            *(_volume(index, each) for index, each in enumerate(options.volumes)),
+            *(_volume(index, volume) for index, volume in enumerate(options.volumes)),
         ],
     }
 
@@ -207,7 +201,7 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
 def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: Iterable[str]) -> dict[str, Any]:
     options, count = job.backend.kubernetes, job.compute.instance_count
     variables = {
-        **host_variables(
+        **scheduled.host_variables(
             job,
             name,
             base=_BASE,
@@ -246,8 +240,12 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - in the pod
             {"name": "files", "mountPath": _FILES},
             *(
-                {"name": f"volume-{index}", "mountPath": each.mount, **({"readOnly": True} if each.read_only else {})}
-                for index, each in enumerate(options.volumes)
+                {
+                    "name": f"volume-{index}",
+                    "mountPath": volume.mount,
+                    **({"readOnly": True} if volume.read_only else {}),
+                }
+                for index, volume in enumerate(options.volumes)
             ),
         ],
     }

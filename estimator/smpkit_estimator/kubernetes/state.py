@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from smpkit.config import scheduled as names
-from smpkit_estimator.backend import Clock, LogLine, rank_of
+from smpkit_estimator.backend import Clock, LogLine, merged
 from smpkit_estimator.kubernetes.api import Api, Object
 from smpkit_estimator.kubernetes.manifests import CONTAINER, JOB_LABEL, PLACES
 from smpkit_estimator.scheduled import status_with_phases
@@ -48,7 +48,7 @@ def status_of(job: Object, pods: Sequence[Object], now: datetime) -> JobStatus:
         started = _time((job.get("status") or {}).get("startTime"))
     if phase == "Training" and started is None and pods:
         phase = "Starting"
-    found = JobStatus(
+    bare = JobStatus(
         name=metadata["name"],
         arn=f"kubernetes:{metadata['namespace']}/{metadata['name']}",
         status=status,
@@ -64,7 +64,7 @@ def status_of(job: Object, pods: Sequence[Object], now: datetime) -> JobStatus:
         checkpoints=places.get("checkpoints"),
     )
     ends = [Phase("Interrupted", f"attempt {n} was interrupted", at, at) for n, at in enumerate(_restarts(pods), 1)]
-    return status_with_phases(found, interrupted=ends)
+    return status_with_phases(bare, interrupted=ends)
 
 
 def _state(job: Object) -> tuple[str, str, datetime | None]:
@@ -108,15 +108,15 @@ def _message(job: Object, pods: Sequence[Object], phase: str) -> str:
         waiting = _container(pod).get("state", {}).get("waiting") or {}
         if waiting.get("reason") in _TROUBLES:
             return f"{host_of(pod)}: {waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
-        for each in pod.get("status", {}).get("conditions") or ():
-            if each["type"] == "PodScheduled" and each["status"] == "False":
-                return f"{host_of(pod)}: {each.get('message', each.get('reason', 'not scheduled yet'))}"
+        for condition in pod.get("status", {}).get("conditions") or ():
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                return f"{host_of(pod)}: {condition.get('message', condition.get('reason', 'not scheduled yet'))}"
     return "waiting for pods"
 
 
 def _failure(job: Object, pods: Sequence[Object]) -> JobFailure:
     """Return why a job failed: what the host of the first failing rank left, else another, else Kubernetes's words."""
-    words = blamed(each for each in map(_reason, pods) if each is not None)
+    words = blamed(reason for reason in map(_reason, pods) if reason is not None)
     if words is None:
         failed = [each for each in job.get("status", {}).get("conditions") or () if each["type"] == "Failed"]
         told = [f"Kubernetes says {each.get('reason', 'Failed')}: {each.get('message', '')}" for each in failed]
@@ -167,7 +167,7 @@ def host_of(pod: Object) -> str:
 
 def _container(pod: Object) -> Object:
     statuses = pod.get("status", {}).get("containerStatuses") or ()
-    return next((each for each in statuses if each["name"] == CONTAINER), {})
+    return next((container for container in statuses if container["name"] == CONTAINER), {})
 
 
 def _started(pod: Object) -> datetime | None:
@@ -193,12 +193,10 @@ _OVERLAP = timedelta(seconds=60)
 
 @dataclass
 class _Stream:
-    pod: str
     host: str
     last: tuple[str, int] = ("", 0)
     """The time of its last line as it was written, and how many lines of that time were read."""
     when: datetime | None = None
-    count: int = 0
     whole: bool = False
     """Whether it was read to its end after its container had ended, or is gone."""
 
@@ -219,7 +217,7 @@ class PodLog:
             name, over = pod["metadata"]["name"], _end(pod) is not None
             if not over and "running" not in _container(pod).get("state", {}):
                 continue
-            stream = self._streams.setdefault(name, _Stream(name, host_of(pod)))
+            stream = self._streams.setdefault(name, _Stream(host_of(pod)))
             if stream.whole:
                 continue
             since = stream.when or self._since
@@ -228,7 +226,7 @@ class PodLog:
             lines += self._new(stream, data or b"")
             stream.whole = over or data is None
         self._tail = None
-        return sorted(lines)
+        return merged(lines)
 
     def _new(self, stream: _Stream, data: bytes) -> list[LogLine]:
         """Return the lines behind the last one that was read."""
@@ -247,7 +245,5 @@ class PodLog:
                 timezone.utc
             )
             if self._since is None or stream.when >= self._since:
-                words = stamped[4]
-                lines.append(LogLine(stream.when, stream.pod, stream.count, words, stream.host, rank_of(words)))
-            stream.count += 1
+                lines.append(LogLine(stream.when, stream.host, stamped[4]))
         return lines

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,38 +17,28 @@ from typing import Any
 from smpkit.config import scheduled as names
 from smpkit.config.backend import Slurm
 from smpkit.config.confidential import HIDDEN, masked
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
-from smpkit.config.words import quoted
-from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UnsupportedError
+from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
+from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
+    Clock,
     Finding,
     LogLine,
     Plan,
     Query,
-    SystemClock,
     base_name,
+    in_doubt,
+    refuse,
     run_below,
     tried,
     unique_name,
 )
-from smpkit_estimator.files import Files, Folder
+from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
-from smpkit_estimator.scheduled import (
-    config_files,
-    first_of_each,
-    host_variables,
-    job_again,
-    limit_of,
-    not_for_schedulers,
-    shown_files,
-    unused_settings,
-    world_problems,
-)
 from smpkit_estimator.slurm.folder import (
     Run,
     RunLog,
@@ -79,7 +68,7 @@ class SlurmCluster:
     """The cluster that Slurm's commands here speak to, and the runs of this user."""
 
     def __init__(self) -> None:
-        self.clock = SystemClock()
+        self.clock = Clock()
         self.pace = 2.0
 
     @property
@@ -106,23 +95,17 @@ class SlurmCluster:
         hidden = dict(local_secrets(job, os.environ, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
-        run = _planned(absolute, chosen, settings, problems, hidden, sources)
-        if sources is not None:
-            notes += packing_notes(sources, pack(sources))
-        return _plan(run, settings, hidden, notes)
+        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
-        made = False
+        make_run(run, self.clock.now())
         try:
-            make_run(run, self.clock.now())
-            made = True
             number = self._sent(run.folder)
         except UnreachableError:
             raise  # it may have been started, and needs its folder
-        except (SmpkitError, OSError):
-            if made:
-                unmake_run(run.folder)
+        except CloudError:
+            unmake_run(run.folder)
             raise
         write_json(run.folder / "slurm.json", {"id": number})
         return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}
@@ -134,8 +117,7 @@ class SlurmCluster:
         except UnreachableError as error:
             number = id_by_name(run.name)
             if number is None:
-                hint = f"`smpkit status {run.name}` tells whether it was; look before you start another"
-                raise UnreachableError(f"{error.message}; it may have been started all the same", hint=hint) from None
+                raise in_doubt(error, run.name) from None
             return number
         return answer.strip().partition(";")[0]
 
@@ -163,22 +145,17 @@ class SlurmCluster:
         yield from query.of((listed_run(run, known, now) for run in runs), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        changes = changes or {}
-        if "InstanceType" in changes:
-            hint = "submit the job file with another `backend.slurm.partition`, and the same `checkpoints`"
-            raise UnsupportedError("`--instance-type` is not for Slurm, whose nodes have no types", hint=hint)
         old = find_run(name)
         kept = kept_job(old)["job"]
-        if "MaxRuntimeInSeconds" in changes:
+        if changes and "MaxRuntimeInSeconds" in changes:
             kept.get("backend", {}).get("slurm", {}).pop("time", None)
-        job = job_again(kept, changes)
+        job = scheduled.job_again(kept, changes, machine="backend.slurm.partition")
         checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
         job = job.model_copy(update={"checkpoints": checkpoints})
         variables = read_json(old / "variables.json") or {}
         hidden = {key: variables[key] for key in job.secrets if key in variables}
-        settings = controller_settings()
-        run = _planned(job, new_name or unique_name(base_name(name), self.clock.now()), settings, [], hidden, None)
-        return _plan(replace(run, code=old / "code"), settings, hidden, [])
+        chosen = new_name or unique_name(base_name(name), self.clock.now())
+        return _plan(job, chosen, controller_settings(), hidden, code=old / "code")
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
         checks = [tried("slurm", _version)]
@@ -191,10 +168,8 @@ class SlurmCluster:
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         return run_below(find_run(name) / "output" / "data", name)
 
-    def files(self, place: str) -> Files:
-        if "://" in place:
-            raise UnsupportedError(f"{place} is no folder that Slurm's nodes see")
-        return Folder(Path(place))
+    def latest_checkpoint(self, place: str) -> str | None:
+        return newest_in_folder(place, "a file system of the nodes")
 
 
 def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
@@ -205,24 +180,34 @@ def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's comman
 # ---- from a job file to a run ----------------------------------------------------------------------------------------
 
 
-def _planned(
+def _plan(
     job: JobConfig,
     name: str,
     settings: Mapping[str, str],
-    problems: list[Problem],
     hidden: Mapping[str, str],
-    sources: Sources | None,
-) -> Run:
+    *,
+    problems: Sequence[Problem] = (),
+    notes: Sequence[str] = (),
+    sources: Sources | None = None,
+    code: Path | None = None,
+) -> Plan:
     """Decide everything about a run of a job file whose places are absolute.
 
+    Args:
+        settings: of the cluster.
+        hidden: the variables that are secrets.
+        problems: what is wrong with the job anyway.
+        code: where the sources lie already.
+
     Raises:
-        ConfigError: the job cannot be sent as it is; lists all problems, with those that were seen before.
+        ConfigError: the job cannot be sent as it is; lists all problems.
     """
-    options = job.backend.slurm
-    problems = [*_not_for_slurm(job, name), *problems, *world_problems(job)]
+    options, count = job.backend.slurm, job.compute.instance_count
+    problems = [*_not_for_slurm(job, name), *problems]
     runtime = _container_runtime(options, job.image, problems)
-    if problems:
-        raise ConfigError(first_of_each(problems), subject="job for Slurm")
+    refuse(problems, "Slurm")
+    if sources is not None:
+        notes = [*notes, *packing_notes(sources, pack(sources))]
     root = Path(options.folder) if options.folder else runs_folder()
     run = root / name
     inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}
@@ -230,7 +215,8 @@ def _planned(
     mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
     python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
-    variables = host_variables(
+    script = batch_script(job, run, [*around], [*before, *python, "train"])
+    variables = scheduled.host_variables(
         job,
         name,
         base=f"{run}/nodes/{{host}}",
@@ -239,31 +225,23 @@ def _planned(
         grace_seconds=options.grace_seconds or _grace_seconds(settings),
         interface=options.interface,
     )
-    own = {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
-    files = config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
+    variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
+    files = scheduled.config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
-    script = batch_script(job, run, [*around], [*before, *python, "train"])
-    return Run(
-        run, script, job, files, {**variables, **own, **hidden}, inputs, settings.get("ClusterName", ""), sources
-    )
-
-
-def _plan(run: Run, settings: Mapping[str, str], hidden: Mapping[str, str], notes: Sequence[str]) -> Plan:
-    options, count = run.job.backend.slurm, run.job.compute.instance_count
-    variables = {**masked("", dict(run.variables)), **dict.fromkeys(hidden, HIDDEN)}
-    shown = {"script": run.script, "folder": str(run.folder), **shown_files(run.files), "variables": variables}
-    lines = [run.script]
-    for name in ("hyperparameters", "inputdataconfig", "variables"):
-        text = json.dumps(shown[name], indent=2, ensure_ascii=False)
-        lines += [f"# {name}.json", *(f"# {line}" for line in text.splitlines()), ""]
-    where = f" of {options.partition}" if options.partition else ""
+    shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
+    shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
+    lines = [script]
+    for file in ("hyperparameters", "inputdataconfig", "variables"):
+        text = json.dumps(shown[file], indent=2, ensure_ascii=False)
+        lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
+    cluster = settings.get("ClusterName", "")
     return Plan(
-        name=run.folder.name,
-        machines=f"{count} node{'s' * (count != 1)}{where}",
+        name=name,
+        machines=f"{count} node{'s' * (count != 1)}{f' of {options.partition}' if options.partition else ''}",
         shown=shown,
-        payload=run,
-        max_seconds=None if options.time else limit_of(run.job),
-        notes=(*notes, *_notes(run.job, settings)),
+        payload=Run(run, script, job, files, {**variables, **hidden}, inputs, cluster, sources, code),
+        max_seconds=None if options.time else scheduled.limit_of(job),
+        notes=(*notes, *_notes(job, settings)),
         script="\n".join(lines),
     )
 
@@ -288,10 +266,7 @@ def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Pat
 
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
     """Yield the settings that Slurm cannot follow."""
-    if re.fullmatch(JOB_NAME, name) is None:
-        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
-        yield Problem(("name",), message, "give a shorter one")
-    yield from not_for_schedulers(job)
+    yield from scheduled.not_for_schedulers(job, name)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
     for path, uri in places.items():
@@ -300,10 +275,8 @@ def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
 
 
 def _notes(job: JobConfig, settings: Mapping[str, str]) -> Iterator[str]:
-    yield from unused_settings(job, "Slurm")
+    yield from scheduled.notes(job, "Slurm", "on Slurm, mpirun would start its processes with srun")
     options = job.backend.slurm
-    if job.distribution.launcher == "mpirun":
-        yield "the ranks are started with torchrun, not mpirun: on Slurm, mpirun would start its processes with srun"
     if job.image is not None and options.container == "none":
         yield f"the image {job.image} is not used: `backend.slurm.container` is `none`"
     grace = options.grace_seconds or _grace_seconds(settings)

@@ -23,21 +23,19 @@ import os
 import re
 import secrets
 import shutil
-import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
-from smpkit.config.words import printable, quoted
+from smpkit.config.words import printable
 from smpkit.errors import CloudError, UsageError
-from smpkit_estimator.backend import LogLine, rank_of
-from smpkit_estimator.scheduled import job_to_keep
-from smpkit_estimator.sources import Sources, pack
+from smpkit_estimator.backend import LogLine, check_name, merged
+from smpkit_estimator.local import make_tree
+from smpkit_estimator.scheduled import job_to_keep, result_places
+from smpkit_estimator.sources import Sources
 
 __all__ = [
     "Run",
@@ -75,12 +73,8 @@ class Run:
 
 def named_places(job: JobConfig) -> dict[str, Path]:
     """Return the folders of a run that lie where the job file says."""
-    places = {}
-    if job.output is not None:
-        places = {"model": Path(job.output) / "model", "output/data": Path(job.output) / "data"}
-    if job.checkpoints is not None:
-        places["checkpoints"] = Path(job.checkpoints.uri)
-    return places
+    places = result_places(job.output, job.checkpoints.uri if job.checkpoints is not None else None)
+    return {part: Path(place) for part, place in places.items()}
 
 
 def runs_folder() -> Path:
@@ -95,9 +89,7 @@ def find_run(name: str) -> Path:
     Raises:
         UsageError: there is none, or none can have this name.
     """
-    if re.fullmatch(JOB_NAME, name) is None:
-        hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
-        raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
+    check_name(name)
     run = runs_folder() / name
     if not (run / "job.json").is_file():
         hint = "`smpkit jobs` lists them; SMPKIT_RUNS names another folder of runs"
@@ -127,21 +119,15 @@ def make_run(run: Run, now: datetime) -> None:
         folder.mkdir(mode=0o700)
         if folder.parent.resolve() != root.resolve():
             (root / folder.name).symlink_to(folder, target_is_directory=True)
-        for part in ("logs", "nodes", "output", "input/data", "input/config"):
+        for part in ("logs", "nodes", "output", "input/data"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        for part in ("model", "output/data", "checkpoints"):
-            place = named_places(run.job).get(part)
-            (place or folder / part).mkdir(parents=True, exist_ok=True)
-            if place is not None:
-                (folder / part).symlink_to(place, target_is_directory=True)
-        for channel, place in run.inputs.items():
-            (folder / "input" / "data" / channel).symlink_to(place)
-        for name, content in run.files.items():
-            write_json(folder / "input" / "config" / f"{name}.json", content)
+        named = named_places(run.job)
+        results = {part: named.get(part, folder / part) for part in ("model", "output/data", "checkpoints")}
+        make_tree(folder, results, run.inputs, run.files)
         _private(folder / "token", secrets.token_hex(32))
         _private(folder / "variables.json", json.dumps(dict(run.variables)))
         if run.sources is not None:
-            _unpack(run.sources, folder / "code")
+            _copy(run.sources, folder / "code")
         elif run.code is not None:
             shutil.copytree(run.code, folder / "code")
         (folder / "script.sh").write_text(run.script, encoding="utf-8")
@@ -167,14 +153,13 @@ def _private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _unpack(sources: Sources, code: Path) -> None:
-    """Pack and unpack: what is left out of an archive, such as secrets, is left out here as well."""
-    with tempfile.TemporaryFile(prefix="smpkit-") as file:
-        pack(sources, file)
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:gz") as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)
-            archive.extractall(code)  # noqa: S202 - packed above, files only
+def _copy(sources: Sources, code: Path) -> None:
+    """Copy what elsewhere goes into an archive: no secrets, and files in place of links."""
+    for entry in sources.entries:
+        target = code / entry.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(entry.path, target)
+        target.chmod(0o755 if entry.executable else 0o644)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -211,8 +196,6 @@ class _Stream:
     last: datetime
     """The time of its last line: what is printed beside the launcher has none."""
     offset: int = 0
-    count: int = 0
-    rest: bytes = b""
 
 
 class RunLog:
@@ -233,7 +216,7 @@ class RunLog:
         for stream in self._streams.values():
             fresh = self._new(stream)
             lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
-        return sorted(lines)
+        return merged(lines)
 
     def _host_of(self, path: Path) -> str:
         """Return the node of a file, whose name has the attempt and the node's number: `0-1.log`."""
@@ -243,9 +226,8 @@ class RunLog:
     def _new(self, stream: _Stream) -> list[LogLine]:
         with stream.path.open("rb") as file:
             file.seek(stream.offset)
-            data = file.read()
-        stream.offset += len(data)
-        whole, end, stream.rest = (stream.rest + data).rpartition(b"\n")
+            whole, end, _ = file.read().rpartition(b"\n")  # half a line is read again
+        stream.offset += len(whole + end)
         lines = []
         for text in whole.decode("utf-8", "replace").split("\n") if end else ():
             stamped = _STAMPED.fullmatch(text)
@@ -253,7 +235,5 @@ class RunLog:
             if stamped:
                 stream.last = datetime.fromisoformat(stamped[1]).replace(tzinfo=timezone.utc)
             if self._since is None or stream.last >= self._since:
-                name = stream.path.name
-                lines.append(LogLine(stream.last, name, stream.count, words, stream.host, rank_of(words)))
-            stream.count += 1
+                lines.append(LogLine(stream.last, stream.host, words))
         return lines

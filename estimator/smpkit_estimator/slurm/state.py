@@ -1,11 +1,7 @@
-"""What a run is doing and how it ended: Slurm's commands, and what the run left.
-
-Jobs are read as JSON, which `squeue` prints since 21.08, in two forms: later versions wrap numbers and list states.
-"""
+"""What a run is doing and how it ended: Slurm's commands, and what the run left."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from smpkit.config import scheduled as names
 from smpkit.errors import CloudError, UnreachableError
@@ -142,7 +137,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
         started = None
     count = record.node_count or int(kept["job"].get("compute", {}).get("instance_count", 1))
     model = (run / "model").resolve()
-    found = JobStatus(
+    bare = JobStatus(
         name=run.name,
         arn=f"slurm:{kept.get('cluster', '')}/{record.id}",
         status=status,
@@ -161,7 +156,7 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
     attempts = (f"attempt {number + 1} was requeued" for number in range(record.restarts))
     interrupted = [Phase("Interrupted", words, created, created) for words in attempts]
     reason = record.reason if record.reason not in ("", "None") else "waiting for Slurm"
-    return status_with_phases(found, interrupted=interrupted, waiting=reason, working=f"on {record.nodes}")
+    return status_with_phases(bare, interrupted=interrupted, waiting=reason, working=f"on {record.nodes}")
 
 
 def _failure(run: Path, record: Record) -> JobFailure:
@@ -188,6 +183,11 @@ _UNREACHABLE = re.compile(
     re.IGNORECASE,
 )
 _UNKNOWN = re.compile(r"Invalid job id", re.IGNORECASE)
+_QUEUE = ("JobID", "State", "SubmitTime", "StartTime", "EndTime", "NodeList", "Partition", "NumNodes")
+_DATABASE = ("JobID", "State", "Submit", "Start", "End", "NodeList", "Partition", "NNodes")
+"""The same columns of `squeue` and `sacct`, in the order of `_record`."""
+_WIDTH = 255
+"""Characters of a column of `squeue`, which are 20 if it is not told."""
 
 
 def ask(*command: str, doing: str) -> str:
@@ -203,15 +203,15 @@ def ask(*command: str, doing: str) -> str:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, stdin=subprocess.DEVNULL,
-            check=False, env={**os.environ, "LC_ALL": "C"},
+            check=False, env={**os.environ, "LC_ALL": "C", "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         message = f"{doing}: `{command[0]}` did not answer within {_SECONDS:.0f} s"
         raise UnreachableError(message, hint="`scontrol ping` shows whether the controller is up") from None
     if done.returncode == 0:
         return done.stdout
-    said = " ".join(re.sub(rf"^{command[0]}: (?:error: )?", "", line) for line in done.stderr.strip().splitlines())
-    words = said or f"exit code {done.returncode}"
+    lines = [re.sub(rf"^{command[0]}: (?:error: )?", "", line) for line in done.stderr.strip().splitlines()]
+    words = " ".join(lines) or f"exit code {done.returncode}"
     if _UNREACHABLE.search(words):
         raise UnreachableError(f"{doing}: {words}", hint="`scontrol ping` shows whether the controller is up")
     raise CloudError(f"{doing}: Slurm refused: {words}")
@@ -221,36 +221,52 @@ def records(ids: Iterable[str] = ()) -> dict[str, Record]:
     """Return what the controller knows of the jobs with these ids, or of all of this user's, by id."""
     wanted = list(ids)
     which = ["--jobs", ",".join(wanted)] if wanted else ["--me"]
+    columns = ",".join(f"{name}:{_WIDTH}|" for name in (*_QUEUE, "Reason", "RestartCnt"))
     try:
-        text = ask("squeue", "--json", "--states=all", *which, doing="cannot look up jobs")
+        text = ask("squeue", "--noheader", "--states=all", *which, "--Format", columns, doing="cannot look up jobs")
     except CloudError as error:
         if _UNKNOWN.search(error.message):
             return {}
         raise
-    try:
-        found = [_read_record(item) for item in json.loads(text)["jobs"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CloudError(f"cannot read what `squeue --json` printed: {type(error).__name__}: {error}") from None
-    return {each.id: each for each in found}
+    jobs = [_record(line) for line in text.splitlines()]
+    return {job.id: job for job in jobs}
 
 
 def accounted(job_id: str) -> Record | None:
     """Return what the accounting database knows of a job; None where there is none or it has no such job."""
-    fields = ("State", "Submit", "Start", "End", "NodeList", "Partition", "NNodes")
-    command = ("sacct", "-X", "-n", "-P", "-j", job_id, "-o", ",".join(fields))
+    command = ("sacct", "-X", "-n", "-P", "-j", job_id, "-o", ",".join(_DATABASE))
     try:
-        text = ask(*command, doing="cannot look up the job in the accounting database")
+        lines = ask(*command, doing="cannot look up the job in the accounting database").splitlines()
     except UnreachableError:
         raise
     except CloudError:
         return None  # sacct fails where the cluster has no database
-    lines = text.strip().splitlines()
-    if not lines:
-        return None
-    state, submitted, started, ended, nodes, partition, count = lines[-1].split("|")
+    return _record(lines[-1]) if lines else None
+
+
+def _record(row: str) -> Record:
+    """Read a row of `squeue` or `sacct`."""
+    number, state, submitted, started, ended, nodes, partition, count, *more = (cell.strip() for cell in row.split("|"))
+    reason, restarts, *_ = more or ("", "0")
     return Record(
-        job_id, state.split()[0], "", _local(submitted), _local(started), _local(ended), 0, nodes, partition, int(count)
+        id=number,
+        state=state.split(maxsplit=1)[0],  # `CANCELLED by 0`
+        reason=reason,
+        submitted=_moment(submitted),
+        started=_moment(started),
+        ended=_moment(ended),
+        restarts=int(restarts),
+        nodes=nodes,
+        partition=partition,
+        node_count=int(count),
     )
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None  # `N/A`, `Unknown`
 
 
 def controller_settings() -> Mapping[str, str]:
@@ -258,42 +274,6 @@ def controller_settings() -> Mapping[str, str]:
     text = ask("scontrol", "show", "config", doing="cannot read the cluster's configuration")
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, value in pairs}
-
-
-def _read_record(item: Mapping[str, Any]) -> Record:
-    states = item["job_state"]
-    names = [states] if isinstance(states, str) else list(states)
-    return Record(
-        id=str(item["job_id"]),
-        state="COMPLETING" if "COMPLETING" in names else str(names[0]),
-        reason=str(item.get("state_reason") or ""),
-        submitted=_moment(item.get("submit_time")),
-        started=_moment(item.get("start_time")),
-        ended=_moment(item.get("end_time")),
-        restarts=_number(item.get("restart_cnt")) or 0,
-        nodes=str(item.get("nodes") or ""),
-        partition=str(item.get("partition") or ""),
-        node_count=_number(item.get("node_count")) or 0,
-    )
-
-
-def _number(value: Any) -> int | None:
-    """Read a number in the form of any version: bare, or with whether it is set."""
-    if isinstance(value, Mapping):
-        value = value.get("number") if value.get("set") else None
-    return int(value) if value is not None and value != "" else None
-
-
-def _moment(value: Any) -> datetime | None:
-    seconds = _number(value)
-    return datetime.fromtimestamp(seconds, timezone.utc) if seconds else None
-
-
-def _local(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text).astimezone(timezone.utc)
-    except ValueError:
-        return None  # `Unknown` or `None`
 
 
 def id_by_name(name: str) -> str | None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
 from math import inf
 from typing import Final, Literal
 
-from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.simulate import ON_A_GPU, ON_A_GPU_ALONE, OffloadTimeline, Rules, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
-from smpkit.plan.partition.assignment import Assignment, UnitCost
-from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.schedule.graph import Kind, Segment
 from smpkit.plan.schedule.simulate import Timeline
 from smpkit.plan.speed import Speed
 
-__all__ = ["Forecast", "forecast", "layers_of"]
+__all__ = ["Forecast", "forecast"]
 
 _WORTH: Final = 1e-3
 """A longer horizon must save this share of the step to be advised."""
@@ -45,7 +43,10 @@ class Forecast:
 
 
 def forecast(
-    model: ModelFacts, assignment: Assignment, timeline: Timeline, horizon: int | Literal["auto"], speed: Speed
+    timeline: Timeline,
+    runs: Mapping[Segment, Sequence[UnitCost]],
+    horizon: int | Literal["auto"],
+    speed: Speed,
 ) -> tuple[Forecast, ...]:
     """Return a forecast for each rank.
 
@@ -53,33 +54,21 @@ def forecast(
 
     Args:
         timeline: the schedule, simulated with costs in seconds.
+        runs: the units of each segment, which are its layers.
         horizon: `activation_loading_horizon`.
     """
     rules = ON_A_GPU if len(timeline.spans) > 1 else ON_A_GPU_ALONE
-    forecasts = []
+    counts, forecasts = timeline.schedule.graph.counts, []
     for rank, actions in enumerate(timeline.schedule.actions):
-        tasks = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed))
+        segments = [runs[Segment(rank, index)] for index in range(counts[rank])]
+        tasks = layer_tasks(actions, [[_layer_cost(unit, speed) for unit in units] for units in segments])
         starts = [span.start_seconds for span in timeline.spans[rank]]
         forecasts.append(_forecast(tasks, starts, None if horizon == "auto" else horizon, speed.link, rules))
     return tuple(forecasts)
 
 
-def layers_of(
-    model: ModelFacts, assignment: Assignment, timeline: Timeline, rank: int, speed: Speed
-) -> list[list[LayerCost]]:
-    """Return the layers of each segment of a rank, which are its units; a backward takes twice a forward."""
-    # Units that follow each other without another rank between are a segment.
-    places = groupby(assignment.units, key=lambda unit: unit[1])
-    runs = [[name for name, _ in units] for place, units in places if place == rank]
-    count = sum(segment.rank == rank for segment in timeline.schedule.graph.segments)
-    if len(runs) != count:
-        # The plan was made for a graph in which nothing returns to a rank: its first segment stands for all runs.
-        runs = [list(chain.from_iterable(runs)), *[[] for _ in range(count - 1)]]
-    costs = {unit.cost.name: unit.cost for unit in model.units}
-    return [[_layer_cost(costs[name], speed) for name in run] for run in runs]
-
-
 def _layer_cost(cost: UnitCost, speed: Speed) -> LayerCost:
+    """Return what a unit costs as a layer; its backward takes twice a forward."""
     forward = speed.forward_seconds(cost)
     return LayerCost(forward, 2 * forward, cost.boundary_bytes, forward * cost.recomputed_share)
 

@@ -19,10 +19,7 @@ __all__ = [
     "Load",
     "UnitCost",
     "assignment_of",
-    "private_parameters_bytes",
 ]
-
-_FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,11 @@ class UnitCost:
     unsaved_input_bytes: int = 0
     """What of its differentiable inputs is not in `activation_bytes`: nothing saves it, or a unit before has. A rank
     that receives them from another one keeps them nevertheless, until it has their gradients."""
+
+    @property
+    def private_parameters_bytes(self) -> int:
+        """Bytes of the parameters that only this unit holds."""
+        return self.parameters_bytes - sum(self.shared.values())
 
     @property
     def recomputed_share(self) -> float:
@@ -135,28 +137,20 @@ class Assignment:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        return json.dumps({"format": _FORMAT, **asdict(self)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Assignment:
         """Read what `to_json` wrote; raise ConfigError if it is not that."""
         try:
-            content = json.loads(text)
-            if content.pop("format") != _FORMAT:
-                raise ValueError(f"it is of another format than {_FORMAT}, which this smpkit reads")
-            read = TypeAdapter(cls).validate_python(content)
+            read = TypeAdapter(cls).validate_json(text)
             num_partitions = read.num_partitions
             if any(not 0 <= place < num_partitions for _, place in read.units) or len(read.loads) != num_partitions:
                 raise ValueError(f"units or loads outside of {num_partitions} partitions")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
             raise ConfigError([problem], subject="partition assignment") from None
         return read
-
-
-def private_parameters_bytes(unit: UnitCost) -> int:
-    """Return the bytes of the parameters that only this unit holds."""
-    return unit.parameters_bytes - sum(unit.shared.values())
 
 
 def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_partitions: int) -> Assignment:
@@ -171,8 +165,7 @@ def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_part
 def _load(units: Sequence[UnitCost]) -> Load:
     shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
     return Load(
-        parameters_bytes=sum(unit.parameters_bytes - sum(unit.shared.values()) for unit in units)
-        + sum(shared.values()),
+        parameters_bytes=sum(unit.private_parameters_bytes for unit in units) + sum(shared.values()),
         activation_bytes=sum(unit.activation_bytes for unit in units),
         flops=sum(unit.flops for unit in units),
         recomputed_flops=sum(unit.recomputed_flops for unit in units),

@@ -8,13 +8,13 @@ most even. Ties leave more to later ranks, which hold fewer microbatches.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Final
 
 from smpkit.errors import ConfigError, Problem
-from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of, private_parameters_bytes
+from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.cut import cut
 
 __all__ = ["assign", "partition"]
@@ -69,38 +69,26 @@ def assign(
 
 
 def _resolve(units: Sequence[UnitCost], num_partitions: int, pinned: Mapping[str, int]) -> dict[int, int]:
-    """Return the given partition of each unit that a name covers."""
-    problems = _index_problems(pinned, num_partitions)
-    pins: dict[int, int] = {}
-    covering: set[str] = set()
-    for index, unit in enumerate(units):
-        names = [name for name in _ancestors(unit.name) if name in pinned]
-        covering.update(names)
-        if names:
-            pins[index] = pinned[names[0]]
-    known = sorted({name for unit in units for name in _ancestors(unit.name)})
-    for name in pinned:
-        if name not in covering:
-            close = get_close_matches(name, known, n=1)
+    """Return the partition of each unit that a name covers, the innermost of them."""
+    known = {name for unit in units for name in _ancestors(unit.name)}
+    problems: list[Problem] = []
+    for name, place in pinned.items():
+        if not 0 <= place < num_partitions:
+            message = f"`{name}` is put on partition {place}, and there are {num_partitions}"
+            problems.append(Problem((), message, f"use 0 to {num_partitions - 1}"))
+        if name not in known:
+            close = get_close_matches(name, sorted(known), n=1)
             hint = f"did you mean `{close[0]}`?" if close else "name a unit, or a module around units"
             problems.append(Problem((), f"no unit is called `{name}` or is below it", hint))
     _require(problems)
-    return pins
+    covering = [[name for name in _ancestors(unit.name) if name in pinned] for unit in units]
+    return {index: pinned[names[0]] for index, names in enumerate(covering) if names}
 
 
 def _ancestors(name: str) -> list[str]:
     """Return a name and those of the modules around it, innermost first; the model's own is empty."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Problem]:
-    hint = f"use 0 to {num_partitions - 1}"
-    return [
-        Problem((), f"`{name}` is put on partition {place}, and there are {num_partitions}", hint)
-        for name, place in places.items()
-        if not 0 <= place < num_partitions
-    ]
 
 
 def _shortage(num_units: int, num_partitions: int, num_chunks: int) -> list[Problem]:
@@ -124,21 +112,24 @@ class _RangeCosts:
     """The cost of neighbouring units on one partition."""
 
     def __init__(self, units: Sequence[UnitCost], memory_weight: float) -> None:
-        self._compute = _running(_compute_shares(units, memory_weight))
-        self._private = _running(map(_private_bytes, units))
+        private = [unit.private_parameters_bytes + unit.activation_bytes for unit in units]
+        # Running sums: what units from `start` to before `end` cost is a difference of two.
+        self._compute = [*accumulate(_compute_shares(units, memory_weight), initial=0)]
+        self._private = [*accumulate(private, initial=0)]
         self._shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
         self._holders: dict[str, list[int]] = {key: [] for key in self._shared}
         for index, unit in enumerate(units):
             for key in unit.shared:
                 self._holders[key].append(index)
-        total = sum(map(_private_bytes, units)) + sum(self._shared.values())
+        total = sum(private) + sum(self._shared.values())
         self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
 
     def of(self, _: int, start: int, end: int) -> int:
         """Return the cost of the units from `start` to before `end`; it never falls when there are more of them."""
         memory = self._private[end] - self._private[start]
         for key, num_bytes in self._shared.items():
-            if _any_between(self._holders[key], start, end):
+            holders = self._holders[key]
+            if bisect_left(holders, start) < bisect_left(holders, end):
                 memory += num_bytes
         return self._compute[end] - self._compute[start] + round(memory * self._share_of_byte)
 
@@ -150,16 +141,3 @@ def _compute_shares(units: Sequence[UnitCost], memory_weight: float) -> list[int
         return [round((1 - memory_weight) * unit.step_flops / total * _WHOLE) for unit in units]
     has_memory = memory_weight and any(unit.parameters_bytes or unit.activation_bytes for unit in units)
     return [0 if has_memory else _WHOLE // len(units)] * len(units)
-
-
-def _running(values: Iterable[int]) -> list[int]:
-    return list(accumulate(values, initial=0))
-
-
-def _private_bytes(unit: UnitCost) -> int:
-    return private_parameters_bytes(unit) + unit.activation_bytes
-
-
-def _any_between(ascending: Sequence[int], start: int, end: int) -> bool:
-    place = bisect_left(ascending, start)
-    return place < len(ascending) and ascending[place] < end

@@ -80,10 +80,10 @@ def unit_tree(model: Node, split: Collection[str] = ()) -> UnitTree:
     Args:
         split: names of modules that are cut in any case, because parts of them were placed apart by hand.
     """
-    found, spanning = _cut(model, in_stack=False, split=split)
-    holders = Counter(key for node in found for key in _parameters(node))
+    nodes, spanning = _cut(model, in_stack=False, split=split)
+    holders = Counter(key for node in nodes for key in _parameters(node))
     loose = {key: num_bytes for node in spanning for key, num_bytes in node.parameters.items()}
-    return UnitTree(tuple(_unit(node, holders) for node in found), tuple(node.name for node in spanning), loose)
+    return UnitTree(tuple(_unit(node, holders) for node in nodes), tuple(node.name for node in spanning), loose)
 
 
 def _cut(node: Node, in_stack: bool, split: Collection[str]) -> tuple[list[Node], list[Node]]:

@@ -13,13 +13,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 
 __all__ = ["Action", "Costs", "Schedule", "from_json", "to_json"]
 
-_FORMAT: Final = 1
 _LABEL: Final = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
@@ -125,16 +124,16 @@ def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
 
 def _num_live(keys: Sequence[Hashable]) -> list[int]:
     """Return for each index of the list how many keys occur up to there and again from there on."""
-    left, found, live = Counter(keys), [], 0
+    left, counts, live = Counter(keys), [], 0
     begun: set[Hashable] = set()
     for key in keys:
         if key not in begun:
             begun.add(key)
             live += 1
-        found.append(live)
+        counts.append(live)
         left[key] -= 1
         live -= not left[key]
-    return found
+    return counts
 
 
 def to_json(schedule: Schedule) -> str:
@@ -145,7 +144,6 @@ def to_json(schedule: Schedule) -> str:
         for t in graph.transfers
     ]
     content = {
-        "format": _FORMAT,
         "name": schedule.name,
         "num_ranks": graph.num_ranks,
         "num_microbatches": schedule.num_microbatches,
@@ -165,23 +163,17 @@ def from_json(text: str) -> Schedule:
     """
     try:
         content = json.loads(text)
-        if content["format"] != _FORMAT:
-            raise ScheduleError(f"a schedule of format {content['format']}, this smpkit reads format {_FORMAT}")
-        return _schedule_of(content)
+        transfers = tuple(
+            Transfer(Segment(source, i), Segment(target, j), num_bytes, differentiable)
+            for source, i, target, j, num_bytes, differentiable in content["transfers"]
+        )
+        segments = tuple(Segment(rank, index) for rank, index in content["segments"])
+        return Schedule(
+            name=content["name"],
+            graph=SegmentGraph(content["num_ranks"], segments, transfers, content["has_backward"]),
+            num_microbatches=content["num_microbatches"],
+            actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
+            caps=tuple(content["caps"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"not a schedule: {type(error).__name__}: {error}") from None
-
-
-def _schedule_of(content: Mapping[str, Any]) -> Schedule:
-    transfers = tuple(
-        Transfer(Segment(source, i), Segment(target, j), num_bytes, differentiable)
-        for source, i, target, j, num_bytes, differentiable in content["transfers"]
-    )
-    segments = tuple(Segment(rank, index) for rank, index in content["segments"])
-    return Schedule(
-        name=content["name"],
-        graph=SegmentGraph(content["num_ranks"], segments, transfers, content["has_backward"]),
-        num_microbatches=content["num_microbatches"],
-        actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
-        caps=tuple(content["caps"]),
-    )

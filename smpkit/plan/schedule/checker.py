@@ -40,10 +40,10 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     for segment in range(schedule.graph.counts[rank]):
         for kind in schedule.graph.kinds(Segment(rank, segment), schedule.splits_backward):
             expected.update(Action(kind, segment, microbatch) for microbatch in range(schedule.num_microbatches))
-    found = Counter(schedule.actions[rank])
-    if missing := sorted((expected - found).elements()):
+    actual = Counter(schedule.actions[rank])
+    if missing := sorted((expected - actual).elements()):
         raise ScheduleError(f"rank {rank} never runs {' '.join(map(str, missing))}")
-    if surplus := sorted((found - expected).elements()):
+    if surplus := sorted((actual - expected).elements()):
         text = "more than once" if surplus[0] in expected else "which does not exist in this graph"
         raise ScheduleError(f"rank {rank} runs {surplus[0]}, {text}")
 

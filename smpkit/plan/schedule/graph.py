@@ -170,10 +170,10 @@ class SegmentGraph:
         return self._transfers_by(lambda transfer: transfer.target)
 
     def _transfers_by(self, end: Callable[[Transfer], Segment]) -> dict[Segment, tuple[Transfer, ...]]:
-        found: dict[Segment, list[Transfer]] = {segment: [] for segment in self.segments}
+        by_segment: dict[Segment, list[Transfer]] = {segment: [] for segment in self.segments}
         for transfer in self.transfers:
-            found[end(transfer)].append(transfer)
-        return {segment: tuple(transfers) for segment, transfers in found.items()}
+            by_segment[end(transfer)].append(transfer)
+        return {segment: tuple(transfers) for segment, transfers in by_segment.items()}
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

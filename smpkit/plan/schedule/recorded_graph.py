@@ -2,23 +2,26 @@
 
 A search for an assignment cannot record each of them. It has one record, in which every unit has a rank of its own, and
 joins ranks: a value then travels where its source and a consumer are apart, once to each rank. Where nothing was
-recorded, `linear_graph.py` guesses.
+recorded, every unit is assumed to hand its output to the next one; for a model that is not a row of units this is a
+guess. `peaks` tells what ranks hold while a schedule of the graph runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise, takewhile
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
-from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 
-__all__ = ["RecordedGraph", "SentValue", "grown"]
+__all__ = ["RecordedGraph", "SentValue", "grown", "peaks"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,20 @@ class RecordedGraph:
     """The segments by rank, each with the units that it calls, in order; a unit that it calls twice is there twice."""
     values: tuple[SentValue, ...]
     """In the order of sending."""
+
+    @classmethod
+    def assumed(cls, costs: Sequence[UnitCost], assignment: Assignment) -> RecordedGraph:
+        """Return what an assignment runs and sends if every unit hands its output to the next one."""
+        places = [Segment(rank, 0) for rank in range(len(costs))]
+        apart = cls(
+            units=tuple((cost.name, rank) for rank, cost in enumerate(costs)),
+            segments=tuple((place, (cost.name,)) for place, cost in zip(places, costs, strict=True)),
+            values=tuple(
+                SentValue(source, target, (), "", costs[source.rank].output_bytes, True, "", source.rank)
+                for source, target in pairwise(places)
+            ),
+        )
+        return _joined(apart, assignment.units, assignment.num_partitions)
 
     def under(self, assignment: Assignment) -> RecordedGraph | None:
         """Return what the microbatch would run and send under another assignment; None if this record cannot tell.
@@ -112,10 +129,10 @@ class RecordedGraph:
                 unit = unit.rpartition(".")[0]
             if unit and value.differentiable:
                 received[value.target, unit] += value.num_bytes
-        found: Counter[Segment] = Counter()
+        copies: Counter[Segment] = Counter()
         for (segment, unit), num_bytes in received.items():
-            found[segment] += min(num_bytes, unsaved[unit])
-        return found
+            copies[segment] += min(num_bytes, unsaved[unit])
+        return copies
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> RecordedGraph:
@@ -174,3 +191,58 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
         whole = getattr(cost, name)
         parts[name] = whole / num_calls if name.endswith("flops") else whole // num_calls
     return replace(cost, **parts)
+
+
+def peaks(
+    schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int] | None = None
+) -> list[float]:
+    """Return for each rank how many microbatches it holds at its peak.
+
+    Microbatches are counted by what their live segments keep. A segment counts as the part of its rank's activations
+    that it makes; with a segment per rank these are whole microbatches. From the first half of a split backward until
+    the second, the gradients that wait for the second half count, too, and not what lies above them in the autograd
+    graph: it has been freed. The backward of a recomputed segment is not split, so the segment ends with it.
+
+    Args:
+        copies: bytes that segments keep beside what their units keep.
+    """
+    most = []
+    for rank, live in enumerate(_live_bytes(schedule, runs, copies or {})):
+        of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
+        most.append(max(live, default=0) / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
+    return most
+
+
+def _live_bytes(
+    schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int]
+) -> Iterator[list[int]]:
+    """Yield for each rank what it holds during each of its actions: activations, and gradients that wait."""
+    kept = {
+        segment: sum(unit.activation_bytes for unit in run) + copies.get(segment, 0) for segment, run in runs.items()
+    }
+    postponed = {segment: sum(unit.postponed_bytes for unit in run) - _freed(run) for segment, run in runs.items()}
+    whole = {segment for segment, run in runs.items() if any(unit.recomputed_flops for unit in run)}
+    for rank, actions in enumerate(schedule.actions):
+        last: dict[tuple[int, int], Action] = {}
+        for action in actions:
+            if action.kind is not Kind.WEIGHT or Segment(rank, action.segment) not in whole:
+                last[action.segment, action.microbatch] = action
+        now, live, begun = 0, [], set()
+        for action in actions:
+            segment, key = Segment(rank, action.segment), (action.segment, action.microbatch)
+            waits = last[key].kind is Kind.WEIGHT
+            if key not in begun:
+                begun.add(key)
+                now += kept[segment]
+            if action.kind is Kind.BACKWARD and waits:
+                now += postponed[segment]
+            live.append(now)
+            if action == last[key]:
+                now -= kept[segment] + (postponed[segment] if waits else 0)
+        yield live
+
+
+def _freed(run: Sequence[UnitCost]) -> int:
+    """Return what the first half of a split backward frees: what units keep behind the last product with a weight."""
+    behind = takewhile(lambda unit: not unit.weight_products, reversed(run))
+    return sum(unit.activation_bytes for unit in behind)

@@ -23,7 +23,7 @@ from math import ceil
 from typing import Any, Final
 
 from smpkit.plan.schedule.actions import Costs, Schedule
-from smpkit.plan.schedule.graph import ScheduleError, SegmentGraph
+from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
@@ -92,11 +92,11 @@ class _Search:
 
     def best(self, split_backward: bool) -> Schedule:
         """Return the fastest schedule; of those as fast, the one that holds least."""
-        found = list(self._tried(split=False))
+        candidates = list(self._tried(split=False))
         if split_backward:
-            found += self._tried(split=True)
-        fastest = min(each.seconds for each in found)
-        equals = [each for each in found if each.seconds <= fastest * (1 + _WORTH)]
+            candidates += self._tried(split=True)
+        fastest = min(each.seconds for each in candidates)
+        equals = [each for each in candidates if each.seconds <= fastest * (1 + _WORTH)]
         return min(equals, key=lambda each: each.order).schedule
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
@@ -225,7 +225,9 @@ def lower_bounds(graph: SegmentGraph, costs: Costs, split_backward: bool = False
 def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:
     """Return for each task: the time before it can start, and the time from its end until everything has ended."""
     heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)
-    order = _topological(tasks)
+    numbers = {kind: [number for number, task in enumerate(tasks) if task.kind is kind] for kind in Kind}
+    # Tasks are numbered as forwards can run; backwards run the other way round.
+    order = [*numbers[Kind.FORWARD], *reversed(numbers[Kind.BACKWARD]), *numbers[Kind.WEIGHT]]
     for number in order:
         for edge in tasks[number].edges:
             head = heads[number] + tasks[number].seconds + _link_seconds(edge, costs)
@@ -235,17 +237,6 @@ def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float]
             tail = _link_seconds(edge, costs) + tasks[edge.target].seconds + tails[edge.target]
             tails[number] = max(tails[number], tail)
     return heads, tails
-
-
-def _topological(tasks: tuple[Task, ...]) -> list[int]:
-    missing = [task.num_needs for task in tasks]
-    order = [number for number, count in enumerate(missing) if not count]
-    for number in order:
-        for edge in tasks[number].edges:
-            missing[edge.target] -= 1
-            if not missing[edge.target]:
-                order.append(edge.target)
-    return order
 
 
 def _link_seconds(edge: Edge, costs: Costs) -> float:

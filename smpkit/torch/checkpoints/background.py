@@ -93,22 +93,38 @@ def finish_previous_save() -> None:
     Raises:
         CheckpointError: on all ranks, if it failed and a rank has not been told.
     """
+    if _previous is not None:
+        error = end_previous_save()
+        raise_failed_save(agree(text_of(error), first_text), error)
+
+
+def end_previous_save() -> Exception | None:
+    """Wait for the save that runs in the background, if there is one; return its error if nobody was told of it."""
     global _previous
     pending, _previous = _previous, None
-    if pending is None:
-        return
-    error = pending.unreported_error()
-    text = None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
-    if text := agree(text, lambda texts: next(filter(None, texts), None)):
+    return None if pending is None else pending.unreported_error()
+
+
+def text_of(error: Exception | None) -> str | None:
+    """Return what other ranks are told of an error."""
+    return None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
+
+
+def first_text(texts: list[str | None]) -> str | None:
+    """Return what the first rank says that says anything."""
+    return next(filter(None, texts), None)
+
+
+def raise_failed_save(text: str | None, error: Exception | None) -> None:
+    """Raise what ranks have agreed on: why the save before failed; nothing where it did not."""
+    if text is not None:
         raise CheckpointError(f"the save in the background failed: {text}") from error
 
 
 def _finish_at_end() -> Exception | None:
     """Wait for the save without the other ranks' help, when the script ends; return its error."""
-    global _previous
-    pending, _previous = _previous, None
     _memory.clear()
-    return None if pending is None else pending.unreported_error()
+    return end_previous_save()
 
 
 state.end_hooks.append(_finish_at_end)

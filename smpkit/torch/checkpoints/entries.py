@@ -22,7 +22,6 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
-from smpkit.torch.state_dict import PARTIAL_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 
@@ -33,19 +32,18 @@ __all__ = [
     "SCALER",
     "STATES",
     "Chunk",
+    "Division",
     "StateEntry",
     "TensorFactory",
     "TensorsOnAccess",
-    "chunks_in",
     "chunks_of",
     "copy_chunks",
     "degrees",
-    "model_entries",
-    "optimizer_entries",
+    "division_of",
+    "entries_of",
     "optimizer_parameters",
     "parameter_names",
     "precision",
-    "shard_positions",
     "translated",
     "view_of",
     "wrapped_model",
@@ -116,46 +114,66 @@ class StateEntry:
         return self.name.removeprefix(MODEL if self.name.startswith(MODEL) else STATES)
 
 
-def model_entries(model: DistributedModel) -> list[StateEntry]:
-    """Return this rank's entries of a model's state dict, tied weights under each of their names."""
-    found = []
-    for name, value in model.module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and not model.holds(value):
-            continue
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            continue  # without memory yet, so without a value
-        found.append(_entry(f"{MODEL}{name}", value, value, model.placement.of(value).holders))
-    return found
-
-
-def optimizer_entries(optimizer: WrappedOptimizer, model: DistributedModel) -> list[StateEntry]:
-    """Return this rank's entries of an optimizer's state.
+@torch.no_grad()  # or each look at a DTensor's local part is a function of autograd
+def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> list[StateEntry]:
+    """Return this rank's entries: a model's state dict, tied weights under each of their names, and optimizer states.
 
     States are named by their parameter, because its number depends on the parameter groups. A state with its
     parameter's shape is divided as the parameter is. Any other state of a divided parameter can be loaded only with the
     same division, and its name says which.
+
+    Raises:
+        CheckpointError: the optimizer's state has not torch's layout, or is of a kind that cannot be divided.
     """
+    entries, divisions = [], dict[int, Division]()
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and not model.holds(value):
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "meta":
+                continue  # without memory yet, so without a value
+            divisions.setdefault(id(value), division_of(value))
+        entries.append(_entry(f"{MODEL}{name}", value, divisions.get(id(value)), model.placement.of(value).holders))
+    if optimizer is None:
+        return entries
     saved = optimizer.local_state_dict(gather_if_shard=False)
-    del saved[PARTIAL_KEY]
     if not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
         raise CheckpointError(
             f"the state of {type(optimizer.optimizer).__name__} has not the layout of torch's optimizers",
             hint="save it with smp.save(optimizer.state_dict(), ...), and the model with optimizer state left out",
         )
-    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     everywhere = frozenset(range(state.size))
-    found = [StateEntry(GROUPS, saved["param_groups"], None, (), everywhere)]
+    entries.append(StateEntry(GROUPS, saved["param_groups"], None, (), everywhere))
     if SCALER_KEY in saved:
-        found.append(StateEntry(SCALER, saved[SCALER_KEY], None, (), everywhere))
+        entries.append(StateEntry(SCALER, saved[SCALER_KEY], None, (), everywhere))
+    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     for index, states in saved["state"].items():
-        parameter, name = parameters[index], names[index]
+        parameter = parameters[index]
         if not model.owns(parameter):
             continue
-        holders = model.placement.of(parameter).state_holders
+        holders, division = model.placement.of(parameter).state_holders, divisions.get(id(parameter))
+        division = division_of(parameter) if division is None else division
         for key, value in states.items():
-            full = f"{STATES}{_state_name(name, key, value, parameter)}"
-            found.append(_entry(full, value, parameter, holders))
-    return found
+            is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0 or division.fits(value)
+            full = f"{STATES}{names[index]}.{key}{'' if is_whole else division.suffix}"
+            entries.append(_entry(full, value, division, holders))
+    return entries
+
+
+def _entry(name: str, value: Any, division: Division | None, holders: frozenset[int]) -> StateEntry:
+    """Return an entry for a value, divided like its parameter if it has the shape of that."""
+    if not isinstance(value, torch.Tensor):
+        return StateEntry(name, value, None, (), holders)
+    if division is not None and not division.fits(value):
+        division = None
+    local = local_tensor_of(value).detach().resolve_conj().resolve_neg()
+    if not is_storable(local):
+        if division is not None and division.suffix:
+            raise CheckpointError(f"`{name}` is divided over ranks, and of a kind that cannot be: {local.dtype}")
+        return StateEntry(name, local, None, (), holders)
+    if division is not None:
+        return StateEntry(name, local, division.shape, division.chunks, holders)
+    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
 
 
 def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> list[str]:
@@ -172,50 +190,6 @@ def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
             parameter = optimizer.model_parameter(member)
             found.setdefault(id(parameter), parameter)
     return list(found.values())
-
-
-def _entry(name: str, value: Any, like: Any, holders: frozenset[int]) -> StateEntry:
-    """Return an entry for a value, divided like the tensor `like` if it has its shape."""
-    if not isinstance(value, torch.Tensor):
-        return StateEntry(name, value, None, (), holders)
-    local = local_tensor_of(value).detach().resolve_conj().resolve_neg()
-    is_divided = _is_sharded_like(value, like) and bool(shard_positions(like))
-    if not is_storable(local):
-        if is_divided:
-            raise CheckpointError(f"`{name}` is divided over ranks, and of a kind that cannot be: {local.dtype}")
-        return StateEntry(name, local, None, (), holders)
-    if _is_sharded_like(value, like):
-        return StateEntry(name, local, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
-    return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
-
-
-def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
-    positions = shard_positions(parameter)
-    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or _is_sharded_like(value, parameter)
-    if shared or not positions:
-        return f"{name}.{key}"
-    return _name_for_shard(f"{name}.{key}", *positions)
-
-
-def shard_positions(parameter: torch.Tensor) -> list[tuple[int, int]]:
-    """Return which part this rank has of a parameter, out of how many; empty if the parameter is not divided."""
-    positions = []
-    shard = shard_of(parameter)
-    if shard is not None and shard.is_distributed:
-        positions.append((shard.tp_rank, shard.tp_size))
-    if isinstance(parameter, DTensor):
-        positions.append((state.rank, state.size))
-    return positions
-
-
-def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a state is divided as its parameter is."""
-    return local_tensor_of(value).shape == local_tensor_of(parameter).shape  # type: ignore[no-any-return]
-
-
-def _name_for_shard(name: str, *positions: tuple[int, int]) -> str:
-    """Return the name of a state that only a rank at these positions (which part of how many) can load."""
-    return name + "".join(f"@{index}of{size}" for index, size in positions)
 
 
 def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
@@ -273,20 +247,40 @@ def chunks_of(shape: Sequence[int], shard: TpShard | None = None) -> list[Chunk]
     return chunks
 
 
-def chunks_in(tensor: torch.Tensor) -> list[Chunk]:
-    """Return the chunks of this rank's part of a parameter or buffer.
+@dataclass(frozen=True)
+class Division:
+    """How a parameter or buffer is divided over ranks, and with it each state of its shape.
 
-    Sharded data parallelism divides (by a DTensor) the part that tensor parallelism has left to this rank.
+    Args:
+        shape: of the whole tensor.
+        local_shape: of this rank's part.
+        chunks: the parts of the whole tensor that this is.
+        suffix: which part it is, out of how many, in names: `@0of2`; empty if it is whole.
     """
-    chunks = chunks_of(tensor.shape, shard_of(tensor))
-    if not isinstance(tensor, DTensor):
-        return chunks
-    parts = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    found = list[Chunk]()
-    for part in parts:
-        clipped = [_clipped(chunk, tuple(part.offsets), tuple(part.sizes)) for chunk in chunks]
-        found += [chunk for chunk in clipped if 0 not in chunk.sizes]
-    return found
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    suffix: str
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """Return whether a state is divided as its parameter is."""
+        return tuple(local_tensor_of(value).shape) == self.local_shape
+
+
+@torch.no_grad()
+def division_of(tensor: torch.Tensor) -> Division:
+    """Return how a tensor is divided: by tensor parallelism, and what is left to this rank by a DTensor."""
+    shard = shard_of(tensor)
+    chunks, suffix = chunks_of(tensor.shape, shard), ""
+    if shard is not None and shard.is_distributed:
+        suffix = f"@{shard.tp_rank}of{shard.tp_size}"
+    if isinstance(tensor, DTensor):
+        parts = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        clipped = [_clipped(chunk, tuple(part.offsets), tuple(part.sizes)) for part in parts for chunk in chunks]
+        chunks = [chunk for chunk in clipped if 0 not in chunk.sizes]
+        suffix += f"@{state.rank}of{state.size}"
+    return Division(tuple(global_shape(tensor)), tuple(local_tensor_of(tensor).shape), tuple(chunks), suffix)
 
 
 def _clipped(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> Chunk:

@@ -22,14 +22,14 @@ from smpkit.torch.checkpoints.entries import (
     MODEL,
     SCALER,
     STATES,
+    Division,
     TensorFactory,
     TensorsOnAccess,
-    chunks_in,
     chunks_of,
     copy_chunks,
+    division_of,
     optimizer_parameters,
     parameter_names,
-    shard_positions,
     translated,
 )
 from smpkit.torch.checkpoints.reader import Reader, Target, read_into, read_whole
@@ -163,7 +163,7 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
         if isinstance(value, nn.Parameter) and is_delayed(value):
             allocate(value, state.device)
         if isinstance(source, str):
-            targets[source] = Target(local_tensor_of(value), chunks_in(state_dict[name]))
+            targets[source] = Target(local_tensor_of(value), division_of(state_dict[name]).chunks)
         else:
             _fill_from(value, name, source())
     read_into(reader, targets)
@@ -177,12 +177,13 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
 
 
 def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
-    if whole.shape != global_shape(tensor):
+    division = division_of(tensor)
+    if whole.shape != division.shape:
         raise CheckpointError(
-            f"the checkpoint belongs to another model: `{name}` is {list(global_shape(tensor))} here and "
+            f"the checkpoint belongs to another model: `{name}` is {list(division.shape)} here and "
             f"{list(whole.shape)} there"
         )
-    copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
+    copy_chunks(local_tensor_of(tensor), whole, division.chunks)
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
@@ -246,11 +247,12 @@ def _load_states(
         if name in factories:
             found |= {key: _local_part(make(), parameter) for key, make in factories[name].items()}
         else:
-            for key, full in _usable(name, by_parameter.get(name, ()), parameter):
+            division = division_of(parameter)
+            for key, full in _usable(name, by_parameter.get(name, ()), division.suffix):
                 if full in reader.objects:
                     objects.append((number, key, full))
                 else:
-                    targets[full] = _target(reader, full, parameter)
+                    targets[full] = _target(reader, full, division, parameter.device)
                     found[key] = targets[full].tensor
         if found:
             states[number] = found
@@ -286,10 +288,11 @@ def _state_factories(
 
 def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the state of a parameter."""
-    if whole.dim() == 0 or whole.shape != global_shape(parameter):
+    division = division_of(parameter)
+    if whole.dim() == 0 or whole.shape != division.shape:
         return whole.clone()
-    piece = torch.empty(local_tensor_of(parameter).shape, dtype=whole.dtype, device=parameter.device)
-    copy_chunks(piece, whole, chunks_in(parameter))
+    piece = torch.empty(division.local_shape, dtype=whole.dtype, device=parameter.device)
+    copy_chunks(piece, whole, division.chunks)
     return piece
 
 
@@ -302,17 +305,19 @@ def _states_by_parameter(reader: Reader) -> dict[str, list[str]]:
     return found
 
 
-def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterable[tuple[str, str]]:
+def _usable(name: str, states: Iterable[str], suffix: str) -> Iterable[tuple[str, str]]:
     """Return the states of a parameter that this rank can use: keys, and names in the checkpoint.
+
+    Args:
+        suffix: of the parameter's division here.
 
     Raises:
         CheckpointError: one can be loaded only with other degrees.
     """
-    here = "@".join(f"{index}of{size}" for index, size in shard_positions(parameter))
     usable, foreign = {}, set()
     for full in states:
         key, _, position = full.removeprefix(f"{STATES}{name}.").partition("@")
-        if position in ("", here):
+        if position in ("", suffix.removeprefix("@")):
             usable[key] = full
         else:
             foreign.add(key)
@@ -325,13 +330,12 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
     return usable.items()
 
 
-def _target(reader: Reader, name: str, parameter: torch.Tensor) -> Target:
+def _target(reader: Reader, name: str, division: Division, device: torch.device) -> Target:
     """Return memory for a state: divided like the parameter if the whole tensors have the same shape."""
     saved = reader.tensors[name]
     shape, dtype = tuple(saved.size), saved.properties.dtype
-    if shape and shape == tuple(global_shape(parameter)):
-        tensor = torch.empty(local_tensor_of(parameter).shape, dtype=dtype, device=parameter.device)
-        return Target(tensor, chunks_in(parameter))
+    if shape and shape == division.shape:
+        return Target(torch.empty(division.local_shape, dtype=dtype, device=device), division.chunks)
     return Target(torch.empty(shape, dtype=dtype, device="cpu"), chunks_of(shape))
 
 

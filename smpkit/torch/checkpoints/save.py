@@ -33,13 +33,20 @@ from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints import objects
 from smpkit.torch.checkpoints.agreement import agree, all_or_raise, work_together
-from smpkit.torch.checkpoints.background import PendingSave, Snapshot, finish_previous_save, start
+from smpkit.torch.checkpoints.background import (
+    PendingSave,
+    Snapshot,
+    end_previous_save,
+    first_text,
+    raise_failed_save,
+    start,
+    text_of,
+)
 from smpkit.torch.checkpoints.entries import (
     MODEL,
     StateEntry,
     degrees,
-    model_entries,
-    optimizer_entries,
+    entries_of,
     precision,
     wrapped_model,
     writers_of,
@@ -101,7 +108,6 @@ def save_checkpoint(
             "blocking is False with partial=False: only partial checkpoints are saved in the background",
             hint="save with partial=True, or with blocking=True",
         )
-    finish_previous_save()
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
     save = _begin(Path(path), tag, partial, kept)
     if blocking:
@@ -133,9 +139,11 @@ def save_checkpoint(
 def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
     """Check that all ranks make the same save, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    known = known_file_systems(path)
+    unreported, known = end_previous_save(), known_file_systems(path)
     # Before any file is touched: ranks with different tags would write to different folders.
-    difference, save_id, all_know = agree((tag, partial, files.new_save_id(), known is not None), _compare)
+    call = tag, partial, files.new_save_id(), known is not None, text_of(unreported)
+    previous, difference, save_id, all_know = agree(call, _compare)
+    raise_failed_save(previous, unreported)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
@@ -143,9 +151,12 @@ def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
     return _Save(path, tag, partial, save_id, known, failure, kept)
 
 
-def _compare(calls: list[tuple[str, bool, str, bool]]) -> tuple[str | None, str, bool]:
-    """Return how the calls of ranks differ, the id of the save, and whether all ranks know their file systems."""
-    tag, partial, save_id, _ = calls[0]
+_Call = tuple[str, bool, str, bool, str | None]
+
+
+def _compare(calls: list[_Call]) -> tuple[str | None, str | None, str, bool]:
+    """Return why the save before failed, how calls differ, the id of the save, and whether all know file systems."""
+    tag, partial, save_id, *_ = calls[0]
     difference = next(
         (
             f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {call[0]!r} (partial={call[1]})"
@@ -154,7 +165,7 @@ def _compare(calls: list[tuple[str, bool, str, bool]]) -> tuple[str | None, str,
         ),
         None,
     )
-    return difference, save_id, all(knows for *_, knows in calls)
+    return first_text([call[4] for call in calls]), difference, save_id, all(call[3] for call in calls)
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------
@@ -237,10 +248,7 @@ class _Save:
         run_deferred_loads()
         part = _Part(activations=model.activations.saved())
         if self.partial:
-            entries = model_entries(model)
-            if optimizer is not None:
-                entries += optimizer_entries(optimizer, model)
-            _add_entries(part, entries, self.file_systems, snapshot)
+            _add_entries(part, entries_of(model, optimizer), self.file_systems, snapshot)
         if self.publishes and user_content is not None:
             content = _as_bytes(user_content) if snapshot else lambda file: objects.dump(user_content, file)
             part.contents[self._content_name()] = content

@@ -52,16 +52,16 @@ def check_probability(owner: str, name: str, value: object) -> None:
         raise UsageError(f"{name} of {owner} must be a number from 0 to 1, got {value!r}")
 
 
-def check_module(function: str, given: object) -> None:
+def check_module(function: str, value: object) -> None:
     """Raise UsageError unless a function was given a module."""
-    if not isinstance(given, nn.Module):
-        raise UsageError(f"{function} takes a torch.nn.Module, got {type(given).__name__}")
+    if not isinstance(value, nn.Module):
+        raise UsageError(f"{function} takes a torch.nn.Module, got {type(value).__name__}")
 
 
-def check_callable(what: str, given: object) -> None:
+def check_callable(what: str, value: object) -> None:
     """Raise UsageError unless something can be called."""
-    if not callable(given):
-        raise UsageError(f"{what} must be callable, got {given!r}")
+    if not callable(value):
+        raise UsageError(f"{what} must be callable, got {value!r}")
 
 
 def device_of(model: nn.Module) -> torch.device:

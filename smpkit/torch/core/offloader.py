@@ -7,7 +7,6 @@ above them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -83,9 +82,9 @@ class Offloader:
         """
         return Parked(name, tensors)
 
-    def around(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002 - for those that watch calls
-        """Return a context that every checkpointed call enters before it parks, until the end of its forward."""
-        return contextlib.nullcontext()
+    def trial(self, inputs: Sequence[Tensor]) -> AbstractContextManager[object] | None:  # noqa: ARG002
+        """Return a context for a checkpointed call of which only the costs are to be known; None: it will train."""
+        return None
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take the order of this rank's actions in the step that begins."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 __all__ = ["ModuleManager", "Place", "State", "WrappedModel", "WrappedOptimizer", "state"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """Which rank this process is, and among how many; `smp.rank()` and its like say what each number means."""
 
@@ -110,8 +110,8 @@ class WrappedOptimizer(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
-class State:
-    """The process's place in the job; what `begin` sets raises UsageError before `smp.init()`."""
+class State(Place):
+    """The process's place in the job, and what it trains; what `begin` sets raises UsageError before `smp.init()`."""
 
     cfg: ModelParallelConfig
     """The evaluated configuration, with defaults filled in."""
@@ -123,23 +123,6 @@ class State:
     """All ranks, for CPU tensors: the group of `smp.send`, `smp.barrier` and others."""
     process_groups: Mapping[CommGroup, dist.ProcessGroup]
     """This rank's process group of each kind."""
-    place: Place
-    # The fields of `place` are attributes of the state, too.
-    groups: Mapping[CommGroup, tuple[int, ...]]
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    mp_rank: int
-    mp_size: int
-    dp_rank: int
-    dp_size: int
-    pp_rank: int
-    pp_size: int
-    tp_rank: int
-    tp_size: int
-    rdp_rank: int
-    rdp_size: int
 
     def __init__(self) -> None:
         self.model: WrappedModel | None = None
@@ -152,6 +135,8 @@ class State:
         """Whether the step runs on tensors without data, to measure the model."""
         self.module_manager = ModuleManager()
         """Hugging Face's `save_pretrained` takes its translation of state dicts from it; set with the model."""
+        self.start_hooks: list[Callable[[], object]] = []
+        """Called at the end of `smp.init()`, by all ranks: they start what other modules do for the job."""
         self.reset_hooks: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: they reset what other modules keep as long as the process groups live."""
         self.end_hooks: list[Callable[[], Exception | None]] = []
@@ -168,18 +153,17 @@ class State:
         """Set what `smp.init()` has found out."""
         self.cfg, self.launch, self.mesh = cfg, launch, mesh
         self.process_groups, self.object_group = process_groups, object_group
-        self.place = Place.of(launch, mesh)
-        vars(self).update(vars(self.place))
+        vars(self).update(vars(Place.of(launch, mesh)))
 
     def end(self) -> None:
         """Forget that again, and what trained."""
-        for name in State.__annotations__.keys() & vars(self).keys():
-            delattr(self, name)
+        for name in _SET_BY_INIT:
+            vars(self).pop(name, None)
         self.model = self.optimizer = self.step = None
         self.module_manager = ModuleManager()
 
     def __getattr__(self, name: str) -> Any:
-        if name in State.__annotations__:
+        if name in _SET_BY_INIT:
             raise UsageError(
                 "smp.init() has not been called", hint="call smp.init() first, before using any other smp call"
             )
@@ -198,7 +182,7 @@ class State:
     @property
     def initialized(self) -> bool:
         """Whether `smp.init()` has been called."""
-        return "place" in vars(self)
+        return "rank" in vars(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -211,7 +195,7 @@ class State:
 
         Asked for at each use, because scripts call `torch.cuda.set_device(smp.local_rank())` after `smp.init()`.
         """
-        self.place  # noqa: B018 - raises before `smp.init()`
+        self.rank  # noqa: B018 - raises before `smp.init()`
         return devices.current_device()
 
     def group(self, kind: CommGroup) -> list[int]:
@@ -229,14 +213,16 @@ class State:
             raise UsageError("there is no model or no optimizer yet", hint="wrap both first")
         names = {id(parameter): name for name, parameter in self.model.module.named_parameters()}
         numbered = enumerate(each for group in self.optimizer.param_groups for each in group["params"])
-        found = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
-        return [{index: name for index, name in found.items() if name is not None} for _ in range(self.tp_size)]
+        by_number = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
+        return [{index: name for index, name in by_number.items() if name is not None} for _ in range(self.tp_size)]
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
         """By tp_rank, the numbers of the optimizer's parameters in its state dict by their names."""
         return [{name: index for index, name in each.items()} for each in self.param_index_to_name_tp_group]
 
+
+_SET_BY_INIT: Final = frozenset(Place.__annotations__) | frozenset(State.__annotations__)
 
 state = State()
 """The one state of this process (`smp.state`)."""

@@ -231,14 +231,14 @@ def signature(value: Any) -> tuple[Any, ...]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a nested container, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(note, value)
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.data_parallel.reducer import GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
-from smpkit.torch.distributed.recorder import recorded_work
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import is_tp_shard
+from smpkit.torch.recording.recorder import recorded_work
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress

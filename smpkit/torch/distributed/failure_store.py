@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-__all__ = ["FailureStore", "RankStatus"]
+__all__ = ["Ending", "FailureStore", "RankStatus"]
 
 _SERVE_SECONDS: Final = 3.0
 """How long the rank that serves the store stays, so that others can read why it ends."""
@@ -35,6 +35,7 @@ _SILENCE_SECONDS: Final = 10.0
 """After which a store that does not answer counts as gone."""
 
 _T = TypeVar("_T")
+Ending: TypeAlias = Literal["waited", "timed out", "failed", "ended"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RankStatus:
     """What one rank publishes: what it waited in, why it failed, or that its script came to its end."""
 
     rank: int
-    kind: Literal["waited", "timed out", "failed", "ended"]
+    kind: Ending
     text: str
     peers: Sequence[int] = ()
     """The ranks that a wait was for."""

@@ -202,7 +202,7 @@ class Groups:
         # Torch derives the name of the next group from the number of groups, among other things. Without this, ranks
         # would not meet in it where a script has made a group of some of them, or where some share parameters with
         # third ranks.
-        what = f"the group of {name_ranks(list(ranks))} ({description})"
+        what = f"the group of {name_ranks(ranks)} ({description})"
         key = hashlib.sha1(what.encode() + str(ranks).encode(), usedforsecurity=False).hexdigest()
         count = len(_torch_world.pg_names)
         hint = "its ranks make it at the same time: do all of them run the same script, with the same model?"

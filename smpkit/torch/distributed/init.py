@@ -28,7 +28,7 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import cores as numa
-from smpkit.torch.distributed import deadline, gpus, recorder, watcher
+from smpkit.torch.distributed import deadline, gpus, watcher
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
@@ -242,8 +242,8 @@ def _at_exit() -> None:
         watcher.stop()
         return
     error = _end_work()
-    if _world is not None:
-        deadline.report_end()
+    if (failures := deadline.current_failures()) is not None:
+        failures.report_end()
     _shut_down()
     if error is not None:
         # Python ignores errors of what runs at exit: the job would seem to have ended well, without its checkpoint.
@@ -277,14 +277,14 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             _make_default_group(backend, world, timeout)
         elif known:
             world.groups.set_timeout(timeout, owns_default_group=world.owned)
-        deadline.attach(failure_store)
+        failures = deadline.attach(failure_store)
         groups = world.groups.for_mesh(mesh, launch.rank)
         state.begin(cfg, launch, mesh, groups, world.groups.for_objects())
-        if not known:
-            watcher.watch(failure_store)
+        watcher.watch(failures)
         if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
-        recorder.start()
+        for start in state.start_hooks:
+            start()
     except BaseException:
         if not known:
             shutdown()

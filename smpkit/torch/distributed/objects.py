@@ -228,7 +228,7 @@ def _post(ranks: Sequence[int], call: _CallKind, obj: Any) -> tuple[list[torch.T
 
 
 def _send_to(ranks: Sequence[int], call: _CallKind, obj: Any, what: str | None = None) -> None:
-    with waiting(what or f"send to {name_ranks(list(ranks))}", ranks):
+    with waiting(what or f"send to {name_ranks(ranks)}", ranks):
         frames, works = _post(ranks, call, obj)
         _finish(works)
     del frames

@@ -90,7 +90,7 @@ def gather(
     return [data.decode() for data in store.multi_get(keys)]
 
 
-def name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 2`, `ranks 0, 2 and 3`, or of many ranks the first eight and the number of the rest."""
     if not ranks:
         return "the other ranks"

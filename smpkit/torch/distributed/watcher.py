@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from smpkit.errors import RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
-from smpkit.torch.distributed import deadline
-from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
+from smpkit.torch.distributed.deadline import Failures, error_of
+from smpkit.torch.distributed.failure_store import RankStatus
 
 __all__ = ["stop", "watch"]
 
@@ -37,11 +37,13 @@ _JOIN_SECONDS: Final = 5.0
 _watcher: _Watcher | None = None
 
 
-def watch(failure_store: FailureStore) -> None:
+def watch(failures: Failures) -> None:
     """Watch until `stop`, if the ranks' devices are connected; else every wait is one of the host, with a deadline."""
     global _watcher  # noqa: PLW0603 - one per process, like the default process group
-    if failure_store.size > 1 and any(backends.device_backends(group) for group in failure_store.groups()):
-        _watcher = _Watcher(failure_store)
+    if failures.store.size > 1 and any(backends.device_backends(group) for group in failures.store.groups()):
+        if _watcher is None:
+            _watcher = _Watcher()
+        _watcher.failures = failures
 
 
 def stop() -> None:
@@ -55,8 +57,8 @@ def stop() -> None:
 class _Watcher:
     """The thread that watches."""
 
-    def __init__(self, failure_store: FailureStore) -> None:
-        self._failure_store: FailureStore | None = failure_store
+    def __init__(self) -> None:
+        self.failures: Failures | None = None
         self._reads_store = True
         self._server_ended = False
         self._stopped = threading.Event()
@@ -66,57 +68,59 @@ class _Watcher:
     def _run(self) -> None:
         """Check until something fails, or until `stop`."""
         while not self._stopped.wait(_POLL_SECONDS):
-            failure_store = self._failure_store
-            if failure_store is None or self._check(failure_store):
+            failures = self.failures
+            if failures is None:
+                continue
+            failure = self._stored_failure(failures) or _device_error(failures)
+            if failure is not None and not self._stopped.is_set():
+                failures.fail_this_process(failure)
                 return
 
     def stop(self) -> None:
         """Stop, and publish that this process may end now."""
-        failure_store, self._failure_store = self._failure_store, None
+        failures = self.failures
         self._stopped.set()
         # Python may abort a process that ends while another thread is inside C++.
         self._thread.join(_JOIN_SECONDS)
-        if failure_store is None or deadline.failed():
+        if failures is None or failures.has_failed:
             return
+        store = failures.store
         with contextlib.suppress(dist.DistError, RuntimeError):
-            if not failure_store.statuses([failure_store.rank]):
-                failure_store.publish(RankStatus(failure_store.rank, "ended", "it called smp.shutdown()"))
+            if not store.statuses([store.rank]):
+                store.publish(RankStatus(store.rank, "ended", "it called smp.shutdown()"))
 
-    def _check(self, failure_store: FailureStore) -> bool:
-        """Check once; return whether the job has failed."""
-        found = self._stored_failure(failure_store) or self._device_error(failure_store)
-        if found is None or self._stopped.is_set():
-            return False
-        deadline.fail_this_process(found)
-        return True
-
-    def _stored_failure(self, failure_store: FailureStore) -> SmpkitError | None:
+    def _stored_failure(self, failures: Failures) -> SmpkitError | None:
         """Return the failure in the store, or the loss of the store itself."""
+        store = failures.store
         if not self._reads_store:
             return None
         try:
-            first, server = failure_store.poll()
+            first, server = store.poll()
         except (dist.DistError, RuntimeError) as gone:
             self._reads_store = False
             # A launcher that serves the store may end before its ranks, and so may rank 0 when it is done.
-            if self._server_ended or failure_store.server != "rank 0":
+            if self._server_ended or store.server != "rank 0":
                 return None
             why = (str(gone).splitlines() or [type(gone).__name__])[0]
-            text = f"rank {failure_store.rank} lost rank 0, which served the store: {why}"
+            text = f"rank {store.rank} lost rank 0, which served the store: {why}"
             return RemoteError(text, hint="see the output of rank 0")
         self._server_ended = server is not None and server.kind == "ended"
-        return None if first is None else deadline.error_of(first)
+        return None if first is None else error_of(first)
 
-    def _device_error(self, failure_store: FailureStore) -> SmpkitError | None:
-        """Return an error if an operation between GPUs has failed, or passed its deadline."""
-        for group in failure_store.groups():
-            for backend in backends.device_backends(group):
-                error = backends.error_of(backend)
-                if error is None:
-                    continue
-                peers = [rank for rank in dist.get_process_group_ranks(group) if rank != failure_store.rank]
-                what = f"an operation between GPUs ({group.group_desc})"
-                is_late = error == "TIMEOUT"
-                seconds = failure_store.timeout.total_seconds() if is_late else 0.0
-                return deadline.diagnose(what, peers, "timeout" if is_late else f"{backend.name()}: {error}", seconds)
-        return None
+
+def _device_error(failures: Failures) -> SmpkitError | None:
+    """Return an error if an operation between GPUs has failed, or passed its deadline."""
+    for group in failures.store.groups():
+        for backend in backends.device_backends(group):
+            error = backends.error_of(backend)
+            if error is None:
+                continue
+            is_late = error == "TIMEOUT"
+            seconds = failures.store.timeout.total_seconds() if is_late else 0.0
+            message = "timeout" if is_late else f"{backend.name()}: {error}"
+            what = f"an operation between GPUs ({group.group_desc})"
+            with failures.lock:
+                judged = failures.judge(what, dist.get_process_group_ranks(group), message, seconds)
+                failures.verdict = failures.verdict or judged
+                return failures.verdict
+    return None

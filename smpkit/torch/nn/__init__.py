@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from smpkit.torch.nn import huggingface
+from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding, VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, FlashAttentionLayer
 from smpkit.torch.tensor_parallel.layers.config import LayerOptions, TransformerConfig
-from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding, VocabularyParallelEmbedding
-from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead
 from smpkit.torch.tensor_parallel.layers.norms import FusedLayerNorm
 from smpkit.torch.tensor_parallel.layers.transformer import (
@@ -14,6 +13,7 @@ from smpkit.torch.tensor_parallel.layers.transformer import (
     DistributedTransformerLayer,
     DistributedTransformerOutputLayer,
 )
+from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
 from smpkit.torch.tensor_parallel.module import DistributedModule
 

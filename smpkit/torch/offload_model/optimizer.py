@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.core.clipping import hold_gradients
 from smpkit.torch.core.devices import make_current
 from smpkit.torch.distributed.cores import own_cores
 from smpkit.torch.distributed.host_memory import zeros
 from smpkit.torch.offload.link import DONE, Event, Link
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offload_model.slices import Slice
+from smpkit.torch.optim.gradient_norm import hold_gradients
 
 __all__ = ["OffloadOptimizer"]
 
@@ -162,7 +162,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def holds_gradients_of(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients a backward uses up; see `core.clipping`."""
+        """Return the parameters whose gradients a backward uses up; see `optim.gradient_norm`."""
         updater = self._engine.updater
         return self._engine.parameters if updater is not None and updater() is self else ()
 

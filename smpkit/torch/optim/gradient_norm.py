@@ -10,19 +10,26 @@ Every value counts once::
                                                  parallelism) all replicas are summed over
 
 `norms_of` gives the norms of single tensors, which optimizers such as LAMB need, from their pieces on other ranks.
+
+torch's own clipping is put right, or refused, where `parameter.grad` is not what the optimizer will use. Scripts
+import `clip_grad_norm_` and `clip_grad_value_` by name, so these cannot be replaced; the helpers that they look up on
+every call can.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.core.clipping import check_not_held, replace_in_torch
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
@@ -32,11 +39,13 @@ from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import group_of_all_gradients
 
 __all__ = [
+    "GradientHolder",
     "clip_grad_norm_",
     "clip_to_norm",
     "clip_whole_models_with_torch",
     "global_norm",
     "gradients_of",
+    "hold_gradients",
     "norms_of",
 ]
 
@@ -70,7 +79,7 @@ def clip_grad_norm_(
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     unique = {id(each): each for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)}
-    check_not_held(unique.values())
+    _check_not_held(unique.values())
     pairs = gradients_of(unique.values())
     norm = global_norm(pairs, norm_type)
     if error_if_nonfinite:
@@ -193,7 +202,21 @@ def _divided_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.Pro
         yield state.process_group(CommGroup.TP_GROUP), tp_shards
 
 
-# --- torch.nn.utils.clip_grad_norm_ -----------------------------------------------------------------------------------
+# --- torch.nn.utils ---------------------------------------------------------------------------------------------------
+
+
+def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Let torch's clipping call `replacement(original, ...)` for a helper; return what puts the original back.
+
+    Args:
+        name: a private function of `torch.nn.utils.clip_grad`, as torch 2.11 to 2.13 have it; one that another torch
+            does not have is left alone.
+    """
+    original = getattr(torch_clip_grad, name, None)
+    if original is None:
+        return lambda: None
+    setattr(torch_clip_grad, name, functools.partial(replacement, original))
+    return functools.partial(setattr, torch_clip_grad, name, original)
 
 
 def clip_whole_models_with_torch() -> None:
@@ -202,8 +225,8 @@ def clip_whole_models_with_torch() -> None:
     Where ranks or master weights hold them it would clip by another norm on each rank, or clip what nobody uses.
     """
     if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
-        state.reset_hooks.append(replace_in_torch("_get_total_norm", _total_norm))
-        state.reset_hooks.append(replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
+        state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
+        state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
 
 
 def _total_norm(
@@ -237,3 +260,49 @@ def _clip_grads_with_norm(
         clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
     else:
         original(known, max_norm, total_norm, foreach)
+
+
+class GradientHolder(Protocol):
+    """An optimizer that uses gradients up in backward, so that clipping would find none."""
+
+    def holds_gradients_of(self) -> Iterable[torch.Tensor]:
+        """Return the parameters whose gradients it takes now."""
+
+
+_holders: Final[WeakSet[GradientHolder]] = WeakSet()
+
+
+def hold_gradients(holder: GradientHolder) -> None:
+    """Refuse to clip gradients that `holder` holds, as long as it lives."""
+    _holders.add(holder)
+    for name, check in (("_clip_grads_with_norm_", _check_norm), ("_group_tensors_by_device_and_dtype", _check_value)):
+        if getattr(getattr(torch_clip_grad, name, None), "func", None) is not check:
+            _replace_in_torch(name, check)
+
+
+def _check_not_held(parameters: Iterable[torch.Tensor]) -> None:
+    held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
+    if held and any(id(each) in held for each in parameters):
+        raise _refusal("clip_grad_norm_")
+
+
+def _check_norm(
+    original: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+) -> None:
+    known = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    _check_not_held(known)
+    original(known, *args, **kwargs)
+
+
+def _check_value(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    # `clip_grad_value_` alone comes here without any gradient.
+    if not any(lists) and any(True for holder in _holders for _ in holder.holds_gradients_of()):
+        raise _refusal("clip_grad_value_")
+    return original(lists, *args, **kwargs)
+
+
+def _refusal(name: str) -> UsageError:
+    return UsageError(
+        f"{name} would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
+        hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
+    )

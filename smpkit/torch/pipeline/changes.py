@@ -22,6 +22,7 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of_unwrapped, storage_of, tensors_in, version_of
+from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ __all__ = [
     "ValueChanges",
     "changed_arguments",
     "changed_through_view_error",
+    "contents_of",
     "held_everywhere_error",
     "unrecorded_change_error",
     "versions_of",
+    "written_container_error",
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,6 +75,12 @@ def changed_arguments(
     )
 
 
+def contents_of(value: Any) -> Any:
+    """Return what containers among the arguments of a call hold, to compare it with later."""
+    inside = children(value)
+    return id(value) if inside is None else [(key, contents_of(part)) for key, part in inside.items()]
+
+
 class ValueChanges:
     """The changes in place of one microbatch, as this rank knows them.
 
@@ -83,6 +92,8 @@ class ValueChanges:
         self.missed: list[tuple[torch.Tensor, str, bool]] = []
         """Tensors here whose memory holds values that have missed a change, the calls that have made it, and whether
         those ran on another rank."""
+        self.has_stale = False
+        """Whether any value of this microbatch is stale."""
         self._stage, self._segments = stage, segments
         self._received: list[weakref.ref[StageTensor]] = []
 
@@ -125,29 +136,29 @@ class ValueChanges:
                     f" in place, {list(spec.shape)}",
                     hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
                 )
+            # Whatever was made of it where it lies otherwise, a view for example, has missed the change.
+            for other in (value, *value.copies.values()):
+                if other is not local and other.value is not None:
+                    self.missed.append((other.value, name, True))
             if local is value:
                 self._rebind(value, spec, name, None if tensors is None else tensors[number])
             else:
-                if value.value is not None:
-                    self.missed.append((value.value, name, True))
                 value.make_stale(name)
+                self.has_stale = True
 
     def _rebind(self, value: StageTensor, spec: TensorSpec, name: str, changed: torch.Tensor | None) -> None:
-        """Let a value that its owner has changed be what it has become.
+        """Let a value that its owner has changed be what it has become, to be sent again where it is needed.
 
         Args:
             changed: the data, on the owner.
         """
-        segment, copy = self._segments[value.owner], value.copies.get(self._stage.rank)
-        if copy is not None and copy.value is not None:
-            self.missed.append((copy.value, name, True))  # what was made of the copy here has not changed
+        segment = self._segments[value.owner]
         if changed is not None:
             self._refuse_shared_copy(value, changed)
             if value.segment != segment:  # torch does not tell values that were detached here beside this one
                 self.missed.append((changed, name, False))
-        value.value, value.segment, value.spec = changed, segment, spec
+        value.value, value.segment, value.spec, value.copies = changed, segment, spec, {}
         value.requires_grad_(spec.requires_grad)
-        value.drop_copies()
 
     def _refuse_shared_copy(self, value: StageTensor, changed: torch.Tensor) -> None:
         """Raise if a changed value lies in the memory of a copy that was sent here: what was sent has not changed."""
@@ -177,13 +188,14 @@ class ValueChanges:
 
     def end(self, output: Any) -> None:
         """Check what the microbatch has returned, and forget all changes."""
-        for tensor in (output,) if type(output) is StageTensor else tensors_in(output):
-            if type(tensor) is StageTensor:
-                tensor.refuse_stale()
-                if tensor.value is not None:
-                    self.check(tensor.value)
+        if self.has_stale or self.missed:
+            for tensor in tensors_in(output):
+                if type(tensor) is StageTensor:
+                    tensor.refuse_stale()
+                    if tensor.value is not None:
+                        self.check(tensor.value)
+            self.missed.clear()
         self._received.clear()
-        self.missed.clear()
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,6 +218,15 @@ def held_everywhere_error(name: str, tensor: torch.Tensor) -> UsageError:
         " alone",
         hint="give a module that changes its input a copy, `module(x.clone())`; write `x = x + y` instead of `x += y`;"
         " put a buffer, the layer that makes its values and the code that changes it into one torch.nn.Module",
+    )
+
+
+def written_container_error(name: str) -> UsageError:
+    """Return the error for a call that has changed a container among its arguments on the rank that runs it alone."""
+    return UsageError(
+        f"`{name}` wrote into a dict, a list or a dataclass that it was given: other pipeline ranks keep theirs as they"
+        " were",
+        hint="return what it adds from the module's forward, and let the caller put it there",
     )
 
 

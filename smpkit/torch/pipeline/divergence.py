@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed import deadline
+from smpkit.torch.distributed.deadline import current_failures
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.pipeline.stage_context import StageContext
 
@@ -82,28 +82,28 @@ def _watch(reference: weakref.ref[StageContext], ranks: list[int], over: threadi
 
 def _compare_after_seconds() -> float:
     """Return after how many seconds of waiting this rank publishes its call traces."""
-    failure_store = deadline.failure_store()
-    if failure_store is None:
+    failures = current_failures()
+    if failures is None:
         return _COMPARE_AFTER_SECONDS
     # Other ranks must have the time to publish theirs, and to read these, before the deadline.
-    return min(_COMPARE_AFTER_SECONDS, failure_store.timeout.total_seconds() / 4)
+    return min(_COMPARE_AFTER_SECONDS, failures.store.timeout.total_seconds() / 4)
 
 
 def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
     """Check the present wait; return whether to go on watching."""
     if stage is None:
         return False
-    since, failure_store = stage.transport.hosts.waiting_since, deadline.failure_store()
-    if since is None or failure_store is None or time.monotonic() - since < _compare_after_seconds():
+    since, failures = stage.transport.hosts.waiting_since, current_failures()
+    if since is None or failures is None or time.monotonic() - since < _compare_after_seconds():
         return True
     try:
-        error = _compare(stage, ranks, failure_store)
+        error = _compare(stage, ranks, failures.store)
     except (dist.DistError, RuntimeError):  # the store is shutting down: the wait itself will fail
         return True
     if error is None or stage.transport.hosts.waiting_since != since:  # the wait has ended in the meantime
         return True
     stage.transport.hosts.failure = error
-    deadline.fail_all_ranks(error)
+    failures.fail_all_ranks(error)
     return False
 
 

@@ -28,7 +28,6 @@ from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
-from smpkit.plan.schedule.receives import LOOKAHEAD
 from smpkit.torch.core import offloader, status
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
@@ -40,8 +39,8 @@ from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.results import Results, drop_graph, reserve
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
-from smpkit.torch.pipeline.stage_tensor import Current
-from smpkit.torch.pipeline.step_plan import PlannedAction, StepPlan, graph_of
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
+from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
 from smpkit.torch.pipeline.transport import MessageRecorder
 
 __all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor"]
@@ -60,6 +59,12 @@ _UNSCHEDULED: Final = (
 )
 _BACKWARD_TWICE: Final = "backward through the graph a second time"
 """Torch's error where the backward of one segment reaches the graph of another one that has run."""
+
+_ONLY_ITS_OWN: Final = (
+    "Attributes, lists and caches have here what layers of this pipeline rank have left in them, and nothing of layers"
+    " on other ranks: let what one layer makes and another reads be a result of the one's forward and an argument of"
+    " the other's."
+)
 
 _T = TypeVar("_T")
 
@@ -156,6 +161,7 @@ class Executor:
         reserve(self.stage, step.outputs[0], count)
         known.footprint = offloader.current().footprint()
         _refuse_kept_tensors(kept, microbatch)
+        _refuse_buffers_of_values(self.stage)
         schedule = self._policy.schedule(graph_of(microbatch), count)
         check(schedule)
         known.plan = StepPlan.of(microbatch, schedule)
@@ -219,7 +225,7 @@ class _Step:
             self._finish_backward(microbatch)
 
     def run_plan(self, plan: StepPlan) -> None:
-        """Run this rank's actions; receives are posted a little ahead of the action that needs them."""
+        """Run this rank's actions, and start the receives that each of them posts."""
         self.stage.transport.follow(lambda: plan.timetable, over=self.outputs)
         self._offloader.follow(plan.schedule.actions[plan.rank])
         for microbatch in self.microbatches:
@@ -227,26 +233,22 @@ class _Step:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
         forward = self._resume_forward if plan.has_revisits else self.run_forward
-        num_posted = 0
-        for number, action in enumerate(plan.actions):
-            # gloo sends data only once the receive is posted: post it before its value is needed. A rank that is about
-            # to wait has the time for more. Between actions, or buffers would be made in whatever mode the step's code
-            # has set.
-            num_due = number + 1 + LOOKAHEAD
-            if action.receives:
-                num_due = max(num_due, plan.num_ahead)
-            for later in plan.actions[num_posted:num_due]:
-                self._post(later)
-            num_posted = max(num_posted, num_due)
-            microbatch = self.microbatches[action.microbatch]
-            if microbatch.diverged:
-                # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
-                # that is the same on all ranks: else they deadlock.
-                continue
-            if action.kind is not Kind.FORWARD:
-                self._backward(action.kind, microbatch, action.segment, action.is_split)
-            elif action.microbatch not in self.outputs:
-                forward(action.microbatch, action.segment)
+        microbatches, transport = self.microbatches, self.stage.transport
+        # Between actions, or buffers would be made in whatever mode the step's code has set.
+        for posts, kind, segment, index, is_split in plan.actions:
+            for message in posts:
+                if not microbatches[message.microbatch].diverged and (
+                    message.backward or message.microbatch not in self.outputs
+                ):
+                    transport.post(message)
+            microbatch = microbatches[index]
+            # The schedule does not know the transfers of one that has diverged. `_run_rest` runs it after all scheduled
+            # actions, in an order that is the same on all ranks: else they deadlock.
+            if not microbatch.diverged:
+                if kind is not Kind.FORWARD:
+                    self._backward(kind, microbatch, segment, is_split)
+                elif index not in self.outputs:
+                    forward(index, segment)
         self._run_rest(forward)
 
     def _run_rest(self, forward: Callable[[int, int], None]) -> None:
@@ -257,13 +259,6 @@ class _Step:
         for microbatch in self.microbatches:
             if not microbatch.released:
                 self._finish_backward(microbatch)
-
-    def _post(self, action: PlannedAction) -> None:
-        """Start the receives of an action that comes soon."""
-        microbatch = self.microbatches[action.microbatch]
-        if not microbatch.diverged and (action.kind is not Kind.FORWARD or action.microbatch not in self.outputs):
-            for message in action.receives:
-                self.stage.transport.post(message)
 
     # --- forward -------------------------------------------------------------------------------------------------
 
@@ -349,6 +344,8 @@ class _Step:
 
     def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
         """Add to an error what ran, and say whether it is this rank's alone."""
+        if kind is Kind.FORWARD and (isinstance(error, AttributeError | IndexError) or "NoneType" in str(error)):
+            error.add_note(_ONLY_ITS_OWN)
         inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
         add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
         hooked = []
@@ -391,6 +388,19 @@ def _refuse_kept_tensors(before: dict[tuple[str, str], tuple[torch.Tensor, int]]
                 hint="hand it on as an argument and a result of the forward, or put the calls between which it stays"
                 " into one module on one rank (smp.set_partition); let a table that never changes be a buffer",
             )
+
+
+def _refuse_buffers_of_values(stage: StageContext) -> None:
+    """Raise if code between layers has assigned a buffer a value that one rank holds."""
+    for name, module in stage.modules.items():
+        for key, buffer in module._buffers.items():
+            if type(buffer) is StageTensor:
+                raise UsageError(
+                    f"the buffer `{key}` of {f'`{name}`' if name else 'the model'} was assigned a value that pipeline"
+                    f" rank {buffer.owner} holds, in a module that lies on several",
+                    hint="assign it in a torch.nn.Module that has the buffer and the layers that make its values, and"
+                    " lies on one rank (smp.set_partition)",
+                )
 
 
 def _refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:

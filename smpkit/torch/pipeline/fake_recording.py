@@ -8,13 +8,17 @@ call, on fake tensors that have the shapes of the placeholders::
     job        new kind of call ──► the owner runs it      ──► broadcasts the output spec ──► placeholders
     recording  new kind of call ──► runs on fake tensors   ──► remembers the output spec  ──► placeholders
 
+The pass on fake tensors that finds out what layers cost has run most of these calls already: `LayerOutputs` keeps what
+they returned, and recording runs what is left, operations between layers above all.
+
 What depends on values (a branch on a tensor, the shape of `x[mask]`) has no answer, so recording raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +27,84 @@ from torch import nn
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
-from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of_unwrapped, tensors_in
+from smpkit.torch.core.tensor_spec import (
+    NON_TENSOR_TYPES,
+    TensorSpec,
+    map_tensors,
+    signature,
+    spec_of_unwrapped,
+    tensors_in,
+)
+from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.backward import mutable_alias
-from smpkit.torch.pipeline.changes import Arguments, changed_arguments, versions_of
+from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import Call, CallKind
+from smpkit.torch.pipeline.outputs import Call, CallKind, opened
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.units import install
+from smpkit.torch.pipeline.units import enclosing_unit, install
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
 
-__all__ = ["record_on_fakes"]
+__all__ = ["LayerOutputs", "record_on_fakes"]
+
+
+class LayerOutputs:
+    """What layers of a model have returned for which arguments, and which of these they have changed in place.
+
+    Args:
+        units: the names of the parts that have a rank each; what is inside of them is not noted.
+    """
+
+    def __init__(self, root: nn.Module, units: Collection[str]) -> None:
+        self._modules = [
+            (name, module)
+            for name, module in root.named_modules()
+            if not any(name.startswith(f"{unit}.") for unit in units) and not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Change, ...]]] = {}
+        self._begun: dict[str, tuple[tuple[Any, ...], list[torch.Tensor], list[int]]] = {}
+
+    def noted(self, call: Callable[[], object]) -> None:
+        """Run a call of the model on tensors without data, and note what its layers return."""
+        with contextlib.ExitStack() as stack:
+            for name, module in self._modules:
+                begin, end = functools.partial(self._begin, name), functools.partial(self._end, name)
+                stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(end))
+            call()
+
+    def of(self, call: Call, given: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
+        """Return the output spec and changes of a call; None if they are not known."""
+        # Any other mode has the call return what a Hugging Face model collects, too.
+        return self._known.get((call.target, *signature(given))) if type(call.mode) is bool else None
+
+    def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = tensors_in((args, kwargs))
+        self._begun[name] = (name, *signature((args, kwargs))), tensors, versions_of(tensors)
+
+    def _end(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        key, tensors, versions = self._begun.pop(name)
+        if _is_plain(output):
+            changes = changed_arguments(tensors, versions, changes_first=False)
+            self._known[key] = map_tensors(spec_of_unwrapped, output), changes
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of tensors and numbers, and of no object that may hold tensors."""
+    inside = children(value)
+    if inside is None:
+        return isinstance(value, torch.Tensor) or type(value) in NON_TENSOR_TYPES
+    return all(map(_is_plain, inside.values()))
 
 
 def record_on_fakes(
-    root: nn.Module, assignment: Assignment, calls: Sequence[Callable[[], object]], device: torch.device
+    root: nn.Module,
+    assignment: Assignment,
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    outputs: LayerOutputs | None = None,
 ) -> list[RecordedGraph]:
     """Return for each of some microbatches what it runs and sends.
 
@@ -47,6 +112,7 @@ def record_on_fakes(
         root: the model. Its calls are dispatched afterwards, so it can be described, but not called.
         calls: of the model under a fake tensor mode, one for each microbatch: its step.
         device: of the tensors that the model is given.
+        outputs: of layers, as far as they are known.
 
     Raises:
         Exception: whatever code of the user's raises on tensors without data.
@@ -62,11 +128,13 @@ def record_on_fakes(
         pp_ranks_by_parameter(root, placement),
     )
     install(root, placement, stage)
-    return [_recorded(stage, assignment, call) for call in calls]
+    return [_recorded(stage, assignment, call, outputs) for call in calls]
 
 
-def _recorded(stage: StageContext, assignment: Assignment, call: Callable[[], object]) -> RecordedGraph:
-    microbatch = _FakeMicrobatch(stage)
+def _recorded(
+    stage: StageContext, assignment: Assignment, call: Callable[[], object], outputs: LayerOutputs | None
+) -> RecordedGraph:
+    microbatch = _FakeMicrobatch(stage, outputs)
     Current.microbatch = microbatch
     try:
         stage.random.call_between_units(call)
@@ -83,8 +151,8 @@ def _calls_by_segment(
     microbatch: _FakeMicrobatch, placement: Mapping[str, int]
 ) -> Iterator[tuple[Segment, tuple[str, ...]]]:
     called: dict[Segment, list[str]] = {}
-    for call in microbatch.module_calls:
-        called.setdefault(call.segment, []).extend(_units_in(call.name, placement))
+    for segment, name in microbatch.module_calls:
+        called.setdefault(segment, []).extend(_units_in(name, placement))
     for rank, count in enumerate(microbatch.num_segments):
         for index in range(count):
             segment = Segment(rank, index)
@@ -93,10 +161,8 @@ def _calls_by_segment(
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     """Return the unit that a module is or is a part of, or the units that it encloses."""
-    above = module
-    while above and above not in placement:
-        above = above.rpartition(".")[0]
-    return [above] if above else [unit for unit in placement if unit.startswith(f"{module}.")]
+    above = enclosing_unit(module, placement)
+    return [unit for unit in placement if unit.startswith(f"{module}.")] if above is None else [above]
 
 
 def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
@@ -113,20 +179,14 @@ def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
     )
 
 
-@dataclass(frozen=True)
-class _ModuleCall:
-    """A call of a module by code that runs on all ranks."""
-
-    segment: Segment
-    name: str
-
-
 class _FakeMicrobatch(Microbatch):
     """A microbatch whose calls run nowhere but, to learn their output specs, on fake tensors."""
 
-    def __init__(self, stage: StageContext) -> None:
+    def __init__(self, stage: StageContext, outputs: LayerOutputs | None) -> None:
         super().__init__(stage, 0)
-        self.module_calls: list[_ModuleCall] = []
+        self._outputs = outputs
+        self.module_calls: list[tuple[Segment, str]] = []
+        """The modules that code on all ranks has called, each with the segment that would run it."""
         self.numbers: list[int] = []
         """By transfer, which value it sends; a value that was changed in place since is another one."""
         self._sent_values: dict[int, tuple[StageTensor, int]] = {}
@@ -146,11 +206,14 @@ class _FakeMicrobatch(Microbatch):
         result = super().run_on_owner(owner, call)
         segment = Segment(owner, self.segments[owner])
         names = call.target if isinstance(call.target, tuple) else (call.target,)
-        self.module_calls += [_ModuleCall(segment, name) for name in names if isinstance(name, str)]
+        self.module_calls += [(segment, name) for name in names if isinstance(name, str)]
         return result
 
     def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
         """Learn on fake tensors what a new kind of call returns, and which arguments it changes in place."""
+        if self._outputs is not None and (known := self._outputs.of(call, given)) is not None:
+            self._output_specs.remember(kind, *known)
+            return
         fakes: dict[int, torch.Tensor] = {}
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +233,7 @@ class _FakeMicrobatch(Microbatch):
         finally:
             self.stage.inside_unit = False
         changes = changed_arguments(tensors, versions, changes_first=call.changes_first)
-        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, output), changes)
+        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, opened(output)), changes)
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without data in place of the value that every rank would get; count the transfers."""

@@ -18,7 +18,7 @@ from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
 from smpkit.torch.pipeline.message_order import Message, Timetable
-from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, Use, describe_message, usable
+from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, describe_message, laid_out
 
 __all__ = ["GpuLink"]
 
@@ -140,8 +140,8 @@ class GpuLink:
                 self._begin_next_receive()
         return tag in self._begun
 
-    def take(self, message: Message, use: Use | None, *, awaits_data: bool) -> torch.Tensor | None:
-        """Return the value or gradient of a receive that has begun, after `use`.
+    def take(self, message: Message, *, awaits_data: bool) -> torch.Tensor | None:
+        """Return the value or gradient of a receive that has begun.
 
         Args:
             awaits_data: whether to wait until it is on the GPU, so that waits can be timed apart from compute.
@@ -150,7 +150,7 @@ class GpuLink:
         if begun is None:
             if spec.num_bytes:
                 return None
-            return usable(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), spec, use)
+            return laid_out(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), spec)
         number, pending = begun
         value = self.channels.received(pending).view(spec.dtype).view(spec.shape)
         # The current stream has waited for it, and so for all messages before it.
@@ -158,7 +158,7 @@ class GpuLink:
             self._release_next()
         if awaits_data:
             devices.wait_for_stream(self._device)
-        return usable(value.detach(), spec, use)
+        return laid_out(value.detach(), spec)
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived; what follows goes through the hosts."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,26 +21,23 @@ import torch.distributed as dist
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import TensorSpec, version_of
+from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.tree import pickled
 from smpkit.torch.distributed.deadline import explain_error
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, Message
 from smpkit.torch.pipeline.messages import (
     MessageLabel,
     Tag,
-    Use,
     describe_message,
     is_none_gradient,
+    laid_out,
     none_gradient_message,
-    usable,
 )
 
-__all__ = ["HostBuffers", "HostLink", "SentTensor"]
+__all__ = ["HostLink", "SentTensor"]
 
 _LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
 """Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
-_SMALLEST_BYTES: Final = 256 * 1024
-"""Below that, memory comes from what the process has at hand anyway."""
 
 
 class SentTensor(NamedTuple):
@@ -89,7 +85,6 @@ class HostLink:
         """Receives that were posted and forgotten."""
         self._first_tag = 0
         """After those of forgotten receives; all ranks count alike."""
-        self._buffers = HostBuffers()
         self.num_messages = 0
         self.num_bytes = 0
         self.waiting_since: float | None = None
@@ -116,18 +111,16 @@ class HostLink:
     def post(self, message: Message) -> None:
         """Start a receive before its data is needed."""
         if message.number not in self._posted:
-            buffer = self._buffers.take(message.transfer.spec)
+            spec = message.transfer.spec
+            buffer = torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
             work = self._recv(buffer, message.sender, self.tag_of(message), message)
             self._posted[message.number] = work, buffer
 
-    def receive(self, message: Message, use: Use | None) -> torch.Tensor | None:
-        """Return a value or gradient, after `use`; see `Transport.receive`."""
+    def receive(self, message: Message) -> torch.Tensor | None:
+        """Return a value or gradient."""
         spec = message.transfer.spec
         self.post(message)
         work, buffer = self._posted.pop(message.number)
-        is_on_host = self._device.type == "cpu"
-        # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
-        result = usable(buffer, spec, use) if is_on_host else None
         self._wait(work, message.sender, message)
         if message.backward:
             # What has its gradient has arrived.
@@ -135,7 +128,7 @@ class HostLink:
                 self._release(sent)
             if is_none_gradient(buffer, spec):
                 return None
-        return result if is_on_host else usable(buffer.to(self._device), spec, use)
+        return laid_out(buffer.to(self._device), spec)
 
     def forget_posted(self, num_microbatches: int) -> None:
         """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.
@@ -164,11 +157,6 @@ class HostLink:
         self._values.clear()
         self._sent.clear()
 
-    def end_step(self) -> None:
-        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
-        self.flush()
-        self._buffers.trim()
-
     # --- anything else -------------------------------------------------------------------------------------------
 
     def send_bytes(self, data: torch.Tensor, target: int, tag: int, what: MessageLabel) -> None:
@@ -181,16 +169,6 @@ class HostLink:
         self._wait(self._recv(data, source, tag, what), source, what)
         return data
 
-    def send_block(self, data: torch.Tensor, target: int, tag: int, what: str) -> None:
-        """Send bytes to a rank that does not know how many, and calls `receive_block`."""
-        self.send_bytes(torch.tensor([len(data)], device="cpu").view(torch.uint8), target, tag, what)
-        self.send_bytes(data, target, tag + 1, what)
-
-    def receive_block(self, source: int, tag: int, what: str) -> torch.Tensor:
-        """Return the bytes that one rank sends with `send_block`."""
-        size = self.receive_bytes(8, source, tag, what).view(torch.int64)
-        return self.receive_bytes(int(size), source, tag + 1, what)
-
     def send_object(
         self,
         value: Any,
@@ -200,12 +178,16 @@ class HostLink:
     ) -> None:
         """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
         data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
+        size = torch.tensor([len(data)], device="cpu").view(torch.uint8)
         for target in self._others if targets is None else targets:
-            self.send_block(data, target, tag, what)
+            self.send_bytes(size, target, tag, what)
+            self.send_bytes(data, target, tag + 1, what)
 
     def receive_object(self, source: int, what: str, tag: int = Tag.OBJECT) -> Any:
         """Return the Python object that rank `source` sends; it comes from a rank of this very job."""
-        return pickle.loads(self.receive_block(source, tag, what).numpy().tobytes())  # noqa: S301 - our own job's rank
+        size = self.receive_bytes(8, source, tag, what).view(torch.int64)
+        data = self.receive_bytes(int(size), source, tag + 1, what)
+        return pickle.loads(data.numpy().tobytes())  # noqa: S301 - our own job's rank
 
     # --- gloo ----------------------------------------------------------------------------------------------------
 
@@ -240,37 +222,3 @@ class HostLink:
     def _explained(self, error: RuntimeError, what: MessageLabel, peer: int, started: float | None = None) -> Exception:
         since = time.monotonic() if started is None else started
         return explain_error(error, describe_message(what), [self.ranks[peer]], since)
-
-
-class HostBuffers:
-    """The host memory of one rank's received messages, reused as soon as the last tensor in it is gone.
-
-    A large block that is freed goes back to the system, and its next use costs a page fault per 4 KiB: for a message of
-    8 MiB about as long as copying it.
-
-    Nobody can know how long a received value is needed: its graph saves it, the user's code keeps it, a view of it is
-    returned. So each block is lent as an array of its own. Torch holds the array as long as any tensor uses its memory,
-    and the array gives the block back when it dies.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}
-        self._used: set[int] = set()
-        """Sizes in bytes that were asked for since the last `trim`."""
-
-    def take(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor of this shape and dtype, with whatever is in it."""
-        num_bytes = spec.num_bytes
-        if num_bytes < _SMALLEST_BYTES:
-            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
-        self._used.add(num_bytes)
-        free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
-        lent = block.view()
-        weakref.finalize(lent, free.append, block).atexit = False
-        return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)
-
-    def trim(self) -> None:
-        """Give up free memory of sizes that were not asked for since the last time: batches have changed."""
-        self._free = {num_bytes: blocks for num_bytes, blocks in self._free.items() if num_bytes in self._used}
-        self._used.clear()

@@ -28,7 +28,6 @@ from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
     map_tensors,
-    signature,
     spec_of,
     to_layout,
 )
@@ -58,14 +57,6 @@ class _OwnObject:
     """Stands for an object of which each rank has its own."""
 
     kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Unsendable:
-    """Stands for arguments that cannot be pickled; a rank that has passed the same ones uses its own."""
-
-    why: str
-    signature: str
 
 
 class Inputs:
@@ -106,19 +97,22 @@ class Inputs:
         try:
             description = pickled((call, specs, template))
         except Exception as error:  # whatever a class of the user raises
-            description = pickled((call, specs, _Unsendable(str(error), str(signature(template)))))
-        data = pack(dense, specs)
+            raise UsageError(
+                f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
+                hint="define their classes at the top level of a module, or pass tuples, lists and dicts",
+            ) from error
+        data = pack(dense)
         if any(devices.is_asynchronous(tensor.device) for tensor in dense):
             devices.wait_for_event(devices.record_event(self._device))
-        self._relay(torch.frombuffer(bytearray(description), dtype=torch.uint8), data)
+        self._relay(description, data)
         moved = [devices.to_device(tensor, self._device) for tensor in dense]
         same = {id(tensor): other for tensor, other in zip(tensors, moved, strict=True)}
         return map_tensors(lambda tensor: same.get(id(tensor), tensor), arguments)
 
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
-        description = self._hosts.receive_block(source, Tag.INPUTS, _WHAT)
-        theirs, specs, template = pickle.loads(description.numpy().tobytes())  # noqa: S301 - our own job's rank
+        description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
+        theirs, specs, template = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -126,26 +120,15 @@ class Inputs:
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
-        # A copy, since the data are still being sent to the next rank, and a step may change its inputs.
-        parts = unpack(devices.host_memory(len(data), self._device).copy_(data), specs)
+        parts = unpack(devices.to_device(data, self._device), specs)
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
-        if isinstance(template, _Unsendable):
-            mine, _, own_specs = _taken_apart(own)
-            if own_specs != specs or str(signature(mine)) != template.signature:
-                raise UsageError(
-                    f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {template.why}",
-                    hint="define their classes at the top level of a module, or pass arguments of the same structure"
-                    " on all ranks",
-                )
-            template = mine
-        tensors = [tensor.to(self._device, non_blocking=True) for tensor in arrived]
-        return _Filling(tensors, call, self._rank).filled(template, own, ())
+        return _Filling(arrived, call, self._rank).filled(template, own, ())
 
-    def _relay(self, description: torch.Tensor, data: torch.Tensor) -> None:
+    def _relay(self, description: bytes, data: torch.Tensor) -> None:
         if self._rank < self._size - 1:
-            self._hosts.send_block(description, self._rank + 1, Tag.INPUTS, _WHAT)
+            self._hosts.send_object(description, [self._rank + 1], Tag.INPUTS, _WHAT)
             self._hosts.send_bytes(data, self._rank + 1, Tag.INPUT_DATA, _WHAT)
 
     def _compare(self, call: str, own: Any, specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) -> None:

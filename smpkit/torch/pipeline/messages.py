@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, spec_of
+from smpkit.torch.core.tensor_spec import TensorSpec, as_layout
 from smpkit.torch.pipeline.message_order import Message
 
 __all__ = [
@@ -27,16 +27,13 @@ __all__ = [
     "NO_GRADIENT",
     "MessageLabel",
     "Tag",
-    "Use",
-    "aligned",
     "describe_message",
     "is_none_gradient",
+    "laid_out",
     "none_gradient_message",
     "pack",
     "packed_bytes",
     "unpack",
-    "unpack_copies",
-    "usable",
 ]
 
 
@@ -56,9 +53,6 @@ class Tag:
     """Of messages on channels."""
 
 
-Use = Callable[[torch.Tensor], torch.Tensor]
-"""Applied to a received tensor."""
-
 MessageLabel = str | Message
 """What a message is, for errors."""
 
@@ -69,8 +63,7 @@ LEFT: Final = -2
 """In a header, instead of a tag: nothing more comes from this rank in this step."""
 
 _HOST: Final = torch.device("cpu")
-_ALIGNMENT: Final = 16
-"""Bytes; a packed tensor starts at a multiple of it, so that it can be viewed as any dtype."""
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _Sentinel = tuple[Callable[[int], Any], int, torch.dtype]
 """A function that reads a word of memory, the bits of the NaN, and the type of the word."""
@@ -96,61 +89,26 @@ def describe_message(what: MessageLabel) -> str:
     return f"{'backward' if what.backward else 'forward'} of microbatch {what.microbatch} ({value}{user})"
 
 
-def pack(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None = None) -> torch.Tensor:
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors into one block of bytes on the host.
 
-    From an asynchronous device the copies are only queued, on its current stream: see `devices`.
-
-    Args:
-        specs: of the tensors, where they are known.
+    From an asynchronous device the copy is only queued, on its current stream: see `devices`.
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
-    specs = specs or [spec_of(tensor) for tensor in tensors]
-    if len(tensors) > 1 and _is_uniform(specs) and len({each.device for each in tensors}) == 1:
-        with torch.no_grad():  # one copy instead of one for each tensor
-            stacked = torch.stack(list(tensors))
-        if device is _HOST:
-            return stacked.reshape(-1).view(torch.uint8)
-        tensors, specs = [stacked], [spec_of(stacked)]
-    packed = devices.host_memory(packed_bytes(specs), device)
-    for copy, tensor in zip(unpack(packed, specs), tensors, strict=True):
-        copy.copy_(tensor.detach(), non_blocking=True)
-    return packed
+    dense = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in tensors]
+    block = torch.cat([part.view(torch.uint8).to(device) for part in dense] or [_NOTHING])
+    return block if device is _HOST else devices.host_memory(len(block), device).copy_(block, non_blocking=True)
 
 
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
     """Return the size of a block that `pack` makes."""
-    if _is_uniform(specs):
-        return sum([spec.num_bytes for spec in specs])
-    return sum([aligned(spec.num_bytes) for spec in specs])
+    return sum([spec.num_bytes for spec in specs])
 
 
-def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return views into a block, each with the shape and dtype of its spec."""
-    views, start, uniform = [], 0, _is_uniform(specs)
-    for spec in specs:
-        views.append(packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
-        start += spec.num_bytes if uniform else aligned(spec.num_bytes)
-    return views
-
-
-def unpack_copies(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return copies of the tensors in a block, which do not keep the block alive."""
-    if len(specs) > 1 and _is_uniform(specs):
-        stacked = packed.view(specs[0].dtype).view(len(specs), *specs[0].shape)
-        copies: tuple[torch.Tensor, ...] = torch.ops.aten.unbind_copy.int(stacked)
-        return list(copies)
-    return [view.clone() for view in unpack(packed, specs)]
-
-
-def _is_uniform(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all have one shape and dtype: such tensors are packed without gaps."""
-    return len({(spec.shape, spec.dtype) for spec in specs}) <= 1
-
-
-def aligned(num_bytes: int) -> int:
-    """Return where what follows so many bytes in a block begins."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def unpack(block: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return copies of the tensors in a block, each with the shape and dtype of its spec."""
+    parts = block.split_with_sizes([spec.num_bytes for spec in specs])
+    return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
 
 
 def none_gradient_message(spec: TensorSpec) -> torch.Tensor:
@@ -172,9 +130,9 @@ def is_none_gradient(received: torch.Tensor, spec: TensorSpec) -> bool:
     return read_word(received.data_ptr()).value == bits and bool((received.view(-1).view(word) == bits).all())
 
 
-def usable(received: torch.Tensor, spec: TensorSpec, use: Use | None) -> torch.Tensor:
-    """Return a received tensor with the memory layout that it had on the sender, after `use`."""
-    if spec.order is not None:
-        # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
-        received = as_layout(received, spec.shape, spec.order, spec.stride).detach()
-    return received if use is None else use(received)
+def laid_out(received: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a received tensor with the memory layout that it had on the sender."""
+    if spec.order is None:
+        return received
+    # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
+    return as_layout(received, spec.shape, spec.order, spec.stride).detach()

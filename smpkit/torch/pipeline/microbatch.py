@@ -16,8 +16,8 @@ A value made in one segment and used in a later one is detached there; see `back
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -44,9 +44,11 @@ from smpkit.torch.pipeline.changes import (
     ValueChanges,
     changed_arguments,
     changed_through_view_error,
+    contents_of,
     held_everywhere_error,
     unrecorded_change_error,
     versions_of,
+    written_container_error,
 )
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.outputs import (
@@ -54,11 +56,13 @@ from smpkit.torch.pipeline.outputs import (
     Call,
     CallKind,
     Mode,
+    closed,
     describe_difference,
     has_same_specs,
     infer_output,
     make_call,
     make_placeholders,
+    opened,
     replicated_spec_of,
     spec_of_leaf,
     with_strides_of,
@@ -67,9 +71,14 @@ from smpkit.torch.pipeline.parameters import (
     parameter_change_error,
     refuse_made_of_weights,
     refuse_nonresident,
-    value_of_weight,
 )
-from smpkit.torch.pipeline.stage_tensor import StageTensor, changes_in_place, make_stage_tensor, refuse_foreign_graph
+from smpkit.torch.pipeline.stage_tensor import (
+    StageTensor,
+    become_stage_tensor,
+    changes_in_place,
+    make_stage_tensor,
+    refuse_foreign_graph,
+)
 from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
@@ -79,13 +88,15 @@ if TYPE_CHECKING:
 __all__ = ["Microbatch"]
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_OWN_USES: Final = 2
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 """Around the engine's own questions to tensors, which are not operations of the step."""
+_WithTorchFunction: Final = torch._C._EnableTorchFunction
+"""Around the user's code inside it."""
 
 
-def _described(transfer: P2PTransfer) -> str:
-    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
-    return f"{transfer.spec} from rank {transfer.source} to rank {transfer.target}{user}"
+def _described(spec: TensorSpec, source: int, target: int, consumer: str) -> str:
+    return f"{spec} from rank {source} to rank {target}" + (f" for `{consumer}`" if consumer else "")
 
 
 def _inside_a_unit_error(name: str) -> UsageError:
@@ -142,6 +153,8 @@ class Microbatch:
         """While this microbatch is recorded: number, value and version of all that this rank has sent."""
         self._weights: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """By id, the weights (and views of weights) that it has used as values, and those values."""
+        self._fresh: dict[int, weakref.ref[torch.Tensor]] = {}
+        """By id, the tensors that code between units has made of nothing, on every rank."""
         self.changes = ValueChanges(stage, self.segments)
         self.backward_work = BackwardWork(stage.transport, index)
 
@@ -176,9 +189,24 @@ class Microbatch:
             if id(target) in self.stage.parameter_owners:
                 raise parameter_change_error(name, target)
             if type(target) is not StageTensor:
-                raise held_everywhere_error(name, target)
+                self._give_to_owner(target, name, owner_of_operation(args, kwargs, self.stage))
         result = self.run_on_owner(targets[0].owner, Call(func, name, func, args, kwargs, None, None, True, changes))
         return targets[0] if isinstance(result, StageTensor) else result
+
+    def note_fresh(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that code between units has just made, on every rank, as `torch.zeros` does."""
+        self._fresh[id(tensor)] = weakref.ref(tensor)
+
+    def _give_to_owner(self, tensor: torch.Tensor, name: str, owner: int) -> None:
+        """Let a fresh tensor be a value of one rank, which fills it in place; raise for what others may see, too."""
+        fresh = self._fresh.pop(id(tensor), None)
+        with _NoTorchFunction():
+            storage = tensor.untyped_storage() if fresh is not None and fresh() is tensor else None
+            # Views of it would stay as they are on other ranks. The tensor and `storage` itself count as uses.
+            if storage is None or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
+                raise held_everywhere_error(name, tensor)
+            value = tensor.detach() if owner == self._rank else None
+            become_stage_tensor(tensor, owner, value, self.segments[owner])
 
     def run_plain_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
@@ -214,12 +242,13 @@ class Microbatch:
                     self._begin_new_kind(call, kind, (args, kwargs))
             else:
                 args = usual
-            if owner != self._rank:
-                result = self._placeholders(owner, call, kind)
-                if kind.changes:
-                    self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs))
-                return result
-        return self._run_call(call, kind, args, kwargs)
+            if owner == self._rank:
+                result, tensors = self._run_call(call, kind, args, kwargs)
+            else:
+                result, tensors = self._placeholders(owner, call, kind), None
+            if kind.changes:
+                self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs), tensors)
+            return result
 
     def _usual_arguments(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
@@ -281,7 +310,10 @@ class Microbatch:
     def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
         """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""
         if id(tensor) not in self._weights:
-            self._weights[id(tensor)] = tensor, value_of_weight(tensor, weight, self.stage, self.segments)
+            owner = self.stage.parameter_owners[id(weight)]
+            data = tensor if owner == self._rank else None
+            value = make_stage_tensor(dense_spec_of(tensor), self.stage.device, owner, data, self.segments[owner])
+            self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
     def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
@@ -290,7 +322,8 @@ class Microbatch:
         if call.is_operation and not call.changes_first:
             inferred = infer_output(call.function, *given, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
-                output_specs.remember_inferred(kind, inferred)
+                kind.is_inferred = True
+                output_specs.remember(kind, inferred, ())
                 return
         if self.record is not None and not self.diverged and output_specs.expect_other_floats(kind):
             return
@@ -316,40 +349,39 @@ class Microbatch:
             self._output_specs.remember(kind, *told)
         return make_placeholders(kind.output_spec, device, owner)
 
-    def _run_call(self, call: Call, kind: CallKind, owner_args: tuple[Any, ...], owner_kwargs: dict[str, Any]) -> Any:
-        """Run a call that this rank owns."""
-        stage, owner, name, stream = self.stage, self._rank, call.name, call.stream
-        with _NoTorchFunction():
-            if stream:
-                self.backward_work.units[self.segments[owner]].append(name)
-            # Only after all transfers: a receive may have begun a segment, in which older values are detached.
-            args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
-            versions = versions_of(tensors)
-            kept = None if stream is None else stage.random.enter(name, stream)
+    def _run_call(
+        self, call: Call, kind: CallKind, owner_args: tuple[Any, ...], owner_kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Run a call that this rank owns; return its result, and the data of its arguments."""
+        stage, name, stream, known = self.stage, call.name, call.stream, kind.output_spec
+        if stream:
+            self.backward_work.units[self.segments[self._rank]].append(name)
+        # Only after all transfers: a receive may have begun a segment, in which older values are detached.
+        args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
+        versions = versions_of(tensors)
+        # Calls of a kind do the same, so to look into containers once is enough.
+        contents = contents_of((args, kwargs)) if known is MISSING else None
+        kept = None if stream is None else stage.random.enter(name, stream)
         try:
             stage.inside_unit = not call.is_operation
             try:
-                output = call.function(*args, **kwargs)
+                with _WithTorchFunction():
+                    output = call.function(*args, **kwargs)
             finally:
+                stage.inside_unit = False
                 if kept is not None:
                     stage.random.leave(kept)
-            with _NoTorchFunction():
-                known, has_changed = kind.output_spec, call.changes_first or versions != versions_of(tensors)
-                # Most calls return what is known, and nothing else happens.
-                if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
-                    return make_stage_tensor(known, stage.device, owner, output, self.segments[owner])
-                changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
-                result = self._publish(name, kind, output, changes)
+            has_changed = call.changes_first or versions != versions_of(tensors)
+            # Most calls return what is known, and nothing else happens.
+            if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
+                return make_stage_tensor(known, stage.device, self._rank, output, self.segments[self._rank]), tensors
+            if contents is not None and contents != contents_of((args, kwargs)):
+                raise written_container_error(name)
+            changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
+            return self._publish(name, kind, output, changes), tensors
         except Exception:
             stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
             raise
-        finally:
-            stage.inside_unit = False
-        if kind.changes:
-            with _NoTorchFunction():
-                given = owner_args, owner_kwargs
-                self.changes.apply(kind.changes, owner, name, (call.args, call.kwargs), given, tensors)
-        return result
 
     def _as_local_data(
         self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -401,8 +433,9 @@ class Microbatch:
                 f"`{name}` returned a nested tensor, which has no shape that other pipeline ranks could know",
                 hint="make it and use it in one torch.nn.Module, or return its values and offsets",
             )
+        parts = output if is_one else opened(output)
         stage_tensors = map_tensors(
-            lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), output
+            lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), parts
         )
         output_spec = map_leaves(lambda leaf: spec_of_leaf(leaf, name), stage_tensors)
         if known is MISSING:
@@ -418,7 +451,7 @@ class Microbatch:
         for change in changes:
             if change not in kind.changes:
                 raise unrecorded_change_error(name, change)
-        return stage_tensors
+        return stage_tensors if parts is output else closed(stage_tensors)
 
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
@@ -440,9 +473,12 @@ class Microbatch:
         if copy is None:
             copy = self._transfer(tensor, owner, tensor.spec)
             tensor.copies = {**tensor.copies, owner: copy}
-        elif tensor.value is not None and tensor.sent_version != version_of(tensor.value):
-            self.stage.failed_alone = True  # no other rank knows what lies in the same memory
-            raise changed_through_view_error(tensor, owner)
+        elif tensor.value is not None:
+            if self.changes.missed:
+                self.changes.check(tensor.value)
+            if tensor.sent_version != version_of(tensor.value):
+                self.stage.failed_alone = True  # no other rank knows what lies in the same memory
+                raise changed_through_view_error(tensor, owner)
         return copy
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -510,10 +546,8 @@ class Microbatch:
                     hint="a step runs on every pipeline rank, and what it does between layers (a slice, say) must not"
                     " depend on the rank or on data of its own",
                 )
-        use = None
-        if spec.requires_grad:
-            use = partial(self.backward_work.add_receive, transfer=transfer, segment=segment)
-        return stage.transport.receive(self.index, transfer, use)
+        value = stage.transport.receive(self.index, transfer)
+        return self.backward_work.add_receive(value, transfer, segment) if spec.requires_grad else value
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the next transfer of the record; diverge where that is another one, or there is none."""
@@ -526,9 +560,11 @@ class Microbatch:
                 and (known.spec is spec or known.spec == spec)
             ):
                 return known
-            expected = "nothing more" if known is None else _described(known)
-            made = P2PTransfer(number, source, target, 0, 0, spec, self._consumer)
-            self._diverge(f"it sent {_described(made)}, where the first one sent {expected}")
+            expected = "nothing more"
+            if known is not None:
+                expected = _described(known.spec, known.source, known.target, known.consumer)
+            sent = _described(spec, source, target, self._consumer)
+            self._diverge(f"it sent {sent}, where the first one sent {expected}")
         if record is not None:
             # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
             number += len(record.transfers)
@@ -609,5 +645,6 @@ class Microbatch:
         """Let go of everything that is kept for backward."""
         self.backward_work.release()
         self._weights.clear()
+        self._fresh.clear()
         self._sent_versions.clear()
         self.released = True

@@ -16,11 +16,11 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tree import map_leaves
-from smpkit.torch.distributed.recorder import current_recorder, recorded_backward, recorded_microbatch
 from smpkit.torch.pipeline.backward import run_backward
 from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
-from smpkit.torch.placement.trace import units_of
+from smpkit.torch.placement.units import units_of
+from smpkit.torch.recording.recorder import current_recorder, recorded_backward, recorded_microbatch
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:

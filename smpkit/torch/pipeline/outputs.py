@@ -15,8 +15,8 @@ Hugging Face models have outputs that no call returns: hooks put hidden states, 
 lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
 its result, what it has added to the lists, and every rank adds that to its own.
 
-Other ranks cannot make placeholders of an object that is no container, such as a distribution or a cache of keys and
-values: they get an `AbsentObject`.
+Other ranks make a `torch.distributions.Distribution` anew, of its tensors. Of any other object that is no container,
+such as a cache of keys and values, they cannot make placeholders: they get an `AbsentObject`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from smpkit.errors import UsageError
@@ -44,12 +45,11 @@ from smpkit.torch.core.tensor_spec import (
     spec_of_unwrapped,
     version_of,
 )
-from smpkit.torch.core.tree import children, rebuild
+from smpkit.torch.core.tree import children, map_leaves, rebuild
 from smpkit.torch.pipeline.changes import Change
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
 __all__ = [
-    "MAX_INFERRED",
     "MISSING",
     "AbsentObject",
     "Call",
@@ -59,12 +59,14 @@ __all__ = [
     "OutputSpecs",
     "active_collectors",
     "add_collected",
+    "closed",
     "collector_key",
     "describe_difference",
     "has_same_specs",
     "infer_output",
     "make_call",
     "make_placeholders",
+    "opened",
     "replicated_spec_of",
     "returning_collected",
     "spec_of_leaf",
@@ -73,9 +75,6 @@ __all__ = [
 
 MISSING: Final[Any] = object()
 """The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
-
-MAX_INFERRED: Final = 1 << 12
-"""Inferred output specs that are kept, the oldest first to go."""
 
 Mode = tuple[object, bool, torch.dtype | None]
 """What else decides a result: the mode of the module or operation, grad mode, and the dtype of autocast."""
@@ -134,15 +133,13 @@ class OutputSpecs:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Any, ...], CallKind] = {}
-        self._inferred: dict[tuple[Any, ...], CallKind] = {}
-        """Apart from the others, since each rank can make them again at any time."""
         self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
-        """Kinds that some rank has run, by their keys without floats."""
+        """By their keys without floats, the latest kinds of which it is known what they return."""
         self.latest: dict[Any, CallKind] = {}
         """By target; see [Note: the latest call]."""
 
     def __len__(self) -> int:
-        """Return how many kinds of call there are whose output specs an owner tells."""
+        """Return how many kinds of call there are."""
         return len(self._kinds)
 
     def kind_of(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
@@ -151,7 +148,7 @@ class OutputSpecs:
         Args:
             args: the arguments, if `key` describes nothing else.
         """
-        kind = self._kinds.get(key) or self._inferred.get(key)
+        kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = CallKind(key, mode)
         kind.arguments = None if args is None else _comparable(args)
@@ -175,13 +172,6 @@ class OutputSpecs:
         kind.output_spec, kind.changes = other.output_spec, other.changes
         del self._kinds[kind.key]  # there may be a new float in each step
         return True
-
-    def remember_inferred(self, kind: CallKind, output_spec: Any) -> None:
-        """Keep what calls return that no rank has run yet, and that change nothing."""
-        kind.output_spec, kind.is_inferred = output_spec, True
-        self._inferred[kind.key] = self._kinds.pop(kind.key)
-        if len(self._inferred) > MAX_INFERRED:
-            del self._inferred[next(iter(self._inferred))]
 
 
 def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -247,6 +237,33 @@ def spec_of_leaf(leaf: Any, name: str) -> Any:
     return leaf if isinstance(leaf, _CONSTANTS) else AbsentObject(type(leaf).__name__, name)
 
 
+@dataclass
+class _Opened:
+    """A distribution that a layer has returned, as a container of what it holds."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+
+def opened(output: Any) -> Any:
+    """Return what a layer has returned with containers in place of distributions."""
+    return map_leaves(_opened, output)
+
+
+def _opened(leaf: Any) -> Any:
+    return _Opened(type(leaf), opened(vars(leaf))) if isinstance(leaf, Distribution) else leaf
+
+
+def closed(value: Any) -> Any:
+    """Undo `opened`."""
+    if type(value) is _Opened:
+        distribution: Any = object.__new__(value.kind)
+        vars(distribution).update(closed(value.attributes))
+        return distribution
+    inside = children(value)
+    return value if inside is None else rebuild(value, {key: closed(part) for key, part in inside.items()})
+
+
 def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:
     """Return the result of a call that rank `owner` runs, with stage tensors without data."""
     if type(output_spec) is TensorSpec:
@@ -256,7 +273,8 @@ def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any
     inside = children(output_spec)
     if inside is None:
         return output_spec
-    return rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
+    made = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
+    return closed(made) if type(made) is _Opened else made
 
 
 def has_same_specs(left: Any, right: Any) -> bool:

@@ -18,7 +18,7 @@ a weight equal; a module that changes its own in place would change it on its ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import dense_spec_of, map_tensors, tensors_in, version_of
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.pipeline.stage_tensor import (
@@ -37,7 +37,6 @@ from smpkit.torch.pipeline.stage_tensor import (
     Current,
     StageTensor,
     changes_in_place,
-    make_stage_tensor,
     microbatch_between_units,
 )
 from smpkit.torch.placement.placement import Placement, names_by_module
@@ -54,14 +53,12 @@ __all__ = [
     "refuse_made_of_weights",
     "refuse_nonresident",
     "shared_tensors",
-    "value_of_weight",
 ]
 
 T = torch.Tensor
 _NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
-_SET_REQUIRES_GRAD: Final[Any] = T.requires_grad.__set__  # type: ignore[attr-defined]
-_SET_GRAD: Final[Any] = T.grad.__set__  # type: ignore[union-attr]
 _GETS_OR_SETS: Final = frozenset({"__get__", "__set__"})
+_FREEZES: Final = frozenset({T.requires_grad_, T.requires_grad.__set__})  # type: ignore[attr-defined]
 
 _FROM_SHAPE: Final = FROM_SHAPE | {torch.rand_like, torch.randn_like, torch.randint_like}
 
@@ -78,20 +75,6 @@ _DRAWING_IN_PLACE: Final = frozenset(
 
 
 # --- between the layers of a step -------------------------------------------------------------------------------------
-
-
-def value_of_weight(
-    tensor: torch.Tensor, weight: torch.Tensor, stage: StageContext, segments: Sequence[int]
-) -> StageTensor:
-    """Return a weight, or a view of it, as a value of the first rank that holds it.
-
-    Args:
-        tensor, weight: the view, and of what; or the weight twice.
-        segments: which segment each rank is in.
-    """
-    owner = stage.parameter_owners[id(weight)]
-    value = tensor if owner == stage.rank else None
-    return make_stage_tensor(dense_spec_of(tensor), stage.device, owner, value, segments[owner])
 
 
 def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
@@ -159,7 +142,9 @@ class NonResident(torch.Tensor):
         name = getattr(func, "__name__", "")
         if func in _NEEDS_NUMBERS:
             raise _refusal(name, (args, kwargs))
-        if (changes_in_place(func, name, kwargs) and func is not T.detach_) or "out" in kwargs:
+        if func in _FREEZES:
+            _refuse_freezing(*args, **kwargs)
+        elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or "out" in kwargs:
             return _unchanged(func, name, args, kwargs)
         with _NoTorchFunction():
             result = func(*args, **kwargs)
@@ -170,39 +155,6 @@ class NonResident(torch.Tensor):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind())  # else rows would come without the mark
-
-    # Optimizers and steps read these of all parameters: without the detour through __torch_function__.
-    @property
-    def requires_grad(self) -> bool:
-        with _NoTorchFunction():
-            return super().requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> NonResident:
-        microbatch = microbatch_between_units()
-        if microbatch is not None and self.requires_grad is not requires_grad:
-            microbatch.stage.failed_alone = True
-            # Ranks could not agree when: a microbatch's backward runs after the forward of later ones.
-            raise UsageError(
-                f"a step froze or unfroze a parameter of shape {list(self.shape)} while its microbatches ran",
-                hint="do so before the step is called; make steps of their own of the parts that train others",
-            )
-        with _NoTorchFunction():
-            _SET_REQUIRES_GRAD(self, requires_grad)
-        return self
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        with _NoTorchFunction():
-            return super().grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        with _NoTorchFunction():
-            _SET_GRAD(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name, owner = self.name_and_owner
@@ -249,6 +201,18 @@ def _as_nonresident(tensor: torch.Tensor, kind: type[NonResident], name_and_owne
     tensor.__class__ = kind
     tensor.name_and_owner = name_and_owner  # type: ignore[attr-defined]
     return tensor
+
+
+def _refuse_freezing(parameter: torch.Tensor, requires_grad: bool = True) -> None:
+    """Raise if a step freezes or unfreezes a parameter while its microbatches run."""
+    microbatch = microbatch_between_units()
+    if microbatch is not None and parameter.requires_grad is not requires_grad:
+        microbatch.stage.failed_alone = True
+        # Ranks could not agree when: a microbatch's backward runs after the forward of later ones.
+        raise UsageError(
+            f"a step froze or unfroze a parameter of shape {list(parameter.shape)} while its microbatches ran",
+            hint="do so before the step is called; make steps of their own of the parts that train others",
+        )
 
 
 def _unchanged(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,6 @@ from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup, object_from
-from smpkit.torch.distributed.recorder import current_recorder
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
@@ -36,9 +35,11 @@ from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
-from smpkit.torch.placement.measure import MeasureOptions, measure
+from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
-from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
+from smpkit.torch.placement.units import units_of
+from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Pipeline:
 
     Args:
         participants: the parts of the model that prepare for its last backward.
+        measures_times: whether the time that units take decides how the model is partitioned.
         on_placement: called once with `root` and the rank of each module, before modules leave this rank.
     """
 
@@ -80,13 +82,13 @@ class Pipeline:
         self,
         root: nn.Module,
         participants: StepParticipants,
-        measured: MeasureOptions,
+        measures_times: bool,
         on_placement: Callable[[nn.Module, Mapping[str, int]], None],
     ) -> None:
         self._root = root
         self._participants = participants
         self._on_placement = on_placement
-        self._measured = measured
+        self._measures_times = measures_times
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         channels = (
             P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, device) if connects(group, device) else None
@@ -194,22 +196,22 @@ class Pipeline:
         return placement
 
     def _check_weights(self) -> None:
-        if self._measured and any(is_delayed(parameter) for parameter in self._root.parameters()):
+        if self._measures_times and any(is_delayed(parameter) for parameter in self._root.parameters()):
             raise UsageError(
-                f"{self._measured} cannot be measured: the model was made under delay_param_initialization and has"
-                " no weights yet",
-                hint="leave out trace_execution_times and trace_memory_usage; costs are then computed from shapes",
+                "execution times cannot be measured: the model was made under delay_param_initialization and has no"
+                " weights yet",
+                hint="leave out trace_execution_times; costs are then computed from shapes",
             )
 
     def _measurement_lines(self) -> list[str]:
         """Describe how the partition was measured (log lines)."""
-        if not self._measured:
+        if not self._measures_times:
             return []
         if not state.cfg.auto_partition:
-            return [f"auto_partition is off: modules are placed by hand, not by measured {self._measured}."]
+            return ["auto_partition is off: modules are placed by hand, not by measured execution times."]
         if state.cfg.skip_tracing:
-            return [f"skip_tracing is on: partitioned by parameter sizes, not by measured {self._measured}."]
-        return [f"Partitioned by {self._measured} of one microbatch, measured on rank 0 ({state.device})."]
+            return ["skip_tracing is on: partitioned by parameter sizes, not by measured execution times."]
+        return [f"Partitioned by execution times of one microbatch, measured on rank 0 ({state.device})."]
 
     def _agree_on_assignment(self, step: TrialStep) -> Assignment:
         """Decide on the first replica for all of them: others may have other shapes, and would measure other times."""
@@ -240,8 +242,8 @@ class Pipeline:
             costs = measure_units(self._root, units_of(self._root), None)
         else:
             costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
-            if self._measured:
-                costs = measure(self._root, costs, self._measured, step, state.device)
+            if self._measures_times:
+                costs = measure_times(self._root, costs, step, state.device)
         self.facts = model_facts(self._root, costs, places)
         return assign_units(cfg, costs, places)
 

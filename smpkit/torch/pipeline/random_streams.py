@@ -29,7 +29,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.parameters import refuse_as_data
-from smpkit.torch.pipeline.stage_tensor import StageTensor
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
 
 __all__ = [
     "DRAWING",
@@ -50,7 +50,13 @@ DRAWING: Final = frozenset(
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
 
-_WATCHED: Final = DRAWING | {"__set__"}
+_FACTORIES: Final = frozenset(
+    {
+        *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full"),
+    }
+)
+_WATCHED: Final = DRAWING | _FACTORIES | {"__set__"}
 """What the mode looks at; torch shows the setter of `data` to modes alone."""
 _STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
@@ -200,7 +206,7 @@ class RandomStreams:
 
 
 class _OperationStreams(TorchFunctionMode):
-    """Gives operations between units streams of their own, where they draw random numbers."""
+    """Gives operations between units streams of their own, where they draw random numbers; notes fresh tensors."""
 
     def __init__(self, random: RandomStreams) -> None:
         super().__init__()
@@ -213,6 +219,11 @@ class _OperationStreams(TorchFunctionMode):
         if name in _WATCHED:
             if name == "__set__":
                 refuse_as_data(func, args)
+            elif name in _FACTORIES:
+                fresh = func(*args, **(kwargs or {}))
+                if Current.microbatch is not None:
+                    Current.microbatch.note_fresh(fresh)
+                return fresh
             elif self._random.draws_by_calls():
                 return self._random.run(name, True, func, args, kwargs or {})
         if types == _STAGE_TENSORS:  # a shortcut: torch's dispatcher would call this next

@@ -18,7 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, to_layout
 from smpkit.torch.pipeline.divergence import call_traces_of, trace_mismatch
-from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack_copies
+from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import StageTensor
@@ -43,8 +43,7 @@ class Results:
         self._packed: torch.Tensor | None = None
         if own := self._by_owner.get(stage.rank):
             # Backwards follow on the device, and the end of the step need not wait for those.
-            data = [value.value for value in own if value.value is not None]
-            self._packed = pack(data, [value.spec for value in own])
+            self._packed = pack([value.value for value in own if value.value is not None])
         self._is_packed = devices.record_event(stage.device)
 
     def share(self) -> list[Any]:
@@ -89,7 +88,7 @@ class Results:
             found = [value.value.detach() for value in values if value.value is not None]
         else:
             # Copies, since the block is being sent to the next rank, and small outputs would keep all of it alive.
-            found = unpack_copies(devices.to_device(packed, stage.device), specs)
+            found = unpack(devices.to_device(packed, stage.device), specs)
         # With the same strides on all ranks: an output may be an argument of the next step.
         return [to_layout(tensor, spec.as_sent.order) for tensor, spec in zip(found, specs, strict=True)]
 

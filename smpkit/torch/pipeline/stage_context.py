@@ -65,7 +65,6 @@ class StageContext:
         """Modules that code of this rank may call or inspect, by name."""
         self.remote_modules: dict[str, nn.Module] = {}
         """All others."""
-        self._first_trainable: bytes | None = None
         self._trainable_entry = ""
 
     def set_trainable(self, trainable: bytes) -> None:
@@ -74,11 +73,10 @@ class StageContext:
         Args:
             trainable: a byte for each parameter of the model, 1 where it does.
         """
-        if self._first_trainable is None:
-            self._first_trainable = trainable
-        if self._trainable_entry or trainable != self._first_trainable:
-            # Part of the call trace, so that a rank which freezes other parameters than the rest is reported.
-            self._trainable_entry = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
+        frozen = trainable.count(0)
+        # Part of the call trace, so that a rank which freezes other parameters than the rest is reported.
+        entry = f"a step with {frozen} frozen parameters ({zlib.crc32(trainable):08x})"
+        self._trainable_entry = entry if frozen else ""
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Count a step, and keep its microbatches."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.tensor_spec import TensorSpec
+from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
@@ -29,6 +29,7 @@ __all__ = [
     "PROPERTIES",
     "Current",
     "StageTensor",
+    "become_stage_tensor",
     "changes_in_place",
     "current_microbatch",
     "make_stage_tensor",
@@ -146,10 +147,6 @@ class StageTensor(torch.Tensor):
             scalar = self.dim() == 0
         return format(self.item(), specification) if scalar else repr(self)
 
-    def drop_copies(self) -> None:
-        """Forget the copies: the value has changed, and must be sent again where it is needed."""
-        self.copies = _NONE
-
     def make_stale(self, name: str) -> None:
         """Let every later use raise: the call of `name` has changed the copy on another rank."""
         # A spec of its own is not taken for that of the latest call, so each use comes past the check.
@@ -195,6 +192,17 @@ def make_stage_tensor(
     return made
 
 
+def become_stage_tensor(tensor: torch.Tensor, owner: int, value: torch.Tensor | None, segment: int) -> None:
+    """Let a tensor that every rank has be a stage tensor from now on, for all who refer to it.
+
+    Args:
+        value: what shares its memory, if this rank is to own it.
+    """
+    spec = spec_of(tensor)
+    tensor.__class__ = StageTensor
+    tensor.__dict__.update(spec=spec, owner=owner, value=value, segment=segment)
+
+
 def refuse_foreign_graph(grad_fn: Any) -> None:
     """Raise UsageError: torch has recorded a node on a placeholder, at which backward would end unnoticed."""
     name = grad_fn.name().removesuffix("Backward")
@@ -238,63 +246,26 @@ PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
 
 SHAPE_FUNCTIONS: Final = frozenset(
     {
-        T.size,
-        T.dim,
-        T.ndimension,
-        T.numel,
-        T.nelement,
-        T.stride,
-        T.element_size,
-        T.is_floating_point,
-        T.is_complex,
-        T.is_signed,
-        T.is_contiguous,
-        T.get_device,
-        T.__len__,
-        T.__hash__,
-        T.is_inference,
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_inference,
-        torch.result_type,
+        *(T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.element_size, T.is_contiguous, T.__len__),
+        *(T.is_floating_point, T.is_complex, T.is_signed, T.is_inference, T.get_device, T.__hash__),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference, torch.result_type),
     }
 )
 """Functions of shape, dtype and device alone."""
 
 NUMBER_FUNCTIONS: Final = frozenset(
     {
-        T.item,
-        T.tolist,
-        T.__bool__,
-        T.__float__,
-        T.__int__,
-        T.__index__,
-        T.__complex__,
-        T.__contains__,
-        T.__array__,
-        T.numpy,
-        T.equal,
-        T.allclose,
-        T.is_nonzero,
-        torch.equal,
-        torch.allclose,
-        torch.is_nonzero,
+        *(T.item, T.tolist, T.numpy, T.__array__, T.equal, T.allclose, T.is_nonzero),
+        *(T.__bool__, T.__float__, T.__int__, T.__index__, T.__complex__, T.__contains__),
+        *(torch.equal, torch.allclose, torch.is_nonzero),
     }
 )
 """Functions whose result is a Python value."""
 
 _NEW_FROM_SHAPE: Final = frozenset(
     {
-        T.new_zeros,
-        T.new_ones,
-        T.new_full,
-        T.new_empty,
-        T.new_tensor,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.empty_like,
+        *(T.new_zeros, T.new_ones, T.new_full, T.new_empty, T.new_tensor),
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
 """Functions that make a tensor from another's shape and dtype: every rank makes it itself."""

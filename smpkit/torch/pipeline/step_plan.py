@@ -7,13 +7,14 @@ ranks, since all have the same graph. A `StepPlan` is what one rank needs to run
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from smpkit.plan.schedule.actions import Schedule
+from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.plan.schedule.receives import num_ahead
+from smpkit.plan.schedule.receives import LOOKAHEAD, num_ahead
 from smpkit.torch.pipeline.message_order import Message, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 
@@ -23,12 +24,13 @@ __all__ = ["PlannedAction", "StepPlan", "graph_of"]
 class PlannedAction(NamedTuple):
     """An action of this rank."""
 
+    posts: tuple[Message, ...]
+    """The receives to start before it, its own or those of later actions: gloo sends data only to a posted receive."""
     kind: Kind
     segment: int
     microbatch: int
     is_split: bool
     """Whether the backward of its segment runs in two halves."""
-    receives: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class StepPlan:
     rank: int
     """This one."""
     record: TransferRecord
+    split: frozenset[int]
+    """Segments of this rank whose backward runs in two halves."""
     actions: tuple[PlannedAction, ...]
     """Those of this rank, in order."""
 
@@ -47,18 +51,17 @@ class StepPlan:
         """Return the plan of a step like its first microbatch, which has run forward, in the order of a schedule."""
         rank, record = microbatch.stage.rank, microbatch.make_record()
         actions = schedule.actions[rank]
-        split = {action.segment for action in actions if action.kind is Kind.WEIGHT} - microbatch.unsplittable
+        split = frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - microbatch.unsplittable
         forward = [each for each in record.transfers if each.target == rank]
         backward = [each for each in record.transfers if each.source == rank and each.spec.requires_grad]
-        planned = []
-        for kind, segment, index in [(action.kind, action.segment, action.microbatch) for action in actions]:
-            receives = []
-            if kind is Kind.FORWARD:
-                receives = [Message(index, each, False) for each in forward if each.target_segment == segment]
-            elif kind is Kind.BACKWARD:  # a weight half receives nothing
-                receives = [Message(index, each, True) for each in backward if each.source_segment == segment]
-            planned.append(PlannedAction(kind, segment, index, segment in split, tuple(receives)))
-        return cls(schedule, rank, record, tuple(planned))
+        receives: list[list[Message]] = []
+        for action in actions:  # a weight half receives nothing
+            index, segment = action.microbatch, action.segment
+            values = [each for each in forward if action.kind is Kind.FORWARD and each.target_segment == segment]
+            gradients = [each for each in backward if action.kind is Kind.BACKWARD and each.source_segment == segment]
+            receives.append([Message(index, each, False) for each in values])
+            receives[-1] += [Message(index, each, True) for each in gradients]
+        return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
 
     @property
     def has_revisits(self) -> bool:
@@ -66,19 +69,22 @@ class StepPlan:
         return max(self.schedule.graph.counts) > 1
 
     @cached_property
-    def split(self) -> frozenset[int]:
-        """Segments of this rank whose backward runs in two halves."""
-        return frozenset(action.segment for action in self.actions if action.is_split)
-
-    @cached_property
-    def num_ahead(self) -> int:
-        """For how many of the first actions all receives are posted before the first wait."""
-        return num_ahead([sum(each.transfer.spec.num_bytes for each in action.receives) for action in self.actions])
-
-    @cached_property
     def timetable(self) -> Timetable:
         """What this rank sends and receives, in the order that all ranks follow."""
         return timetable_of(self.schedule, self.record.transfers, self.rank)
+
+
+def _planned(
+    actions: Sequence[Action], receives: Sequence[Sequence[Message]], split: frozenset[int]
+) -> Iterator[PlannedAction]:
+    ahead = num_ahead([sum(each.transfer.spec.num_bytes for each in group) for group in receives])
+    posted = 0
+    for number, action in enumerate(actions):
+        # A rank that is about to wait has the time for more.
+        until = max(posted, number + 1 + LOOKAHEAD, ahead if receives[number] else 0)
+        posts = tuple(message for group in receives[posted:until] for message in group)
+        posted = until
+        yield PlannedAction(posts, action.kind, action.segment, action.microbatch, action.segment in split)
 
 
 def graph_of(microbatch: Microbatch) -> SegmentGraph:

@@ -18,7 +18,6 @@ from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.gpu_link import GpuLink
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
-from smpkit.torch.pipeline.messages import Use
 
 __all__ = ["MessageRecorder", "Transport"]
 
@@ -84,20 +83,15 @@ class Transport:
         if self.gpus is None or not self.gpus.expects(message):
             self.hosts.post(message)
 
-    def receive(self, microbatch: int, transfer: P2PTransfer, use: Use | None = None) -> torch.Tensor:
-        """Return a value that another rank sends.
-
-        Args:
-            use: applied to the tensor, and its result returned. On a CPU it runs before the data have arrived, so that
-                it delays nobody.
-        """
-        value = self._receive(Message(microbatch, transfer, False), use)
+    def receive(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor:
+        """Return a value that another rank sends."""
+        value = self._receive(Message(microbatch, transfer, False))
         assert value is not None, "only gradients may be None"
         return value
 
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
         """Return the gradient of a value that was sent; None if it has none."""
-        return self._receive(Message(microbatch, transfer, True), None)
+        return self._receive(Message(microbatch, transfer, True))
 
     def announce(self, microbatch: int, transfer: P2PTransfer) -> None:
         """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
@@ -127,10 +121,10 @@ class Transport:
             self.gpus.leave()
 
     def end_step(self) -> None:
-        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        """Wait until everything that was sent has arrived."""
         if self.gpus is not None:
             self.gpus.end_step()
-        self.hosts.end_step()
+        self.hosts.flush()
 
     def _send(self, tensor: torch.Tensor | None, message: Message) -> None:
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
@@ -141,13 +135,13 @@ class Transport:
             tag = self.hosts.tag_of(message)
             self.recorder("send", message.receiver, num_bytes, tag, start_ns, time.perf_counter_ns())
 
-    def _receive(self, message: Message, use: Use | None) -> torch.Tensor | None:
+    def _receive(self, message: Message) -> torch.Tensor | None:
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
         is_on_channel = self.gpus is not None and self.gpus.begin_receive(message)
         if is_on_channel and self.gpus is not None:
-            value = self.gpus.take(message, use, awaits_data=self.recorder is not None)
+            value = self.gpus.take(message, awaits_data=self.recorder is not None)
         else:
-            value = self.hosts.receive(message, use)
+            value = self.hosts.receive(message)
         if self.recorder is not None:
             # On a channel, a gradient of None is a header without a message.
             num_bytes = 0 if value is None and is_on_channel else message.transfer.spec.num_bytes

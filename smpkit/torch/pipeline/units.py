@@ -44,6 +44,7 @@ from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_mic
 from smpkit.torch.placement.placement import names_by_module
 
 __all__ = [
+    "enclosing_unit",
     "install",
     "install_streams",
     "owner_of_operation",
@@ -76,7 +77,7 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
                 continue
             where = _Where.AT_INPUT
         else:
-            above = _enclosing_unit(name, placement)
+            above = enclosing_unit(name, placement)
             where = _Where.ENCLOSING if above is None else _Where.UNIT if above == name else _Where.NESTED
         call = _Call(module, name or "model", where, stage.random, pp_ranks)
         # A module that several units share counts as a part of each.
@@ -103,7 +104,7 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
 
 def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
     """Return the ranks of a module: that of the unit that it is a part of, or those of all units in it."""
-    above = _enclosing_unit(name, placement)
+    above = enclosing_unit(name, placement)
     if above is not None:
         return {placement[above]}
     below = f"{name}." if name else ""
@@ -128,14 +129,15 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
         above.update(".".join(parents[:depth]) for depth in range(len(parents) + 1))
     placement = dict.fromkeys(units, 0)
     for name, module in root.named_modules():
-        if isinstance(module, _CONTAINERS) or _enclosing_unit(name.rpartition(".")[0], placement) is not None:
+        if isinstance(module, _CONTAINERS) or enclosing_unit(name.rpartition(".")[0], placement) is not None:
             continue
         if name in placement or name in above or _is_leaf(module):
             where = _Where.EVERYWHERE if name in above else _Where.AT_INPUT
             module._compiled_call_impl = _Call(module, name or "model", where, random, ())
 
 
-def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
+def enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
+    """Return the unit that a module is, or is a part of."""
     while name:
         if name in placement:
             return name

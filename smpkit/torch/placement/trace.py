@@ -1,10 +1,10 @@
-"""Cut a model into units, and learn what each costs from one run of the step on tensors without data.
+"""Learn what each unit of a model costs from one run of its step on tensors without data.
 
 ::
 
     run_fake ──► TrialStep ──► forward of each unit ──► FlopCounterMode, FusedKernels   operations
     (fake model)                                   ──► _SavedBytes                      what autograd keeps for backward
-                                                   ──► CheckpointedCalls                what is recomputed there instead
+                                                   ──► _CheckpointedCalls               what is recomputed there instead
 
 Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
 on a laptop, which has none, and in the job, whose step works on GPUs. A step that reads values cannot run so; then the
@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import random
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.plan.partition.units import Node, UnitTree, unit_tree
+from smpkit.plan.partition.units import UnitTree
 from smpkit.torch.core import devices
 from smpkit.torch.core.offloader import Offloader, install
 from smpkit.torch.core.runtime import state
@@ -41,70 +43,9 @@ from smpkit.torch.core.tensor_spec import map_tensors, storage_of, tensors_in
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.fused_kernels import FusedKernels
 
-__all__ = [
-    "CheckpointedCall",
-    "CheckpointedCalls",
-    "TrialStep",
-    "measure_units",
-    "node_of",
-    "restoring_model",
-    "run_fake",
-    "units_of",
-]
+__all__ = ["TrialStep", "measure_units", "restoring_model", "run_fake"]
 
 _log = logging.getLogger("smpkit")
-
-
-# --- units ------------------------------------------------------------------------------------------------------------
-
-
-_UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
-"""Classes of torch that are never cut: what their parts compute depends on values."""
-
-
-def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
-    """Cut a model into units; leaves without parameters are none, they run on the rank that has their input.
-
-    Args:
-        split: names of modules that must be cut, because the user placed their parts apart.
-    """
-    tree = unit_tree(node_of(module), split)
-    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
-    return UnitTree(placed, tree.spanning, tree.loose)
-
-
-def node_of(module: nn.Module) -> Node:
-    """Describe a model to the planner; a module that appears twice is listed once."""
-    return _node(module, "", set())
-
-
-def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
-    seen.add(id(module))
-    children = []
-    is_whole = isinstance(module, _UNCUT)
-    if not is_whole:
-        for child_name, child in module.named_children():
-            if id(child) not in seen:
-                children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
-    owned = [*module.parameters(recurse=is_whole), *_statistics(module)]
-    return Node(
-        name,
-        type(module).__qualname__,
-        is_stack=isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
-        children=tuple(children),
-        parameters={str(id(each)): each.numel() * each.element_size() for each in owned},
-    )
-
-
-def _statistics(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of a module of torch's own, such as BatchNorm's statistics.
-
-    Its calls change them, so it has to be placed on a rank even if it has no parameters.
-    """
-    return list(module.buffers(recurse=False)) if type(module).__module__.startswith("torch.nn") else []
-
-
-# --- their costs ------------------------------------------------------------------------------------------------------
 
 
 def measure_units(
@@ -116,11 +57,22 @@ def measure_units(
     """Return what the units cost, in the order in which `body` calls them.
 
     Args:
-        body: runs the step for one microbatch on arguments that `fake` has converted; None to skip the pass.
+        body: runs the step for one microbatch on tensors without data, as `run_fake` does; None to skip the pass.
         untraced: is told why the pass failed; None: a warning says so, and what follows for the partition.
     """
     costs = {unit.name: UnitCost(unit.name, unit.parameters_bytes, shared=unit.shared) for unit in tree.units}
-    measured = _trace(root, costs, body, untraced or _warn) if body is not None else {}
+    measured: dict[str, UnitCost] = {}
+    if body is not None:
+        trial = _Trial(root, costs)
+        try:
+            with trial.watch():
+                body()
+            measured = trial.costs()
+        except Exception as error:  # user code on tensors without data may fail in any way
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+            (untraced or _warn)(reason)
+        finally:
+            trial.forget()
     in_order = [*measured, *(name for name in costs if name not in measured)]
     every = [measured.get(name, costs[name]) for name in in_order]
     if any(cost.flops for cost in every):
@@ -137,67 +89,86 @@ def _warn(reason: str) -> None:
     )
 
 
-def _trace(
-    root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any], untraced: Callable[[str], object]
-) -> dict[str, UnitCost]:
-    measured: dict[str, UnitCost] = {}
-    counter, kernels = FlopCounterMode(display=False), FusedKernels()
-    started: dict[str, tuple[_Part, dict[str, int], int, _Inputs]] = {}
-    live = _LiveBytes()
-    saved = _SavedBytes(root, live)
-    operators = _Operators(saved, live, lambda: bool(started))
+# --- the trial of a unit ----------------------------------------------------------------------------------------------
 
-    def flops_so_far() -> int:
-        return counter.get_total_flops() + kernels.flops
 
-    checkpointed = CheckpointedCalls(saved, live, flops_so_far)
+@dataclass
+class _Running:
+    """A unit whose forward runs."""
 
-    def so_far() -> dict[str, int]:
-        return {"flops": flops_so_far(), "activation_bytes": saved.total, **operators.counts}
+    part: _Part
+    counts: Mapping[str, int]
+    """Of all that ran before it."""
+    num_checkpointed: int
+    """How many checkpointed calls have ended before it."""
+    inputs: _Inputs
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            checkpointed.begin_unit(name)
-            started[name] = live.begin(), so_far(), len(checkpointed.calls), _Inputs((args, kwargs), saved)
 
-        return hook
+class _Trial:
+    """Watches a run of a model: what each of its units computes, makes and keeps for backward."""
 
-    def after(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            part, then, num_calls, inputs = started.pop(name)
-            live.end(part)
-            checkpointed.end_unit()
-            inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
-            known = measured.get(name, costs[name])
-            grown = {key: getattr(known, key) + now - then[key] for key, now in so_far().items()}
-            grown["working_bytes"] = max(known.working_bytes, part.needed)
-            grown["unsaved_input_bytes"] = known.unsaved_input_bytes + inputs.unsaved_bytes()
-            saved.end_unit()
-            measured[name] = _checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
+    def __init__(self, root: nn.Module, costs: Mapping[str, UnitCost]) -> None:
+        self._root, self._untried = root, costs
+        self._measured: dict[str, UnitCost] = {}
+        self._running: dict[str, _Running] = {}
+        self._counter, self._kernels = FlopCounterMode(display=False), FusedKernels()
+        self._live = _LiveBytes()
+        self._saved = _SavedBytes(root, self._live)
+        self._operators = _Operators(self._saved, self._live, self._running)
+        self._checkpointed = _CheckpointedCalls(self._saved, self._live, self._flops)
 
-        return hook
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch what runs in this block."""
+        with contextlib.ExitStack() as stack:
+            for name in self._untried:  # a scripted module takes no hooks
+                module = self._root.get_submodule(name)
+                begin, end = functools.partial(self._begin_unit, name), functools.partial(self._end_unit, name)
+                stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(end))
+            for context in (
+                *(_without_torchs_log(), self._operators, self._counter, self._kernels.installed()),
+                *(self._checkpointed.watch(), saved_tensors_hooks(self._saved.pack, _another)),
+            ):
+                stack.enter_context(context)
+            yield
 
-    try:
-        with contextlib.ExitStack() as hooks:
-            for name in costs:  # a scripted module takes no hooks
-                module = root.get_submodule(name)
-                hooks.enter_context(module.register_forward_pre_hook(before(name), with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(after(name)))
-            watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-            with _without_torchs_log(), operators, counter, kernels.installed(), checkpointed.watch(), watched:
-                body()
-    except Exception as error:  # user code on tensors without data may fail in any way
-        untraced(f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}")
-        return {}
-    finally:
-        saved.forget()
-    for call in checkpointed.calls:
-        if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
-            known = measured[call.unit]
-            measured[call.unit] = _checkpointed(
-                known, [call], activation_bytes=known.activation_bytes + call.boundary_bytes
-            )
-    return measured
+    def costs(self) -> dict[str, UnitCost]:
+        """Return the costs of the units that ran, in that order."""
+        for call in self._checkpointed.calls:
+            if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
+                known = self._measured[call.unit]
+                activation_bytes = known.activation_bytes + call.boundary_bytes
+                self._measured[call.unit] = _with_checkpointed(known, [call], activation_bytes=activation_bytes)
+        return self._measured
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._saved.forget()
+
+    def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._checkpointed.begin_unit(name)
+        inputs = _Inputs((args, kwargs), self._saved)
+        num_checkpointed = len(self._checkpointed.calls)
+        self._running[name] = _Running(self._live.begin(), self._counts(), num_checkpointed, inputs)
+
+    def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        run = self._running.pop(name)
+        self._live.end(run.part)
+        self._checkpointed.end_unit()
+        inside = [call for call in self._checkpointed.calls[run.num_checkpointed :] if call.unit is None]
+        known = self._measured.get(name, self._untried[name])
+        grown = {key: getattr(known, key) + now - run.counts[key] for key, now in self._counts().items()}
+        grown["working_bytes"] = max(known.working_bytes, run.part.needed)
+        grown["unsaved_input_bytes"] = known.unsaved_input_bytes + run.inputs.unsaved_bytes()
+        self._saved.end_unit()
+        self._measured[name] = _with_checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
+
+    def _flops(self) -> int:
+        return self._counter.get_total_flops() + self._kernels.flops
+
+    def _counts(self) -> dict[str, int]:
+        return {"flops": self._flops(), "activation_bytes": self._saved.total, **self._operators.counts}
 
 
 @contextlib.contextmanager
@@ -215,7 +186,7 @@ def _without_torchs_log() -> Iterator[None]:
         log.removeFilter(drop)
 
 
-def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:
+def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **changes: Any) -> UnitCost:
     return replace(
         cost,
         boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
@@ -230,19 +201,40 @@ def _bytes_of(value: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tensors_in(value))
 
 
+_MakeAnother = Callable[[], torch.Tensor]
+"""Makes a tensor like one that was saved: autograd's graph has it in place of that one."""
+
+
+def _maker_of_another(tensor: torch.Tensor) -> _MakeAnother:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return functools.partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+def _another(make: _MakeAnother) -> torch.Tensor:
+    return make()
+
+
 class _SavedBytes:
     """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
 
     def __init__(self, root: nn.Module, live: _LiveBytes) -> None:
         self.total = 0
-        self._live = live
-        self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
+        self._live, self._root = live, root
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
         self._made_of_parameters: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
-        self._packed: list[torch.Tensor] = []
         self._since_unit: set[int] = set()
+
+    def pack(self, tensor: torch.Tensor) -> _MakeAnother:
+        """Count a tensor that autograd saves; return what it has to keep of it."""
+        self._know_mode_of(tensor)
+        if storage_of(tensor) not in self._seen:
+            self._seen[storage_of(tensor)] = tensor
+            self._since_unit.add(storage_of(tensor))
+            self.total += tensor.untyped_storage().nbytes()
+        self._live.note_saved()
+        return _maker_of_another(tensor)
 
     def end_unit(self) -> None:
         """Note that a unit has ended; what is saved from now on is of the next one."""
@@ -261,26 +253,15 @@ class _SavedBytes:
         """Count a tensor, such as a weight in another dtype, as a parameter in `is_of_parameters`."""
         self._made_of_parameters[storage_of(tensor)] = tensor
 
-    def pack(self, tensor: torch.Tensor) -> int:
-        self._know_mode_of(tensor)
-        if storage_of(tensor) not in self._seen:
-            self._seen[storage_of(tensor)] = tensor
-            self._since_unit.add(storage_of(tensor))
-            self.total += tensor.untyped_storage().nbytes()
-        self._live.note_saved()
-        self._packed.append(tensor)
-        return len(self._packed) - 1
-
     def forget(self) -> None:
         """Drop all tensors.
 
-        Their autograd graphs hold this object through its hooks, a cycle that Python's collector cannot see: the model,
+        Their autograd graphs hold this object through its hook, a cycle that Python's collector cannot see: the model,
         and the threads that end with it, would never be freed.
         """
         self._seen.clear()
         self._made_of_parameters.clear()
-        self._packed.clear()
-        self._parameters = tuple
+        self._root = nn.Module()
 
     def _know_mode_of(self, tensor: torch.Tensor) -> None:
         """Count the fake tensors that a tensor's mode makes of the parameters as seen: operations save those."""
@@ -288,19 +269,16 @@ class _SavedBytes:
         if mode is None or id(mode) in self._modes:
             return
         self._modes.add(id(mode))
-        for parameter in self._parameters():  # under `run_fake` these are fake already
+        for parameter in self._root.parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
             self._seen[storage_of(fake)] = self._made_of_parameters[storage_of(fake)] = fake
-
-    def unpack(self, number: int) -> torch.Tensor:
-        return self._packed[number]
 
 
 # --- checkpointed calls -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class CheckpointedCall:
+class _CheckpointedCall:
     """The costs of one call whose activations are recomputed in backward."""
 
     unit: str | None
@@ -315,7 +293,7 @@ class CheckpointedCall:
     """What its operations save for a backward that never needs it, each storage once."""
 
 
-class CheckpointedCalls(Offloader):
+class _CheckpointedCalls(Offloader):
     """Records checkpointed calls. It is installed as the offload engine, which every checkpointed call asks for.
 
     Args:
@@ -325,14 +303,14 @@ class CheckpointedCalls(Offloader):
     """
 
     def __init__(self, saved: _SavedBytes, live: _LiveBytes, flops: Callable[[], int]) -> None:
-        self.calls: list[CheckpointedCall] = []
-        self._live = live
+        self.calls: list[_CheckpointedCall] = []
+        self._saved, self._live, self._flops = saved, live, flops
         self._inside: list[int] = []
         """For each open call, what the largest recomputation inside it holds."""
+        self._savers: list[Callable[[torch.Tensor], object]] = [saved.pack]
+        """What tensors are saved with: that of the innermost open call last."""
         self._started_units: list[str] = []
         self._num_open_units = 0
-        self._saved = saved
-        self._flops = flops
 
     def begin_unit(self, name: str) -> None:
         """Record that a unit's forward begins."""
@@ -352,26 +330,32 @@ class CheckpointedCalls(Offloader):
         finally:
             install(previous)
 
-    def around(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
-        """Return the context that records one checkpointed call."""
-        return self._record()
+    def trial(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """Return the context that records one checkpointed call, which runs inside as if it were not checkpointed."""
+        return self._record(inputs)
 
     @contextlib.contextmanager
-    def _record(self) -> Iterator[None]:
+    def _record(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         saved_before, flops_before = self._saved.total, self._flops()
         num_started_before = len(self._started_units)
         is_inside_unit = self._num_open_units > 0
         spared: dict[int, torch.Tensor] = {}
         part = self._live.begin()
-        self._inside.append(0)
+        with torch.no_grad():
+            for each in inputs:
+                self._savers[-1](each.detach())
 
-        def note(tensor: torch.Tensor) -> None:
+        def pack(tensor: torch.Tensor) -> _MakeAnother:
             self._live.note_saved()
             if not self._saved.is_of_parameters(tensor):
                 spared[storage_of(tensor)] = tensor
+            return _maker_of_another(tensor)
 
-        with _noting_saved(note):
+        self._inside.append(0)
+        self._savers.append(pack)
+        with saved_tensors_hooks(pack, _another):
             yield
+        self._savers.pop()
         self._live.end(part)
         started_inside = self._started_units[num_started_before:]
         unit = None if is_inside_unit or not started_inside else started_inside[0]
@@ -384,33 +368,7 @@ class CheckpointedCalls(Offloader):
         if self._inside:
             self._inside[-1] = max(self._inside[-1], recomputed)
         spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
-        self.calls.append(CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
-
-
-_push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
-
-
-@contextlib.contextmanager
-def _noting_saved(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call `note` with each tensor that is given to a checkpoint's hooks in this block; they save nothing.
-
-    What a checkpoint inside it is given is noted for that one alone.
-    """
-    hooks: Any = torch._C._autograd
-    before = hooks._push_saved_tensors_default_hooks
-
-    def noted(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        def both(tensor: torch.Tensor) -> Any:
-            note(tensor)
-            return pack(tensor)
-
-        _push_hooks(both, unpack)
-
-    hooks._push_saved_tensors_default_hooks = noted
-    try:
-        yield
-    finally:
-        hooks._push_saved_tensors_default_hooks = before
+        self.calls.append(_CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
 
 
 class _Inputs:
@@ -423,22 +381,21 @@ class _Inputs:
 
     def unsaved_bytes(self) -> int:
         """Return the bytes of those that the unit has not saved, or that a unit before had saved already."""
-        found = [each for key, each in self._by_storage.items() if not self._saved.is_of_this_unit(key)]
-        return sum(each.untyped_storage().nbytes() for each in found)
+        unsaved = [each for key, each in self._by_storage.items() if not self._saved.is_of_this_unit(key)]
+        return sum(each.untyped_storage().nbytes() for each in unsaved)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views among them; the bytes that those read and write whose products nobody counts; what is
-    alive of what they make; and the gradients for which weights wait where a backward is split, as `split_backward`
-    does it.
+    """Counts operators, views among them; the bytes that those read and write that are no products; what is alive of
+    what they make; and the gradients for which weights wait where a backward is split, as `split_backward` does it.
     """
 
-    def __init__(self, saved: _SavedBytes, live: _LiveBytes, is_in_unit: Callable[[], bool]) -> None:
+    def __init__(self, saved: _SavedBytes, live: _LiveBytes, running: Mapping[str, object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = live
         self.counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
         """By field of a `UnitCost`."""
-        self._saved, self._is_in_unit = saved, is_in_unit
+        self._saved, self._running = saved, running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -449,7 +406,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and func.overloadpacket not in flop_registry:
             self.counts["moved_bytes"] += _bytes_of((args, output))
-        if not is_view and self._is_in_unit():  # what fake parameters are made with comes before
+        if not is_view and self._running:  # what fake parameters are made with comes before
             self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
         return output
 
@@ -575,7 +532,7 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
         return fakes(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
     args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with restoring_model(root, fakes), _fake_parameters(root, fakes), mode:
+    with restoring_model(root, fakes), mode:
         TrialStep(step.body, args, kwargs)()
 
 
@@ -614,27 +571,11 @@ class _FakeTensors:
         return parameter
 
 
-@contextlib.contextmanager
-def _fake_parameters(root: nn.Module, fakes: _FakeTensors) -> Iterator[None]:
-    """Replace the parameters of a model by their fakes in this block."""
-    saved_state = [(module._parameters, dict(module._parameters)) for module in root.modules()]
-    try:
-        for place, parameters in saved_state:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    place[name] = cast("nn.Parameter", fakes(parameter))
-        yield
-    finally:
-        for place, parameters in saved_state:
-            place.clear()
-            place.update(parameters)
-
-
 _MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
 
 
 @contextlib.contextmanager
-def restoring_model(root: nn.Module, make_buffer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def restoring_model(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Restore the model and the random number generators after a trial of the step on this rank only.
 
     Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
@@ -642,28 +583,34 @@ def restoring_model(root: nn.Module, make_buffer: Callable[[torch.Tensor], torch
     than on the ranks that ran no trial, and could take another path.
 
     Args:
-        make_buffer: makes the buffer that forward may change meanwhile.
+        stand_in: returns what is in the place of a parameter or buffer meanwhile.
     """
-    saved_state = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    saved = [(module, dict(vars(module)), _tensors_of(module)) for module in root.modules()]
     containers = [
-        each for _, attributes, _ in saved_state for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
+        each for _, attributes, _ in saved for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
     ]
     contents = [copy.copy(each) for each in containers]
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        for module, _, buffers in saved_state:
-            made = {name: None if each is None else make_buffer(each) for name, each in buffers.items()}
-            module._buffers.update(made)
+        for _, _, tensors in saved:
+            for place, values in tensors:
+                place.update({name: None if each is None else stand_in(each) for name, each in values.items()})
         with devices.fork_rng(devices.current_device()):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for module, attributes, buffers in saved_state:
+        for module, attributes, tensors in saved:
             vars(module).clear()
             vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            for place, values in tensors:
+                place.clear()
+                place.update(values)
         for container, content in zip(containers, contents, strict=True):
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the two dicts that hold a module's own parameters and buffers, and a copy of each."""
+    return [(place, dict(place)) for place in (module._parameters, module._buffers)]

@@ -8,7 +8,7 @@
 
 What a forward may do is that of `torch.utils.checkpoint`, which enters this region too: it is run twice, and must do
 the same both times. Besides its arguments it may depend on weights, buffers, torch's default generators and autocast.
-Buffers are put back for the second run, whose writes are dropped (`core/buffers.py`); changed inputs and weights are an
+Buffers are put back for the second run, whose writes are dropped (`surroundings.py`); changed inputs and weights are an
 error that names them. With SMPKIT_CHECK=1 the second run is compared with the first, tensor by tensor.
 """
 
@@ -32,13 +32,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader, status
-from smpkit.torch.core.buffers import Buffers, all_modules, is_checked
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
-from smpkit.torch.core.rng_and_autocast import AutocastState, RandomState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
-from smpkit.torch.distributed.recorder import note_memory
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
+from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
+from smpkit.torch.recording.recorder import note_memory
 
 __all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
 
@@ -100,6 +99,8 @@ def checkpointing(
     )
     if modules and not is_trained:
         return _NOTHING  # a frozen stem has no backward, so there is nothing to recompute
+    if (trial := offloader.current().trial(tensors)) is not None:
+        return trial
     region = _Region(function, modules, weights, tensors, arguments, name, keeper or offloader.current(), **settings)
     return region.recording(tensors)
 
@@ -151,7 +152,7 @@ class _Region:
     ) -> None:
         self._function, self._arguments, self._path, self._keeper = function, arguments, name, keeper
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        self._random = RandomState(devices) if preserve_rng_state and not state.tracing else None
+        self._random = RandomState(devices) if preserve_rng_state else None
         self._autocast = AutocastState(devices)
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
@@ -174,13 +175,12 @@ class _Region:
         """Be around the forward, which begins with these tensors."""
         outer, recording.region = recording.region, self
         try:
-            with self._keeper.around(self._path):
-                # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
-                # saved tensors do.
-                is_inside = _top_hooks() is not None
-                self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
-                with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
-                    yield
+            # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
+            # saved tensors do.
+            is_inside = _top_hooks() is not None
+            self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
+            with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
+                yield
         finally:
             recording.region = outer
         self._buffers.end_forward()

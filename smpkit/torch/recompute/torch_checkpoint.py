@@ -33,7 +33,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import OriginalCall
-from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.recompute.region import checkpointing, name_of, recording
@@ -180,9 +179,7 @@ class _ForwardMode(_torch_forward_mode):  # type: ignore[misc]
             if _heard.offloads and _is_view(operator):
                 _heard.offloads = False
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            # A trial of the step only finds out what layers cost.
-            must = policy is CheckpointPolicy.MUST_CPU_OFFLOAD and not state.tracing
-            _heard.must_leave = str(operator) if must else None
+            _heard.must_leave = str(operator) if policy is CheckpointPolicy.MUST_CPU_OFFLOAD else None
             return CheckpointPolicy.MUST_SAVE if _heard.offloads else policy
 
         super().__init__(heard, *args, **kwargs)

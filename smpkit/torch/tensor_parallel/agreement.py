@@ -37,10 +37,11 @@ __all__ = ["CallConsistencyCheck", "common_seed", "compare_models", "weights_of_
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bool]) -> tuple[int, Sequence[bool]]:
+def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bool]) -> tuple[int, dict[str, bool]]:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
 
     Args:
+        root: the model.
         names: of the modules that tensor parallelism is about to treat.
         fresh: by name, whether those that it replaces get fresh weights, as this rank sees it.
 
@@ -53,18 +54,20 @@ def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bo
     group = state.process_group(CommGroup.TP_GROUP)
     parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
     description = [*parameters, *(f"distributed module {name}" for name in names)]
-    own = description, torch.initial_seed(), [*fresh.values()]
+    own = description, torch.initial_seed(), dict(fresh)
     reports = gather_objects(own, group, "the comparison of models between tensor-parallel ranks")
     first_rank, (first, seed, first_fresh) = dist.get_global_rank(group, 0), reports[0]
     for rank, (theirs, _, their_fresh) in zip(dist.get_process_group_ranks(group), reports, strict=True):
         if theirs != first:
+            pairs = (f"`{left}` against `{right}`" for left, right in zip(first, theirs, strict=False) if left != right)
+            lengths = f"{len(first)} against {len(theirs)} parameters and distributed modules"
             raise UsageError(
                 f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
-                f" {_first_difference(first, theirs)}",
+                f" {next(pairs, lengths)}",
                 hint="build the same model on every rank",
             )
-        for name, here, there in zip(fresh, first_fresh, their_fresh, strict=True):
-            if here and not there:
+        for name, is_fresh in first_fresh.items():
+            if is_fresh and not their_fresh[name]:
                 raise UsageError(
                     f"weights were loaded into `{name or 'the model'}` on rank {rank}, but not on rank {first_rank},"
                     " whose weights become those of the tensor-parallel group",
@@ -82,13 +85,6 @@ def weights_of_first_rank(whole: torch.Tensor) -> torch.Tensor:
     with waiting("the weights of tp_rank 0", group):
         dist.broadcast(tensor, group=group, group_src=0)
     return tensor.to(whole.device)
-
-
-def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
-    for left, right in zip(first, second, strict=False):
-        if left != right:
-            return f"`{left}` against `{right}`"
-    return f"{len(first)} against {len(second)} parameters and distributed modules"
 
 
 def common_seed() -> int:
@@ -146,11 +142,20 @@ class CallConsistencyCheck:
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(by_rank, own, group=group)
         calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
-        if _first_mismatch(calls):
-            _raise_call_mismatch(description)
-        if other := _first_mismatch(checksums):
+        ranks = dist.get_process_group_ranks(group)
+        if len({*calls}) > 1:
+            texts = gather_objects(description, group, "what tensor-parallel ranks call")
+            other = _first_other(texts)
             raise UsageError(
-                f"prescaled_batch is on, but {_rank_pair(other)} brought different values to {name}",
+                f"ranks {ranks[0]} and {ranks[other]} of a tensor-parallel group are about to do different things:"
+                f" {texts[0]}, and {texts[other]}",
+                hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same"
+                " length: `drop_last=True`, padding to a fixed length",
+            )
+        if len({*checksums}) > 1:
+            raise UsageError(
+                f"prescaled_batch is on, but ranks {ranks[0]} and {ranks[_first_other(checksums)]} of a tensor-parallel"
+                f" group brought different values to {name}",
                 hint="feed all ranks of a tensor-parallel group the same batch: shard data by smp.rdp_rank() of"
                 " smp.rdp_size(), with one seed for shuffling",
             )
@@ -158,25 +163,9 @@ class CallConsistencyCheck:
         return first
 
 
-def _first_mismatch(by_tp_rank: Sequence[Any]) -> int:
-    """Return the first tensor-parallel rank whose value is not that of rank 0; 0 if all are equal."""
-    return next((rank for rank, each in enumerate(by_tp_rank) if each != by_tp_rank[0]), 0)
-
-
-def _rank_pair(other: int) -> str:
-    first, second = (dist.get_global_rank(state.process_group(CommGroup.TP_GROUP), rank) for rank in (0, other))
-    return f"ranks {first} and {second} of a tensor-parallel group"
-
-
-def _raise_call_mismatch(description: str) -> None:
-    group = state.process_group(CommGroup.TP_GROUP)
-    by_rank = gather_objects(description, group, "what tensor-parallel ranks call")
-    other = _first_mismatch(by_rank)
-    raise UsageError(
-        f"{_rank_pair(other)} are about to do different things: {by_rank[0]}, and {by_rank[other]}",
-        hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same length:"
-        " `drop_last=True`, padding to a fixed length",
-    )
+def _first_other(by_tp_rank: Sequence[Any]) -> int:
+    """Return the first tensor-parallel rank whose value is not that of rank 0."""
+    return next(rank for rank, value in enumerate(by_tp_rank) if value != by_tp_rank[0])
 
 
 def _checksum_of_values(tensors: list[torch.Tensor]) -> int:

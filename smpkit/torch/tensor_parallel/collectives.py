@@ -14,7 +14,8 @@ The names are Megatron's: `to_tp` enters the region in which the ranks compute d
 `reduce_scatter_to_sequence_parallel_region`, for any dimension.) After `gather_to_tp` each rank uses the whole for
 something else, so gradients add up; after `gather_from_tp` all ranks compute the same, so each has the whole gradient
 already and takes its part. Backwards are made of these functions too, so they can be differentiated again. With one
-tensor-parallel rank they return their argument.
+tensor-parallel rank they return their argument. Those that cut a dimension raise UsageError if the ranks do not divide
+it.
 
 In a dry run (a step that is traced or measured on one rank, or runs on fake tensors) nothing is sent: the result has
 the right shape and stands for what the other ranks would send.
@@ -66,11 +67,7 @@ def gather_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def reduce_scatter_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's part along `dim` of the sum of all ranks' values.
-
-    Raises:
-        UsageError: the ranks do not divide the dimension.
-    """
+    """Return this rank's part along `dim` of the sum of all ranks' values."""
     return _run(reduce_scatter_from_tp, x, dim)
 
 
@@ -80,20 +77,12 @@ def gather_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def scatter_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's part along `dim` of a value that all ranks have.
-
-    Raises:
-        UsageError: the ranks do not divide the dimension.
-    """
+    """Return this rank's part along `dim` of a value that all ranks have."""
     return _run(scatter_to_tp, x, dim)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
-    """Return this rank's part along `split_dim` of every rank's value, in their order along `concat_dim`.
-
-    Raises:
-        UsageError: the ranks do not divide the dimension that is cut.
-    """
+    """Return this rank's part along `split_dim` of every rank's value, in their order along `concat_dim`."""
     return _run(all_to_all, x, split_dim, concat_dim)
 
 
@@ -185,59 +174,48 @@ _reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "redu
 _all_gather_single: Final = _function_of_dist("all_gather_single", "all_gather_into_tensor")
 
 
-def _copy_forward(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _all_reduce(x: torch.Tensor) -> torch.Tensor:
-    _compare_shape("all-reduce", x)
-    summed = x.clone(memory_format=torch.contiguous_format)  # the reduction is in place, and x may be kept for backward
-    group = tp_group()
-    with waiting(f"all-reduce of {list(x.shape)} between tensor-parallel ranks", group):
-        dist.all_reduce(summed, group=group)
-    return summed
-
-
 def start_all_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
     """Start an all-gather, outside of autograd; the function that is returned waits for it and returns the result."""
-    _compare_shape("all-gather", x)
-    group, mine = tp_group(), x.contiguous()
-    gathered = x.new_empty((state.tp_size, *x.shape))
-    what = f"all-gather of {list(x.shape)} between tensor-parallel ranks"
-    with waiting(what, group):
-        work = _all_gather_single(gathered.view(-1), mine.view(-1), group=group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        with waiting(what, group):
-            work.wait()
-        return _concat_rows(gathered, dim)
-
-    return finish
+    gathered, mine = x.new_empty((state.tp_size, *x.shape)), x.contiguous()
+    return _start(
+        ("all-gather", x),
+        lambda group: _all_gather_single(gathered.view(-1), mine.view(-1), group=group, async_op=True),
+        lambda: _concat_rows(gathered, dim),
+    )
 
 
 def start_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
     """Start a reduce-scatter, outside of autograd; the returned function waits for it and returns the result."""
-    _compare_shape("reduce-scatter", x)
-    group, parts = tp_group(), _parts_as_rows(x, dim)
+    parts = _parts_as_rows(x, dim)
     part = x.new_empty(parts.shape[1:])
-    what = f"reduce-scatter of {list(x.shape)} between tensor-parallel ranks"
-    with waiting(what, group):
-        work = _reduce_scatter_single(part.view(-1), parts.view(-1), group=group, async_op=True)
+    return _start(
+        ("reduce-scatter", x),
+        lambda group: _reduce_scatter_single(part.view(-1), parts.view(-1), group=group, async_op=True),
+        lambda: part,
+    )
+
+
+def _start(
+    what: tuple[str, torch.Tensor], send: Callable[[dist.ProcessGroup], Any], result: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    _compare_shape(*what)
+    group, text = tp_group(), f"{what[0]} of {list(what[1].shape)} between tensor-parallel ranks"
+    with waiting(text, group):
+        work = send(group)
 
     def finish() -> torch.Tensor:
-        with waiting(what, group):
+        with waiting(text, group):
             work.wait()
-        return part
+        return result()
 
     return finish
 
 
-def _all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return start_all_gather(x, dim)()
-
-
-def _reduce_scatter(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return start_reduce_scatter(x, dim)()
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    summed = x.clone(memory_format=torch.contiguous_format)  # the reduction is in place, and x may be kept for backward
+    return _start(
+        ("all-reduce", x), lambda group: dist.all_reduce(summed, group=group, async_op=True), lambda: summed
+    )()
 
 
 def _own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -247,20 +225,21 @@ def _own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
-    _compare_shape("all-to-all", x)
-    group, parts = tp_group(), _parts_as_rows(x, split_dim)
+    parts = _parts_as_rows(x, split_dim)
     received = torch.empty_like(parts)
-    with waiting(f"all-to-all of {list(x.shape)} between tensor-parallel ranks", group):
-        dist.all_to_all_single(received.view(-1), parts.view(-1), group=group)
-    return _concat_rows(received, concat_dim)
+    return _start(
+        ("all-to-all", x),
+        lambda group: dist.all_to_all_single(received.view(-1), parts.view(-1), group=group, async_op=True),
+        lambda: _concat_rows(received, concat_dim),
+    )()
 
 
 _FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
-    "copy_to_tp": _copy_forward,
+    "copy_to_tp": lambda x: x,
     "reduce_from_tp": _all_reduce,
-    "gather_to_tp": _all_gather,
-    "reduce_scatter_from_tp": _reduce_scatter,
-    "gather_from_tp": _all_gather,
+    "gather_to_tp": lambda x, dim: start_all_gather(x, dim)(),
+    "reduce_scatter_from_tp": lambda x, dim: start_reduce_scatter(x, dim)(),
+    "gather_from_tp": lambda x, dim: start_all_gather(x, dim)(),
     "scatter_to_tp": _own_part,
     "all_to_all": _all_to_all,
 }

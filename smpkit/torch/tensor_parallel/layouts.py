@@ -42,6 +42,7 @@ __all__ = [
     "default_layout",
     "divide_parameter",
     "enter_region",
+    "gather_indices",
     "leave_region",
     "mark_replicated",
     "new_replicated_parameter",
@@ -101,6 +102,14 @@ def leave_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     return (
         collectives.reduce_from_tp(x) if boundary.dim is None else collectives.reduce_scatter_from_tp(x, boundary.dim)
     )
+
+
+def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
+    """Return the indices (or labels, masks: what has no gradient) of all samples of the group."""
+    if boundary is not Layout.SHARD_BATCH:
+        return indices
+    with torch.no_grad():
+        return collectives.gather_to_tp(indices, 0)
 
 
 def check_divisible(what: str, value: int) -> None:

@@ -29,10 +29,10 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.shards import shard_range
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
-from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
+from smpkit.torch.tensor_parallel.layouts import Layout, default_layout, gather_indices
+from smpkit.torch.tensor_parallel.linear import unshard_features
 
-__all__ = ["cross_entropy", "gather_logits", "with_lazy_logits"]
+__all__ = ["causal_loss", "cross_entropy", "gather_logits", "with_lazy_logits"]
 
 
 def cross_entropy(
@@ -42,7 +42,6 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     num_classes: int | None = None,
-    boundary: Layout | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of this rank's samples, as `torch.nn.functional.cross_entropy` does of whole logits.
 
@@ -53,15 +52,13 @@ def cross_entropy(
         ignore_index: label of samples that count for nothing.
         reduction: `mean` over the samples that count, `sum`, or `none` (the loss of each).
         num_classes: of all ranks; None if each has as many.
-        boundary: whether ranks have samples of their own (SHARD_BATCH) or the same (REPLICATE); None for what the
-            configuration says.
 
     Raises:
         UsageError: shapes do not fit, the reduction is unknown, or (on the CPU) a label is no class.
         RuntimeError: a label is no class, on a GPU; it comes when the host waits for the GPU next.
     """
     if has_torch_function((logits, labels)):  # a StageTensor: the call runs on the pipeline rank that has the values
-        options: Any = {"ignore_index": ignore_index, "num_classes": num_classes, "boundary": boundary}
+        options: Any = {"ignore_index": ignore_index, "num_classes": num_classes}
         return handle_torch_function(cross_entropy, (logits, labels), logits, labels, reduction=reduction, **options)
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
@@ -71,21 +68,46 @@ def cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
         )
         return losses.view(labels.shape) if reduction == "none" else losses
-    losses = _losses(logits, labels, ignore_index, num_classes, boundary or default_layout())
+    losses = _losses(logits, labels, ignore_index, num_classes)
     if reduction == "none":
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
-def _losses(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Layout
+def causal_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
 ) -> torch.Tensor:
-    has_own_samples = boundary is Layout.SHARD_BATCH
+    """Return Hugging Face's loss of causal models, from the logits of this rank's part of the vocabulary.
+
+    Args:
+        logits: (samples, length, this rank's classes).
+        labels: (samples, length); each position is compared with the label of the next one.
+        vocab_size: classes of all ranks.
+        num_items_in_batch: divide the sum by this; None for the mean.
+        ignore_index: label of positions that count for nothing.
+        shift_labels: labels that are compared as they lie, instead of `labels`.
+    """
+    if shift_labels is None:  # not the logits: a slice of these would be a copy of the largest tensor there is
+        shift_labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "num_classes": vocab_size}
+    if num_items_in_batch is None:
+        return cross_entropy(logits, shift_labels, **options)
+    return cross_entropy(logits, shift_labels, reduction="sum", **options) / num_items_in_batch
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None) -> torch.Tensor:
+    has_own_samples = default_layout() is Layout.SHARD_BATCH
     samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
     _check_shapes(logits, labels, samples)
     # Logits are those of all samples of the group, labels those of this rank's samples.
-    all_labels = gather_indices(labels, Layout.SHARD_BATCH) if has_own_samples else labels
+    all_labels = gather_indices(labels, default_layout())
     own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
     parts: Any = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
     statistics = torch.stack(parts, -1).unsqueeze(0)
@@ -154,25 +176,22 @@ class _LocalStatistics(torch.autograd.Function):
         return gradient.to(logits.dtype), None
 
 
-def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | None = None) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return all classes of this rank's samples, from this rank's classes of all samples.
 
     Args:
         logits: (samples, ..., this rank's classes), of all ranks' samples.
         num_classes: of all ranks.
-        boundary: as in `cross_entropy`.
     """
     if has_torch_function((logits,)):
-        return handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
+        return handle_torch_function(gather_logits, (logits,), logits, num_classes)
     if state.tp_size == 1:
         return logits
     # The last ranks may have fewer classes, but an exchange takes equal pieces.
     longest = shard_range(num_classes, 0, state.tp_size)[1]
     if logits.shape[-1] < longest:
         logits = functional.pad(logits, (0, longest - logits.shape[-1]))
-    has_own_samples = (boundary or default_layout()) is Layout.SHARD_BATCH
-    whole = collectives.all_to_all(logits, 0, -1) if has_own_samples else collectives.gather_from_tp(logits, -1)
-    return whole.narrow(-1, 0, num_classes)
+    return unshard_features(logits, default_layout()).narrow(-1, 0, num_classes)
 
 
 # --- logits of Hugging Face models, gathered when they are read ------------------------------------------------------

@@ -54,6 +54,8 @@ class DistributedModule(KeepsShardMarks):
 
     initializes_shards: ClassVar[bool] = True
     """Whether `reset_parameters()` makes this rank's pieces; delayed initialisation then calls only that."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """What the constructor takes as `**options`."""
 
     def __init__(self, *, boundary: Layout | None = None) -> None:
         super().__init__()
@@ -65,20 +67,19 @@ class DistributedModule(KeepsShardMarks):
         Raises:
             UsageError: a name is missing or unknown, or a shape is not that of the whole tensor.
         """
-        own_tensors = {**dict(self.named_parameters()), **_saved_buffers(self)}
-        # `named_parameters` names a tied parameter once; the given state may have it under its other name.
-        known = {name for name, _ in self.named_parameters(remove_duplicate=False)} | set(own_tensors)
-        problems = [f"`{name}` is missing" for name in own_tensors if name not in state]
-        problems += [f"`{name}` is unknown" for name in state if name not in known]
+        own = named_tensors(self)
+        loaded = {id(own[name]) for name in state if name in own}
+        problems = [f"`{name}` is missing" for name, tensor in own.items() if id(tensor) not in loaded]
+        problems += [f"`{name}` is unknown" for name in state if name not in own]
         problems += [
-            f"`{name}` is {list(state[name].shape)}, not {list(global_shape(tensor))}"
-            for name, tensor in own_tensors.items()
-            if name in state and state[name].shape != global_shape(tensor)
+            f"`{name}` is {list(whole.shape)}, not {list(global_shape(own[name]))}"
+            for name, whole in state.items()
+            if name in own and whole.shape != global_shape(own[name])
         ]
         if problems:
             raise UsageError(f"this is not the state of a whole {type(self).__name__}: {'; '.join(problems)}")
-        for name, tensor in own_tensors.items():
-            load_shard(tensor, state[name])
+        for name, whole in state.items():
+            load_shard(own[name], whole)
 
 
 def global_shape(tensor: torch.Tensor) -> torch.Size:
@@ -121,6 +122,8 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and saved buffers of a module by name, tied ones under all of theirs."""
     saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters(remove_duplicate=False)), **buffers}

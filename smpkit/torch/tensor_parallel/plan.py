@@ -37,15 +37,15 @@ from torch import nn
 from torch.nn import functional
 
 from smpkit.errors import UnsupportedError
-from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.placement.shards import TpShard, mark, shard_of
+from smpkit.torch.placement.shards import TpShard, is_tp_shard, mark
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.layouts import Layout, divide_parameter, enter_region, leave_region
+from smpkit.torch.tensor_parallel.layouts import Layout, default_layout, divide_parameter, enter_region
+from smpkit.torch.tensor_parallel.linear import sum_shares
 from smpkit.torch.tensor_parallel.marking import marking_of
 from smpkit.torch.tensor_parallel.plan_vocabulary import are_tied, divide_vocabulary, in_forward
 
-__all__ = ["apply_tp_plan", "has_tp_plan", "styles_of"]
+__all__ = ["apply_tp_plan", "has_tp_plan"]
 
 _log = logging.getLogger("smpkit")
 
@@ -87,18 +87,45 @@ _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 
 
 @dataclass(frozen=True)
+class _Named:
+    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it."""
+
+    name: str
+    style: str
+    owner: Any
+    target: Any
+
+    @property
+    def division(self) -> _Division | None:
+        """How it is divided, if its style divides."""
+        return _DIVISIONS.get(self.style)
+
+    @property
+    def is_excepted(self) -> bool:
+        """Whether the user excepted it."""
+        marking = marking_of(self.target) if isinstance(self.target, nn.Module) else None
+        return marking is not None and not marking.enabled
+
+
+@dataclass(frozen=True)
 class _Group:
     """What the plan names below one child of a layer: all of it is divided, or nothing.
 
     Args:
         name: of the child, from the root on.
         stack: the name of the list of layers that it lies in.
-        styles: by name from the root on.
+        members: what the plan names.
     """
 
     name: str
     stack: str
-    styles: dict[str, str] = field(default_factory=dict)
+    members: list[_Named] = field(default_factory=list)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it has one sum over the ranks, which ends it, and one way in."""
+        ends = [not each.division.by_output for each in self.members if each.division is not None]
+        return sum(ends) == 1 < len(ends) and not any(each.style in _EXPERTS for each in self.members)
 
 
 def has_tp_plan(module: nn.Module) -> bool:
@@ -111,11 +138,15 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def styles_of(root: nn.Module) -> dict[str, str]:
-    """Return the styles of the modules and parameters of `root` that its plan names, by name from the root on."""
+def _named_by_plan(root: nn.Module) -> list[_Named]:
     plan = _plan_of(root)
-    names = [name for name, _ in root.named_modules()] + [name for name, _ in root.named_parameters()]
-    return {name: plan[_generic(name)] for name in names if _generic(name) in plan}
+    everything: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
+    styled = ((name, plan.get(_generic(name)), target) for name, target in everything)
+    return [
+        _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target)
+        for name, style, target in styled
+        if style is not None
+    ]
 
 
 def _generic(name: str) -> str:
@@ -134,21 +165,21 @@ def apply_tp_plan(root: nn.Module) -> None:
     """
     if state.tp_size == 1:
         return
-    styles = styles_of(root)
-    excepted = {name for name in styles if _is_excepted(root, name)}
-    vocabulary = divide_vocabulary(root, styles, excepted)
-    _refuse_unknown_styles(root, styles, vocabulary)
+    named = _named_by_plan(root)
+    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if not each.is_excepted})
+    named = [each for each in named if each.target not in vocabulary]
+    _refuse_unknown_styles(root, named)
     undivided: dict[str, str] = {}
-    groups = [*_divisible_groups(root, styles, vocabulary, undivided)]
+    groups = [*_divisible_groups(root, named, undivided)]
     stacks = sorted({group.stack for group in groups})
     for base in sorted({_base_of(root, stack) for stack in stacks}):
-        _prepare_base(root, base)
-    for stack in stacks:
-        if _divides_between_layers():
-            _divide_stack(root, stack, groups)
+        _prepare_base(root, root.get_submodule(base))
+    if _divides_between_layers():
+        for stack in stacks:
+            _divide_stack(root, stack, [group.name for group in groups if group.stack == stack and group.is_block])
     for group in groups:
-        for name, style in group.styles.items():
-            _divide(root, name, style)
+        for each in group.members:
+            _divide(each)
         for name, module in root.get_submodule(group.name).named_modules():
             if name.endswith(_ACTIVATION):
                 _mark_whole(module, adds_up=True)
@@ -164,33 +195,30 @@ def _divides_between_layers() -> bool:
 # --- what can be divided ----------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown_styles(root: nn.Module, styles: Mapping[str, str], vocabulary: set[str]) -> None:
-    for name, style in styles.items():
-        is_known = style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
-        is_elsewhere = style == "embedding_rowwise" and name not in vocabulary and _stack_of(root, name) is not None
+def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
+    for each in named:
+        is_known = each.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
+        is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
         if not is_known or is_elsewhere:
             raise UnsupportedError(
-                f"the plan of {type(root).__name__} divides `{_generic(name)}` by the style `{style}`, which smpkit"
-                " does not know there",
+                f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
+                " smpkit does not know there",
                 hint="except the model with smp.set_tensor_parallelism(module, enabled=False)",
             )
 
 
-def _divisible_groups(
-    root: nn.Module, styles: Mapping[str, str], vocabulary: set[str], undivided: dict[str, str]
-) -> Iterator[_Group]:
+def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str, str]) -> Iterator[_Group]:
     """Yield the groups that are divided; say in `undivided` why others are not, by the name in the plan."""
     groups: dict[str, _Group] = {}
-    for name, style in styles.items():
-        stack = _stack_of(root, name)
+    for each in named:
+        stack = _stack_of(root, each.name)
         if stack is not None:
-            child = ".".join(name.split(".")[: stack.count(".") + 3])
-            groups.setdefault(child, _Group(child, stack)).styles[name] = style
-        elif style in _DIVISIONS and name not in vocabulary:
-            undivided[_generic(name)] = "it lies outside of lists of layers"
+            child = ".".join(each.name.split(".")[: stack.count(".") + 3])
+            groups.setdefault(child, _Group(child, stack)).members.append(each)
+        elif each.division is not None:
+            undivided[_generic(each.name)] = "it lies outside of lists of layers"
     for group in groups.values():
-        reasons = (_why_undivided(root, name, style) for name, style in group.styles.items())
-        why = next(filter(None, reasons), None)
+        why = next(filter(None, map(_why_undivided, group.members)), None)
         if why is None:
             yield group
         else:
@@ -200,11 +228,8 @@ def _divisible_groups(
 def _stack_of(root: nn.Module, name: str) -> str | None:
     """Return the name of the outermost list of layers around something; None if there is none."""
     parts = name.split(".")
-    for count in range(1, len(parts)):
-        outer = ".".join(parts[:count])
-        if parts[count].isdigit() and isinstance(root.get_submodule(outer), nn.ModuleList):
-            return outer
-    return None
+    outer = (".".join(parts[:count]) for count in range(1, len(parts)) if parts[count].isdigit())
+    return next((each for each in outer if isinstance(root.get_submodule(each), nn.ModuleList)), None)
 
 
 def _base_of(root: nn.Module, stack: str) -> str:
@@ -217,61 +242,56 @@ def _base_of(root: nn.Module, stack: str) -> str:
     return ""
 
 
-def _is_excepted(root: nn.Module, name: str) -> bool:
-    marking = None if _is_parameter(root, name) else marking_of(root.get_submodule(name))
-    return marking is not None and not marking.enabled
-
-
-def _is_parameter(root: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own in root.get_submodule(owner)._parameters
-
-
-def _why_undivided(root: nn.Module, name: str, style: str) -> str | None:
+def _why_undivided(named: _Named) -> str | None:
     """Return why something cannot be divided by its style; None if it can."""
-    if _is_excepted(root, name):
+    name, target, division = named.name, named.target, named.division
+    if named.is_excepted:
         return "it is excepted from tensor parallelism"
-    division = _DIVISIONS.get(style)
     if division is None:
         return None
-    if _is_parameter(root, name):
-        parameter = root.get_parameter(name)
+    if isinstance(target, nn.Parameter):
         if "gate_up" in name and not division.packed:  # halves of each expert, which its plan divides as one
             return f"the plan divides `{name}` as if it held one weight"
-        return _why_indivisible(name, parameter.shape[_dim_of(parameter, division)], division)
-    layer = root.get_submodule(name)
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        return f"`{name}` is no plain linear layer, but a {type(layer).__name__}"
-    owner = root.get_submodule(name.rpartition(".")[0])
-    if division.by_output and not division.whole_outside and _is_attention(owner):
-        return _why_heads_are_indivisible(owner, name, layer)
-    return _why_indivisible(name, layer.out_features if division.by_output else layer.in_features, division)
-
-
-def _why_indivisible(name: str, features: int, division: _Division) -> str | None:
+        features = target.shape[_dim_of(target, division)]
+    else:
+        if not isinstance(target, nn.Linear) or type(target).forward is not nn.Linear.forward:
+            return f"`{name}` is no plain linear layer, but a {type(target).__name__}"
+        if _is_attention(named.owner) and not division.whole_outside:
+            why = (_why_heads_are_indivisible if division.by_output else _why_sum_is_inside)(named.owner, name, target)
+            if why is not None or division.by_output:
+                return why
+        features = target.out_features if division.by_output else target.in_features
     features //= 1 + division.packed
-    return (
-        f"{state.tp_size} ranks do not divide the {features} features of `{name}`" if features % state.tp_size else None
-    )
+    is_divisible = features % state.tp_size == 0
+    return None if is_divisible else f"{state.tp_size} ranks do not divide the {features} features of `{name}`"
 
 
 def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "head_dim") or "attention" in type(module).__name__.lower()
 
 
-def _heads(attention: nn.Module) -> int | None:
+def _heads(attention: Any) -> int | None:
     heads = getattr(getattr(attention, "config", None), "num_attention_heads", None)
     return heads if isinstance(heads, int) else None
 
 
-def _kv_heads(attention: nn.Module, name: str, layer: nn.Linear) -> int | None:
+def _kv_heads(attention: Any, name: str, layer: nn.Linear) -> int | None:
     """Return how many heads a projection of keys or values has, where there may be fewer than of queries."""
     width = getattr(attention, "head_dim", None)
+    if name.endswith("v_proj"):
+        width = getattr(attention, "v_head_dim", width)
     may_be_fewer = name.endswith(("k_proj", "v_proj")) and hasattr(attention, "num_key_value_groups")
     return layer.out_features // width if may_be_fewer and isinstance(width, int) else None
 
 
-def _why_heads_are_indivisible(attention: nn.Module, name: str, layer: nn.Linear) -> str | None:
+def _why_sum_is_inside(attention: Any, name: str, layer: nn.Linear) -> str | None:
+    hidden = getattr(getattr(attention, "config", None), "hidden_size", layer.out_features)
+    # Doge has factors of a mask there, one for each head.
+    is_end = layer.out_features == hidden
+    return None if is_end else f"`{name}` sums over the ranks what each of them needs for its own heads"
+
+
+def _why_heads_are_indivisible(attention: Any, name: str, layer: nn.Linear) -> str | None:
     heads, kv_heads = _heads(attention), _kv_heads(attention, name, layer)
     if heads is None:
         return "its number of heads is not known (no `config.num_attention_heads`)"
@@ -287,26 +307,22 @@ def _why_heads_are_indivisible(attention: nn.Module, name: str, layer: nn.Linear
 # --- dividing ---------------------------------------------------------------------------------------------------------
 
 
-def _divide(root: nn.Module, name: str, style: str) -> None:
+def _divide(named: _Named) -> None:
     """Divide what a style names, and let it take and return what the style says."""
-    division = _DIVISIONS.get(style)
-    if division is not None and _is_parameter(root, name):
-        parameter = root.get_parameter(name)
-        divide_parameter(parameter, _dim_of(parameter, division), packed=division.packed)
-        return
-    module, owner = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
-    if division is not None:
-        assert isinstance(module, nn.Linear)
-        _divide_linear(module, name, division, owner)
+    target, style, division = named.target, named.style, named.division
+    if division is not None and isinstance(target, nn.Parameter):
+        divide_parameter(target, _dim_of(target, division), packed=division.packed)
+    elif division is not None:
+        (_divide_column if division.by_output else _divide_row)(target, named.name, division, named.owner)
     elif style == _ADDS_UP:
-        _mark_whole(module, adds_up=True)
+        _mark_whole(target, adds_up=True)
     elif style in _EXPERTS:
-        module.register_forward_pre_hook(_enter_experts, with_kwargs=True)
-        module.register_forward_hook(_sum_of_experts)
+        target.register_forward_pre_hook(_enter_experts, with_kwargs=True)
+        target.register_forward_hook(_sum_of_experts)
     elif style == "moe_identity_expert":
-        module.register_forward_pre_hook(_share_of_identity)
+        target.register_forward_pre_hook(_share_of_identity)
     elif style == "mla_kv_a_proj" and not _divides_between_layers():
-        module.register_forward_hook(functools.partial(_copy_rotated_part, owner))
+        target.register_forward_hook(functools.partial(_copy_rotated_part, named.owner))
 
 
 def _dim_of(parameter: torch.Tensor, division: _Division) -> int:
@@ -317,24 +333,19 @@ def _mark_whole(module: nn.Module, *, adds_up: bool, except_for: torch.Tensor | 
     """Mark the undivided parameters in a module with how their gradients are reduced.
 
     Args:
-        adds_up: each rank has a part of the gradient; else all have the whole one, of the samples of all.
+        module: with the parameters.
+        adds_up: each rank has a part of the gradient; else all have the whole one, of the samples of all ranks.
         except_for: a parameter that is reduced as any other of data parallelism.
     """
-    # The average over data-parallel ranks divides by their number. Where each brings samples, the sum of the ranks'
-    # gradients is that of tp_size losses, and an equal gradient on all of them is, too.
-    size = state.tp_size
-    if state.cfg.prescaled_batch:
-        group, scale = CommGroup.DP_GROUP, float(size) if adds_up else 1.0
-    else:
-        group, scale = (CommGroup.DP_GROUP, 1.0) if adds_up else (CommGroup.RDP_GROUP, 1 / size)
+    parts = Layout.SHARD_SEQUENCE if state.cfg.prescaled_batch else Layout.SHARD_BATCH
+    group, scale = parts.replicated_reduction if adds_up else default_layout().shard_reduction
     for parameter in module.parameters():
-        shard = shard_of(parameter)
-        if parameter is not except_for and not (shard is not None and shard.is_distributed):
-            mark(parameter, TpShard(tuple(parameter.shape), None, (), state.tp_rank, size, group, scale))
+        if parameter is not except_for and not is_tp_shard(parameter):
+            mark(parameter, TpShard(tuple(parameter.shape), None, (), state.tp_rank, state.tp_size, group, scale))
 
 
-def _divide_linear(layer: nn.Linear, name: str, division: _Division, owner: nn.Module) -> None:
-    kv_heads = _kv_heads(owner, name, layer) if division.by_output and not division.whole_outside else None
+def _divide_column(layer: nn.Linear, name: str, division: _Division, owner: nn.Module) -> None:
+    kv_heads = None if division.whole_outside else _kv_heads(owner, name, layer)
     rows = None
     if kv_heads is not None and kv_heads < state.tp_size:
         # Neighbouring ranks share a head. All hold the whole projection, and compute the head that their queries need.
@@ -344,51 +355,50 @@ def _divide_linear(layer: nn.Linear, name: str, division: _Division, owner: nn.M
         # Hugging Face's attention repeats keys and values this many times: here once for each query head of this rank.
         vars(owner)["num_key_value_groups"] = heads // state.tp_size
         _mark_whole(layer, adds_up=True)
-    elif division.by_output:
+    else:
         for parameter in layer.parameters():
             divide_parameter(parameter, 0, packed=division.packed)
         if not division.whole_outside:
             layer.out_features //= state.tp_size  # for `repr`, and for models that reshape by it
-    else:
-        divide_parameter(layer.weight, 1, packed=division.packed)
-    vars(layer)["forward"] = _DividedLinear(layer, division, _SharedInput.of(owner), rows)
+    shared = None if _divides_between_layers() else _SharedInput.of(owner)
+    vars(layer)["forward"] = functools.partial(_column, layer, shared, rows, division.whole_outside)
 
 
-class _DividedLinear:
-    """The forward of a divided linear layer; an object, because copies of a module copy it with them.
+def _column(
+    layer: nn.Linear, shared: _SharedInput | None, rows: tuple[int, int] | None, returns_all: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's output features, or all: the forward of a layer that is divided by them.
 
     Args:
+        layer: with this rank's pieces.
+        shared: how the input enters the region; None: the block around the layer has gathered it.
         rows: first and number of the output features that are computed, of a layer that all ranks hold whole.
+        returns_all: whether the features of all ranks are put together.
+        x: all input features.
     """
+    weight: Any = layer.weight
+    bias: torch.Tensor | None = layer.bias
+    if rows is not None:
+        weight, bias = weight.narrow(0, *rows), None if bias is None else bias.narrow(0, *rows)
+    output = functional.linear(x if shared is None else shared.enter(x), weight, bias)
+    if not returns_all:
+        return output
+    # In a block what each rank computes from all features is its part of the gradient, elsewhere all of it.
+    return (collectives.gather_to_tp if shared is None else collectives.gather_from_tp)(output, -1)
 
-    def __init__(
-        self, layer: nn.Linear, division: _Division, shared: _SharedInput, rows: tuple[int, int] | None
-    ) -> None:
-        self._layer, self._division, self._shared, self._rows = layer, division, shared, rows
-        self._in_block = _divides_between_layers()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._by_output(x) if self._division.by_output else self._by_input(x)
+def _divide_row(layer: nn.Linear, _name: str, division: _Division, _owner: nn.Module) -> None:
+    divide_parameter(layer.weight, 1, packed=division.packed)
+    vars(layer)["forward"] = functools.partial(_row, layer, division.whole_outside)
 
-    def _by_output(self, x: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self._layer.weight
-        bias: torch.Tensor | None = self._layer.bias
-        if self._rows is not None:
-            weight, bias = weight.narrow(0, *self._rows), None if bias is None else bias.narrow(0, *self._rows)
-        output = functional.linear(x if self._in_block else self._shared.enter(x), weight, bias)
-        if not self._division.whole_outside:
-            return output
-        # In a block what each rank computes from all features is its part of the gradient, elsewhere all of it.
-        return collectives.gather_to_tp(output, -1) if self._in_block else collectives.gather_from_tp(output, -1)
 
-    def _by_input(self, x: torch.Tensor) -> torch.Tensor:
-        if self._division.whole_outside:
-            width = self._layer.weight.shape[1]
-            x = x.narrow(-1, width * state.tp_rank, width) if self._in_block else collectives.scatter_to_tp(x, -1)
-        partial = functional.linear(x, self._layer.weight)
-        output = leave_region(partial, _layout_now()) if self._in_block else collectives.reduce_from_tp(partial)
-        bias: torch.Tensor | None = self._layer.bias
-        return output if bias is None else output + bias  # before the sum, each rank would add it
+def _row(layer: nn.Linear, takes_all: bool, x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks: the forward of a layer that is divided by its input features."""
+    if takes_all:
+        width = layer.weight.shape[1]
+        is_part = _divides_between_layers()  # of the gradient, which the block around the layer adds up
+        x = x.narrow(-1, width * state.tp_rank, width) if is_part else collectives.scatter_to_tp(x, -1)
+    return sum_shares(functional.linear(x, layer.weight), _layout_now(), layer.bias)
 
 
 class _SharedInput:
@@ -437,30 +447,26 @@ def _share_of_identity(_module: nn.Module, args: tuple[torch.Tensor]) -> torch.T
     return args[0] / state.tp_size
 
 
-def _copy_rotated_part(attention: nn.Module, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+def _copy_rotated_part(attention: Any, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
     """Copy the rotated part of DeepSeek's keys, which goes past the divided layer to the heads of every rank."""
-    config: Any = attention.config
-    size: int = config.qk_rope_head_dim
-    whole, rotated = output.narrow(-1, 0, output.shape[-1] - size), output.narrow(-1, -size, size)
+    size: int = attention.config.qk_rope_head_dim
+    whole, rotated = output[..., :-size], output[..., -size:]
     return torch.cat([whole, collectives.copy_to_tp(rotated)], -1)
 
 
 # --- the model around the layers, and samples of its own on each rank -------------------------------------------------
 
 
-def _prepare_base(root: nn.Module, name: str) -> None:
+def _prepare_base(root: Any, base: nn.Module) -> None:
     """Let the model that runs the layers compute on the samples of all ranks, where each brings its own."""
-    base = root.get_submodule(name)
     base.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)
     if state.cfg.prescaled_batch:
         return
     _refuse_dropout(base)
-    embedding: Any = root.get_input_embeddings() if are_tied(root) else None  # type: ignore[operator]
-    shard = None if embedding is None else shard_of(embedding.weight)
-    table = None
-    if embedding is not None and not (shard is not None and shard.is_distributed):
+    embedding: Any = root.get_input_embeddings() if are_tied(root) else None
+    table = None if embedding is None or is_tp_shard(embedding.weight) else embedding.weight
+    if table is not None:
         # The head reads the table, too, for this rank's samples: it is reduced as an ordinary parameter.
-        table = embedding.weight
         embedding.register_forward_hook(_divide_gradient)
     _mark_whole(base, adds_up=False, except_for=table)
     base.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
@@ -556,11 +562,9 @@ def _layout_now() -> Layout:
     return Layout.SHARD_SEQUENCE if state.cfg.prescaled_batch else Layout.SHARD_BATCH
 
 
-def _divide_stack(root: nn.Module, stack: str, groups: list[_Group]) -> None:
+def _divide_stack(root: nn.Module, stack: str, blocks: list[str]) -> None:
     """Divide hidden states between the layers of a list, whose blocks gather them."""
     layers: Any = root.get_submodule(stack)
-    inside = [group for group in groups if group.stack == stack]
-    blocks = {group.name for group in inside if _is_block(group)}
     for name, module in layers.named_modules(prefix=stack):
         has_own = next(module.parameters(recurse=False), None) is not None
         is_norm = "norm" in type(module).__name__.lower()
@@ -578,12 +582,6 @@ def _divide_stack(root: nn.Module, stack: str, groups: list[_Group]) -> None:
     enter_block = functools.partial(_on_hidden_states, _enter_block)
     for name in blocks:
         root.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
-
-
-def _is_block(group: _Group) -> bool:
-    """Tell whether a group has one sum over the ranks, which ends it, and one way in."""
-    divisions = [_DIVISIONS[style].by_output for style in group.styles.values() if style in _DIVISIONS]
-    return divisions.count(False) == 1 < len(divisions) and not {*_EXPERTS} & {*group.styles.values()}
 
 
 def _on_hidden_states(

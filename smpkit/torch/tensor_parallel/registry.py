@@ -17,6 +17,8 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_callable
+from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
+from smpkit.torch.tensor_parallel.linear import DistributedLinear
 
 __all__ = [
     "CallArguments",
@@ -65,7 +67,7 @@ class ReplacementRule:
 
     Args:
         original: the class (exactly: a subclass may compute something else), or its qualified name.
-        distributed: the class that takes its place, or its qualified name.
+        distributed: the class that takes its place.
         init_hook: makes the distributed class's arguments from the original's; None: they are the same.
         forward_hook, return_hook: convert a call's arguments and result; None: they are the same.
         arguments: reads the original's arguments from an instance, where they need not have been recorded.
@@ -79,7 +81,7 @@ class ReplacementRule:
     """
 
     original: type[nn.Module] | str
-    distributed: type[nn.Module] | str
+    distributed: type[nn.Module]
     init_hook: ArgumentHook | None = None
     forward_hook: ArgumentHook | None = None
     return_hook: Callable[[Any], Any] | None = None
@@ -93,12 +95,11 @@ class ReplacementRule:
     @property
     def original_class(self) -> type[nn.Module]:
         """The class that is replaced, imported now if it was named."""
-        return _import_class(self.original) if isinstance(self.original, str) else self.original
-
-    @property
-    def distributed_class(self) -> type[nn.Module]:
-        """The class that takes the original's place, imported now if it was named."""
-        return _import_class(self.distributed) if isinstance(self.distributed, str) else self.distributed
+        if not isinstance(self.original, str):
+            return self.original
+        place, _, name = self.original.rpartition(".")
+        imported: type[nn.Module] = getattr(importlib.import_module(place), name)
+        return imported
 
 
 _rules: dict[str, ReplacementRule] = {}
@@ -167,10 +168,17 @@ def tp_register(
         UsageError: not a class of modules, or a hook that cannot be called.
     """
     _check_class(dist_module, "dist_module")
-    translations: Any = {"to_distributed": to_distributed, "from_distributed": from_distributed}
 
     def decorate(original: _Module) -> _Module:
-        tp_register_with_module(original, dist_module, init_hook, forward_hook, return_hook, **translations)
+        tp_register_with_module(
+            original,
+            dist_module,
+            init_hook,
+            forward_hook,
+            return_hook,
+            to_distributed=to_distributed,
+            from_distributed=from_distributed,
+        )
         return original
 
     return decorate
@@ -195,7 +203,7 @@ def tp_register_with_module(
     """
     _check_class(module_cls, "module_cls")
     _check_class(dist_module, "dist_module")
-    hooks: Any = {"init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook}
+    hooks: dict[str, Any] = {"init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook}
     hooks |= {"to_distributed": to_distributed, "from_distributed": from_distributed}
     for name, hook in hooks.items():
         if hook is not None:
@@ -223,12 +231,6 @@ def qualified_name(kind: type) -> str:
 def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
     return _rules.get(qualified_name(type(module)))
-
-
-def _import_class(name: str) -> type[nn.Module]:
-    place, _, kind = name.rpartition(".")
-    imported: type[nn.Module] = getattr(importlib.import_module(place), kind)
-    return imported
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
@@ -267,18 +269,16 @@ def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: M
             f"{kind.__name__} cannot be made with the arguments that its init hook returned: {error}",
             hint=f"its arguments are {signature}",
         ) from error
-    for name in argument_names(kind) & overrides.keys():
-        bound.arguments[name] = overrides[name]
-    return bound.args, bound.kwargs
+    chosen = {name: overrides[name] for name in argument_names(kind) & overrides.keys()}
+    bound.arguments.update({name: chosen.pop(name) for name in signature.parameters if name in chosen})
+    return bound.args, {**bound.kwargs, **chosen}
 
 
 def argument_names(kind: type[nn.Module]) -> set[str]:
     """Return the names by which the arguments of a class can be given."""
-    return {
-        name
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    parameters = inspect.signature(kind).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return named | {*getattr(kind, "options", ())}
 
 
 # --- torch.nn classes ----------------------------------------------------------------------------------------------
@@ -298,17 +298,6 @@ def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tup
     return ((name, functools.partial(state.__getitem__, name)) for name in state)
 
 
-_LAYERS: Final = "smpkit.torch.tensor_parallel.layers"
-for _original, _distributed, _arguments in (
-    (nn.Linear, f"{_LAYERS}.linear.DistributedLinear", _linear_arguments),
-    (nn.Embedding, f"{_LAYERS}.embedding.DistributedEmbedding", _embedding_arguments),
-):
-    register(
-        ReplacementRule(
-            _original,
-            _distributed,
-            arguments=_arguments,
-            to_distributed=_same_names,
-            from_distributed=_same_names,
-        )
-    )
+_SAME: Final[dict[str, Any]] = {"to_distributed": _same_names, "from_distributed": _same_names}
+register(ReplacementRule(nn.Linear, DistributedLinear, arguments=_linear_arguments, **_SAME))
+register(ReplacementRule(nn.Embedding, DistributedEmbedding, arguments=_embedding_arguments, **_SAME))

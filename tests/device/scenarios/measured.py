@@ -18,12 +18,12 @@ import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
-from smpkit.torch.distributed import recorder
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
 from smpkit.torch.offload import link
-from smpkit.torch.placement.measure import MeasureOptions, measure
+from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.trace import TrialStep
+from smpkit.torch.recording import recorder
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
 from tests.device.scenarios.steps import smp_step
 
@@ -95,10 +95,9 @@ def units_for_a_partition() -> None:
         model(x)
 
     with in_virtual_time():
-        found = measure(
+        found = measure_times(
             model,
             [UnitCost(name) for name in names],
-            MeasureOptions(times=True),
             TrialStep(step, (torch.zeros(2, WIDTH),), {}),
             torch.device(DEVICE),
         )

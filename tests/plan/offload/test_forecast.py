@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_ranks
-from smpkit.plan.offload.forecast import Forecast, forecast, layers_of
-from smpkit.plan.offload.work import LayerCost, LinkSpeed
+from smpkit.plan.offload.forecast import Forecast, forecast
+from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.actions import Costs
@@ -45,9 +46,10 @@ def _timeline(num_ranks: int, num_microbatches: int) -> Timeline:
 
 
 def _forecast(num_ranks: int, bytes_per_second: float, model: ModelFacts = _MODEL) -> tuple[Forecast, ...]:
-    places = [i * num_ranks // 6 for i in range(6)]
+    per_rank = 6 // num_ranks
+    runs = {Segment(rank, 0): model.costs[rank * per_rank :][:per_rank] for rank in range(num_ranks)}
     speed = Speed(1.0, LinkSpeed(bytes_per_second, bytes_per_second))
-    return forecast(model, _assignment(places), _timeline(num_ranks, 8), 4, speed)
+    return forecast(_timeline(num_ranks, 8), runs, 4, speed)
 
 
 def test_fast_link_hides_everything_and_little_stays() -> None:
@@ -77,12 +79,15 @@ def test_a_step_without_checkpointed_layers_moves_nothing() -> None:
     assert (only.out_bytes, only.resident_bytes, only.needed_bytes_per_second) == (0, 0, 0.0)
 
 
-def test_segments_of_a_rank_are_the_units_between_other_ranks() -> None:
-    timeline, speed = Timeline(simple(SegmentGraph.loop(2, 2), 2), (), ()), Speed(5.0, LinkSpeed(1.0, 1.0))
-    layer = LayerCost(2.0, 4.0, _BOUNDARY, 2.0)
-    assert layers_of(_MODEL, _assignment([0, 0, 1, 0, 1, 1]), timeline, 0, speed) == [[layer, layer], [layer]]
-    # Where the plan has one segment, they are one.
-    assert layers_of(_MODEL, _assignment([0, 1, 0, 1, 0, 1]), _timeline(2, 2), 0, speed) == [[layer] * 3]
+def test_layers_are_those_of_the_segments() -> None:
+    timeline = simulate(simple(SegmentGraph.loop(2, 2), 2), Costs())
+    names = {Segment(0, 0): [0, 1], Segment(1, 0): [2], Segment(0, 1): [3], Segment(1, 1): [4, 5]}
+    runs = {segment: [_COSTS[index] for index in indices] for segment, indices in names.items()}
+    first, second = forecast(timeline, runs, 1, Speed(5.0, LinkSpeed(math.inf, math.inf)))
+    # Both hold the three layers of two microbatches at the end of the last forward.
+    assert first.resident_bytes == second.resident_bytes == 2 * 3 * _BOUNDARY
+    apart = forecast(timeline, {**runs, Segment(0, 1): []}, 1, Speed(5.0, LinkSpeed(math.inf, math.inf)))
+    assert apart[0].resident_bytes == 2 * 2 * _BOUNDARY
 
 
 @pytest.mark.parametrize(

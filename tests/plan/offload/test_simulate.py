@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.graphs import SETTINGS
 
-_PAGE = Path(__file__).parents[3] / "docs/explanation/planning-offload.md"
 _WINDOWS = [Window(horizon=1), Window(horizon=4), Window(horizon=8), Window(1), Window(2), Window(4), Window(8)]
 _TABLE = {
     # Copy time over forward time: (stall in % of the time without copies, peak in boundaries) for each window. First
@@ -59,8 +57,12 @@ def _row(copy_seconds: float, rules: Rules) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("copy_seconds", _TABLE)
 def test_first_stage_of_eight_as_in_the_known_tables(copy_seconds: float) -> None:
     assert _row(copy_seconds, Rules()) == _TABLE[copy_seconds]
-    (line,) = [line for line in _PAGE.read_text().splitlines() if line.startswith(f"| {copy_seconds} |")]
-    assert line == " | ".join([f"| {copy_seconds}", *(f"{a:g}, {b}" for a, b in _row(copy_seconds, ON_A_GPU))]) + " |"
+
+
+def test_the_page_says_what_long_copies_cost() -> None:
+    """`docs/explanation/offload.md`: with a copy of two forwards, 17 to 22 % of a step on that stage."""
+    stalls = [stall for stall, _ in _row(2.0, ON_A_GPU)]
+    assert (round(min(stalls)), round(max(stalls))) == (17, 22)
 
 
 @pytest.mark.parametrize(("copy_seconds", "lead", "peak"), [(0.1, 1, 2), (1.0, 1, 2), (2.0, 2, 35), (3.0, 3, 47)])

@@ -55,8 +55,8 @@ def change(key: str, value: Any) -> str:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", change("format", 2), change("units", [["a", 2]]), change("units", [["a"]]), change("loads", [])],
-    ids=["empty", "list", "no keys", "format", "partition", "pair", "loads"],
+    ["", "[]", "{}", change("units", [["a", 2]]), change("units", [["a"]]), change("loads", [])],
+    ids=["empty", "list", "no keys", "partition", "pair", "loads"],
 )
 def test_text_that_is_no_assignment_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a partition assignment"):

@@ -75,13 +75,12 @@ def change(schedule: Schedule, key: str, value: Any) -> str:
         "",
         "[]",
         "{}",
-        change(one_f_one_b(2, 2), "format", 99),
         change(one_f_one_b(2, 2), "actions", ["F0 F1 X0"]),
         change(one_f_one_b(2, 2), "transfers", [[0, 0, 1]]),
         change(one_f_one_b(2, 2), "segments", [[0, 1]]),
         change(one_f_one_b(2, 2), "num_ranks", None),
     ],
-    ids=["empty", "list", "no keys", "format", "action", "transfer", "segments", "ranks"],
+    ids=["empty", "list", "no keys", "action", "transfer", "segments", "ranks"],
 )
 def test_text_that_is_no_schedule_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError):

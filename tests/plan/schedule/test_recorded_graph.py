@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.graph import Segment, Transfer
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 
@@ -124,3 +125,18 @@ def test_a_segment_keeps_copies_of_what_no_unit_in_it_saves_first() -> None:
     assert recorded(True, False).copies(unsaved)[THERE] == 32
     assert recorded(True, True).copies(unsaved)[THERE] == 40
     assert recorded(True, True).copies(COSTS)[THERE] == 0
+
+
+def test_without_a_record_units_hand_on_to_the_next_and_neighbours_on_a_rank_are_a_segment() -> None:
+    units = [UnitCost(name, output_bytes=place) for place, name in enumerate("abcdef")]
+    assumed = RecordedGraph.assumed(units, assign(units, 2, {"c": 1, "f": 1}, 0))
+    assert {segment: "".join(unit.name for unit in run) for segment, run in assumed.runs(units).items()} == {
+        Segment(0, 0): "ab",
+        Segment(1, 0): "c",
+        Segment(0, 1): "de",
+        Segment(1, 1): "f",
+    }
+    graph = assumed.graph(2, has_backward=True)
+    assert [transfer.num_bytes for transfer in graph.transfers if transfer.is_message] == [1, 2, 4]
+    assert graph.loop_chunks == 2
+    assert not any(assumed.copies(units).values())

@@ -99,10 +99,10 @@ def test_a_name_that_the_format_uses_itself_is_refused() -> None:
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
-ANY = ["truncated", "renamed", "flipped in a tensor", "another save's"]
-CASES = [("user_content.pt", kind) for kind in ANY]
-for name in ("model_0_0_0.safetensors", "optimizer_0_0_0.safetensors"):
-    CASES += [(name, kind) for kind in (*ANY, "swapped", "flipped in the header")]
+# Flipped bits of each file are in `test_damage.py`.
+KINDS = ["truncated", "renamed", "another save's", "swapped", "flipped in the header"]
+CASES = [("user_content.pt", "another save's"), ("optimizer_0_0_0.safetensors", "swapped")]
+CASES += [("model_0_0_0.safetensors", kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -139,10 +139,7 @@ def damage(path: Path, kind: str) -> str:
         path.write_bytes((path.parent.parent / "one_partial" / path.name).read_bytes())
         assert path.stat().st_size == len(data)
         return "has the CRC-32"
-    at = 12 if kind == "flipped in the header" else len(data) - 2
-    if path.suffix == ".pt":
-        at = data.index(b"step")
-    data[at] ^= 1
+    data[12] ^= 1  # in the header
     path.write_bytes(data)
     return "has the CRC-32"
 

@@ -254,9 +254,3 @@ def test_nothing_is_imported_because_a_file_names_it(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert find_allowed("setup_everything.A") is None
     assert "setup_everything" not in sys.modules
-
-
-def test_what_cannot_be_pickled_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds something that cannot be pickled"):
-        write_file(tmp_path / "f", {"step": lambda: None})
-    assert list(tmp_path.iterdir()) == []

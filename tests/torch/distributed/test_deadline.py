@@ -113,6 +113,24 @@ def test_ranks_that_wait_for_each_other_are_in_a_deadlock_and_say_where() -> Non
         assert re.search(rf"rank 0 {place} and rank 1 {place}\nhint: every rank makes the same calls in", message)
 
 
+def all_receive_in_a_ring() -> tuple[str, float]:
+    smp.init({"ddp": True})
+    let_judge(0, [1, 2])
+    if smp.rank() == 0:
+        facts().wait(["rank 1 waits", "rank 2 waits"])
+        wait_shortly(2)
+    else:
+        facts().set(f"rank {smp.rank()} waits", "")
+    return outcome(lambda: smp.recv_from((smp.rank() + 1) % 3))
+
+
+def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
+    """Rank 2 waits for rank 0, which closed only its connection to the rank that it waited for itself."""
+    for message, seconds in run_ranks(all_receive_in_a_ring, 3):
+        assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
+        assert seconds < SECONDS  # not the half hour of the default
+
+
 RECEIVING = [(0, 1), (1, 2), (2, 3), (3, 1)]
 STEP, SENT, MESSAGE = "the inputs of the step", "send to rank 1", "forward of microbatch 1 (float32 [2] for `a`)"
 

@@ -89,18 +89,20 @@ def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str)
     assert run_ranks(one_fails, 2, how)[0].startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
 
 
-def one_condemns() -> str:
+def one_fails_all() -> str:
     backend = begin()
     if smp.rank() == 0:
-        deadline.fail_all_ranks(UsageError("ranks took different ways"))
+        failures = deadline.current_failures()
+        assert failures is not None
+        failures.fail_all_ranks(UsageError("ranks took different ways"))
         assert backend.ended.is_set()
         return message_of(smp.barrier)
     backend.item()
     return message_of(smp.barrier)
 
 
-def test_a_thread_that_condemns_the_job_wakes_all() -> None:
-    told = run_ranks(one_condemns, 2)
+def test_a_thread_that_fails_the_job_wakes_all() -> None:
+    told = run_ranks(one_fails_all, 2)
     assert told[0].startswith("UsageError: ranks took different ways")
     assert told[1].startswith("RemoteError: rank 0 failed: UsageError: ranks took different ways")
 
@@ -184,10 +186,11 @@ def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> 
 def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Spinning()
     monkeypatch.setattr(backends, "device_backends", lambda group: [backend])
-    monkeypatch.setattr(deadline, "_failed", True)
     try:
         smp.init({})
-        monkeypatch.setattr(deadline, "_failed", True)
+        failures = deadline.current_failures()
+        assert failures is not None
+        failures.has_failed = True
         initialize._at_exit()
         assert backend.ended.is_set()
         assert dist.is_initialized()  # nothing waited for the others

@@ -89,9 +89,9 @@ def test_replicas_train_as_one(on_device: bool, ours: bool) -> None:
 
 def test_other_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     smp.init({})
-    monkeypatch.setattr(state, "tp_size", 2)
+    monkeypatch.setitem(vars(state), "tp_size", 2)
     with pytest.raises(UnsupportedError, match="it works on one rank only"):
         smp.DistributedModel(nn.Sequential(OffloadModel(layers(), CPU)))
-    monkeypatch.setattr(state, "dp_size", 2)
+    monkeypatch.setitem(vars(state), "dp_size", 2)
     with pytest.raises(UnsupportedError, match=r"a DistributedModel cannot average.*\n.*process_group="):
         smp.DistributedModel(nn.Sequential(OffloadModel(layers(), CPU)))

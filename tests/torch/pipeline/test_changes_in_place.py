@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import smpkit.torch as smp
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
-from tests.ranks import RankFailed
+from tests.ranks import RankFailed, run_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
@@ -238,8 +239,17 @@ def changed_batch(model: Any, x: Tensor) -> Tensor:
 
 def running_mean(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        torch.zeros(WIDTH, dtype=x.dtype).copy_(x.mean(0))
+        torch.linspace(0, 1, WIDTH, dtype=x.dtype).copy_(x.mean(0))
     return x
+
+
+def viewed_before(model: Any, x: Tensor) -> Tensor:
+    """Fill a fresh tensor, a view of which the other ranks would read as it was."""
+    fresh = torch.zeros(2, WIDTH, dtype=x.dtype)
+    row = fresh[0]
+    fresh.add_(model.far(x))
+    result: Tensor = x + row
+    return result
 
 
 def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -267,6 +277,7 @@ REFUSED = {
     "what a unit has returned of its input": (between(returned_input, Returns), "it has returned its input, or a view"),
     "a tensor that all hold": (between(changed_batch), r"`far` changed in place a tensor of shape \[2, 6\] that every"),
     "a buffer that all hold": (between(running_mean, Shifts), r"`copy_` changed in place a tensor of shape \[6\]"),
+    "a view of a fresh tensor": (between(viewed_before, Shifts), r"`add_` changed in place a tensor of shape \[2, 6\]"),
     "not the first time": (between(gone_on_with, ChangesLater), "which it did not do the first time"),
     "a parameter of another rank": (
         between(averaged, Averages),
@@ -286,3 +297,49 @@ def test_changes_that_ranks_cannot_follow_are_refused(name: str) -> None:
     with pytest.raises(RankFailed, match=f"(?s){message}") as caught:
         run(case, EVENLY)
     assert "was used outside it" not in str(caught.value), "no rank may take the change for a tensor that leaked"
+
+
+# --- three ranks ------------------------------------------------------------------------------------------------------
+
+
+class Three(nn.Module):
+    """Makes a value on the first rank, changes it on the second, and asks the third for what it has made of it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle, self.view, self.last = Shifts(), Changes(), Returns(), Shifts()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def viewed_there(model: Any, x: Tensor) -> Tensor:
+    view = model.view(x)
+    result: Tensor = model.middle(x) + model.last(view)
+    return result
+
+
+def sent_before(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    before = model.last(row)
+    result: Tensor = model.middle(x) + model.last(row) + before
+    return result
+
+
+VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}
+
+
+def view_on_a_third_rank(function: Callable[[Any, Tensor], Tensor]) -> None:
+    smp.init({"pipeline_parallel_degree": 3, "ddp": True, "auto_partition": False, "default_partition": 0})
+    module = Three(function)
+    for layer, rank in ((module.middle, 1), (module.view, 2), (module.last, 2)):
+        smp.set_partition(layer, rank)
+    smp.step(mse_step)(smp.DistributedModel(module), torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_on_a_third_rank_are_refused(name: str) -> None:
+    # They kept the numbers of before the change, without a word.
+    with pytest.raises(RankFailed, match=r"(?s)shares its memory with a value that `middle` has changed in place"):
+        run_ranks(view_on_a_third_rank, 3, VIEWED[name])

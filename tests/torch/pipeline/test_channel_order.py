@@ -30,7 +30,7 @@ from smpkit.torch.pipeline import channels as rings
 from smpkit.torch.pipeline import gpu_link, host_link
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.gpu_link import GpuLink
-from smpkit.torch.pipeline.host_link import HostBuffers, HostLink
+from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.message_order import Message, P2PTransfer, timetable_of
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.step_plan import graph_of
@@ -187,7 +187,11 @@ def over(world: World) -> Iterator[None]:
             world.synchronize("what it copies to its host")
         return sends(self, data, target, tag, *args)
 
-    sends = HostLink._send
+    def receive(self: HostLink, buffer: torch.Tensor, *args: Any) -> Any:
+        world.kept.append(buffer)
+        return receives(self, buffer, *args)
+
+    sends, receives = HostLink._send, HostLink._recv
     fixed = SimpleNamespace(timeout=timedelta(seconds=60))
     clock = SimpleNamespace(
         sleep=lambda _: world.pause(), monotonic=time.monotonic, perf_counter_ns=time.perf_counter_ns
@@ -198,7 +202,7 @@ def over(world: World) -> Iterator[None]:
         mock.patch.object(host_link, "state", fixed),
         mock.patch.object(HostLink, "_send", send),
         mock.patch.object(rings.ReceivePool, "_made", keeping(rings.ReceivePool._made)),
-        mock.patch.object(HostBuffers, "take", keeping(HostBuffers.take)),
+        mock.patch.object(HostLink, "_recv", receive),
     ):
         yield
 

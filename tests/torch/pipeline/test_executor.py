@@ -16,6 +16,7 @@ from smpkit.plan.schedule.actions import Schedule
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.message_order import Message
+from smpkit.torch.pipeline.messages import Tag
 from tests.ranks import RankFailed, run_ranks
 
 WIDTH = 8
@@ -159,11 +160,14 @@ def count(degree: int, microbatches: int) -> list[dict[str, Any]]:
     messages: list[tuple[str, int, int, int]] = []
     transport.recorder = lambda direction, peer, size, tag, begin, end: messages.append((direction, peer, size, tag))
     objects: list[object] = []
+    sends = transport.hosts.send_object
 
-    def send_object(value: object, *_: object) -> None:
-        objects.append(value)
+    def send_object(value: object, targets: Any = None, tag: int = Tag.OBJECT, what: str = "") -> None:
+        if tag != Tag.INPUTS:
+            objects.append(value)
+        sends(value, targets, tag, what)
 
-    transport.hosts.send_object = send_object  # type: ignore[assignment, method-assign]
+    transport.hosts.send_object = send_object  # type: ignore[method-assign]
     steps = []
     for _ in range(3):
         messages.clear()

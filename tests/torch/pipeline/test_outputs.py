@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of
-from smpkit.torch.pipeline.outputs import MAX_INFERRED, MISSING, OutputSpecs, infer_output, with_strides_of
+from smpkit.torch.pipeline.outputs import MISSING, infer_output, with_strides_of
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
 CPU = torch.device("cpu")
@@ -104,13 +104,3 @@ def test_a_result_gets_the_strides_that_were_inferred_and_keeps_its_graph() -> N
     assert torch.equal(gradient, torch.ones_like(X))
     assert with_strides_of(spec_of(X), X) is X
     assert with_strides_of(spec_of(X), (X, X)) == (X, X)  # more than was inferred: the caller says so
-
-
-def test_inferred_outputs_are_bounded() -> None:
-    output_specs, spec = OutputSpecs(), spec_of(X)
-    for number in range(MAX_INFERRED + 10):
-        kind = output_specs.kind_of("mul", (None, True, None), (number,), (number,))
-        output_specs.remember_inferred(kind, spec)
-    assert len(output_specs._inferred) == MAX_INFERRED
-    assert len(output_specs) == 0
-    assert kind.output_spec == spec

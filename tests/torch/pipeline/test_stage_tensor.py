@@ -63,8 +63,8 @@ class Wire:
     def send(self, tensor: Tensor, _microbatch: int, _move: P2PTransfer, *, copy: bool = False) -> None:
         self.sent.append(tensor.clone())
 
-    def receive(self, _microbatch: int, _move: P2PTransfer, use: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        return self.sent.popleft() if use is None else use(self.sent.popleft())
+    def receive(self, _microbatch: int, _move: P2PTransfer) -> Tensor:
+        return self.sent.popleft()
 
 
 @contextmanager

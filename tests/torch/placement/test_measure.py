@@ -1,4 +1,4 @@
-"""Partitioning by measured times and memory: `trace_execution_times` and `trace_memory_usage`."""
+"""Partitioning by measured times: `trace_execution_times`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.placement.measure import MeasureOptions, measure
-from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model, units_of
+from smpkit.torch.placement.measure import measure_times
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
+from smpkit.torch.placement.units import units_of
 from tests.ranks import run_ranks
 from tests.transparency.test_pipeline_failures import told
 
@@ -36,34 +37,14 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
-class Hoarding(nn.Module):
-    """Keeps much for its backward, but only where the values say so: fake tensors cannot know."""
-
-    def __init__(self, copies: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.copies = copies
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if x.isfinite().all():
-            for _ in range(self.copies):
-                x = torch.sin(x)
-        return x
-
-
 def slow_first() -> nn.Module:
-    return nn.Sequential(*[Slow(seconds) for seconds in (0.02, 0.0, 0.0, 0.0)])
+    return nn.Sequential(*[Slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
 
 
-def hoarding_last() -> nn.Module:
-    return nn.Sequential(*[Hoarding(copies) for copies in (0, 0, 0, 40)])
-
-
-def measured(module: nn.Module, what: MeasureOptions) -> dict[str, Any]:
+def measured(module: nn.Module) -> dict[str, Any]:
     costs = measure_units(module, units_of(module), None)
     step = TrialStep(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
-    return {cost.name: cost for cost in measure(module, costs, what, step, CPU)}
+    return {cost.name: cost for cost in measure_times(module, costs, step, CPU)}
 
 
 class Twice(nn.Module):
@@ -71,31 +52,25 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(Hoarding(10), Hoarding(10))
+        self.layers = nn.Sequential(Slow(0.25), Slow(0.25))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[1](self.layers[0](self.layers[0](x)))
 
 
-def test_a_unit_that_is_called_twice_leaves_twice_as_much() -> None:
-    costs = measured(Twice(), MeasureOptions(memory=True))
-    assert costs["layers.0"].activation_bytes == pytest.approx(2 * costs["layers.1"].activation_bytes, rel=0.2)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time pass only where somebody sleeps."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
 
 
-def test_times_are_measured_by_unit_and_nothing_else_changes() -> None:
-    costs = measured(slow_first(), MeasureOptions(times=True))
-    assert len(costs) == 4
-    first, *others = costs.values()
-    assert 0.02 <= first.flops < 0.2
-    assert all(other.flops < first.flops / 4 for other in others)
-    assert first.activation_bytes == 0
-
-
-def test_memory_is_what_a_unit_leaves_allocated() -> None:
-    # The linear layer's output and one tensor of the same size for each sine.
-    size = 4 * WIDTH * 4
-    costs = measured(hoarding_last(), MeasureOptions(memory=True))
-    assert [cost.activation_bytes for cost in costs.values()] == [size, size, size, 41 * size]
+@pytest.mark.usefixtures("clock")
+def test_times_are_measured_by_unit_over_all_of_its_calls() -> None:
+    costs = measured(Twice())
+    assert {name: cost.flops for name, cost in costs.items()} == pytest.approx({"layers.0": 0.5, "layers.1": 0.25})
+    assert all(cost.activation_bytes == 0 for cost in costs.values())
 
 
 class Counting(nn.Module):
@@ -123,7 +98,7 @@ def test_measuring_leaves_no_trace() -> None:
     random.setstate(seeds[0])
     np.random.set_state(seeds[1])
     torch.set_rng_state(seeds[2])
-    measured(module, MeasureOptions(times=True, memory=True))
+    measured(module)
     assert chances() == expected
     assert module[0].calls == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -132,7 +107,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_a_trial_that_fails_leaves_no_trace_either() -> None:
     module = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, torch.clone):
+    with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, lambda tensor: tensor.clone()):
         module(torch.ones(3, 2, 2, 2))
     assert module.running_mean is not None
     assert not module.running_mean.any()
@@ -180,33 +155,23 @@ def test_a_slow_unit_gets_a_rank_for_itself_if_times_are_measured() -> None:
     assert lines[0] == "Partition assignments:"
 
 
-def test_a_unit_that_keeps_much_gets_a_rank_for_itself_if_memory_is_measured() -> None:
-    options = {"memory_weight": 1.0, "optimize": "memory"}
-    ((places, _), _) = run_ranks(partition, 2, "hoarding_last", {"trace_memory_usage": True}, options)
-    assert sizes(places) == [3, 1]
-
-
 def test_replicas_take_the_measurements_of_the_first() -> None:
-    wishes = {"trace_execution_times": True, "trace_memory_usage": True}
-    ranks = run_ranks(partition, 4, "slow_first", wishes, {})
+    ranks = run_ranks(partition, 4, "slow_first", {"trace_execution_times": True}, {})
     assert all(places == ranks[0][0] for places, _ in ranks)
-    assert "execution times and memory" in ranks[0][1][0]
+    assert sizes(ranks[0][0]) == [1, 3]
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"skip_tracing": True}, "skip_tracing is on: partitioned by parameter sizes, not by measured memory."),
-        (
-            {"auto_partition": False, "default_partition": 0},
-            "auto_partition is off: modules are placed by hand, not by measured memory.",
-        ),
+        ({"skip_tracing": True}, "skip_tracing is on: partitioned by parameter sizes"),
+        ({"auto_partition": False, "default_partition": 0}, "auto_partition is off: modules are placed by hand"),
     ],
     ids=["skip_tracing", "auto_partition"],
 )
 def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any], line: str) -> None:
-    ((_, lines), _) = run_ranks(partition, 2, "slow_first", {"trace_memory_usage": True}, options)
-    assert lines[0] == line
+    ((_, lines), _) = run_ranks(partition, 2, "slow_first", {"trace_execution_times": True}, options)
+    assert lines[0] == f"{line}, not by measured execution times."
 
 
 def measure_without_weights() -> tuple[str, float]:

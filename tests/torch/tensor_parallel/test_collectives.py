@@ -17,7 +17,7 @@ from benchmarks.tensor_parallel.counted import counted
 from smpkit.errors import ConfigError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.tensor_parallel import collectives as c
-from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
 from smpkit.torch.tensor_parallel.loss import _own_labels
 from tests.ranks import RankFailed, run_ranks

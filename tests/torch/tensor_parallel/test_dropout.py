@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.torch.core.runtime import state
-from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from tests.models_of_others import DIVISIBLE
+from tests.models_of_others import DIVISIBLE, divisible
 from tests.ranks import run_ranks
 from tests.train import batch
 
@@ -80,8 +80,9 @@ def train_blocks(registers: bool) -> None:
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
-    plain: Any = DIVISIBLE["GPT2"].build()
-    module: Any = DIVISIBLE["GPT2"].build()
+    scaled = divisible("GPT2", "LMHeadModel", scale_attn_by_inverse_layer_idx=True)
+    plain: Any = scaled.build()
+    module: Any = scaled.build()
     smp.set_tensor_parallelism(module.transformer.h, True)
     if registers:
         hooks = hf.gpt2.get_hf_gpt2_transformer_layer_hooks()

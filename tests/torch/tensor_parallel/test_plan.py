@@ -178,7 +178,7 @@ def test_losses_are_those_of_hugging_face() -> None:
     """Every argument of the loss means what it does there; without tensor parallelism logits are whole."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from smpkit.torch.tensor_parallel.plan_vocabulary import causal_loss
+    from smpkit.torch.tensor_parallel.loss import causal_loss
 
     smp.init({})
     numbers = torch.Generator().manual_seed(0)

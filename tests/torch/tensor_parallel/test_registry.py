@@ -44,7 +44,7 @@ def test_a_decorated_class_is_replaced_with_the_arguments_its_hook_makes() -> No
     module = kind(4, name="abc")
     entry = rule_for(module)
     assert entry is not None
-    assert entry.distributed_class is Split
+    assert entry.distributed is Split
     assert arguments_of(module, entry) == ((4,), {"depth": 3})
 
 
@@ -91,7 +91,7 @@ def test_registering_twice_records_once_and_the_last_counts() -> None:
     assert kind.__init__ is recording
     entry = rule_for(kind(1))
     assert entry is not None
-    assert entry.distributed_class is Split
+    assert entry.distributed is Split
 
 
 def test_what_is_no_module_class_is_refused() -> None:

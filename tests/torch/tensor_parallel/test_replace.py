@@ -17,8 +17,8 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.delayed import initialize, is_delayed
 from smpkit.torch.placement.shards import TpShard, mark, shard_of, take_shard
 from smpkit.torch.tensor_parallel import replace
-from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding
-from smpkit.torch.tensor_parallel.layers.linear import DistributedLinear
+from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
+from smpkit.torch.tensor_parallel.linear import DistributedLinear
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.models_of_others import DIVISIBLE

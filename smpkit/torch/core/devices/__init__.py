@@ -198,11 +198,6 @@ def wait_for_stream(device: torch.device) -> None:
         stream.synchronize()
 
 
-def has_happened(event: torch.Event | None) -> bool:
-    """Return, without waiting, whether the device has reached an event."""
-    return event is None or event.query()
-
-
 def wait_for_event(event: torch.Event | None) -> None:
     """Block the host until the device has reached an event, whatever has been queued since."""
     if event is not None:

@@ -233,7 +233,6 @@ GPTJ: Final = Family(
         "query_key_value_bias": False,
         "attention_dense_bias": False,
         "rotary_dim": "rotary_dim",
-        "rotary_interleaved": True,
         "attention_in_fp32": True,
     },
     base="transformer.",

@@ -10,7 +10,6 @@ import torch
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.tensor_parallel.layers.config import with_options
 from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead
 from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer
 from smpkit.torch.tensor_parallel.layouts import Layout
@@ -24,8 +23,6 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 
     With labels, logits are gathered when they are first read, which all ranks of the tensor-parallel group do together.
     """
-
-    __signature__ = with_options(DistributedTransformerLMHead)
 
     def forward(  # type: ignore[override]
         self,
@@ -73,7 +70,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
         if self.lm_head is None:
             assert isinstance(result, torch.Tensor)
             return modeling_outputs.BaseModelOutputWithPast(last_hidden_state=result)
-        gather = functools.partial(gather_logits, num_classes=self.vocab_size, boundary=self.boundary)
+        gather = functools.partial(gather_logits, num_classes=self.vocab_size)
         keeps_all = isinstance(kept, int) and kept == 0
         if isinstance(result, tuple):
             if not keeps_all:
@@ -106,8 +103,6 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 
 class HuggingFaceEncoder(DistributedTransformer):
     """A stack of layers that returns what Hugging Face's encoders return."""
-
-    __signature__ = with_options(DistributedTransformer)
 
     def forward(  # type: ignore[override]
         self,

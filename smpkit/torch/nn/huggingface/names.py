@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -37,17 +37,18 @@ class _Theirs:
     names: tuple[str, ...]
     transposed: bool = False
 
-    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return our tensor."""
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    def join(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return our tensor, from a state dict with theirs."""
+        tensors = [state[name] for name in self.names]
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return whole.t() if self.transposed and whole.dim() == 2 else whole
 
-    def cut(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return their tensors."""
-        if self.transposed and tensor.dim() == 2:
-            return [tensor.t().contiguous()]
-        count = len(self.names)
-        return [tensor] if count == 1 else [part.clone() for part in tensor.chunk(count)]
+    def part(self, state: Mapping[str, torch.Tensor], ours: str, index: int) -> torch.Tensor:
+        """Return one of their tensors, from a state dict with ours."""
+        whole = state[ours]
+        if self.transposed and whole.dim() == 2:
+            return whole.t().contiguous()
+        return whole if len(self.names) == 1 else whole.chunk(len(self.names))[index].clone()
 
 
 Layers = Mapping[str, "str | tuple[str, ...] | _Theirs"]
@@ -77,22 +78,10 @@ def translation(names: Names, *, to_hf: bool) -> Translation:
     """Return how state dicts are translated when a module is replaced, or back."""
 
     def translate(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterator[tuple[str, TensorOrFactory]]:
-        for ours, made_of in _expand_layers(names, state):
-            if to_hf and ours in state:
-                for index, theirs in enumerate(made_of.names):
-                    yield theirs, functools.partial(_part_of, state, ours, made_of, index)
-            elif not to_hf and all(theirs in state for theirs in made_of.names):
-                yield ours, functools.partial(_joined, state, made_of)
+        for _sources, translated in _translated(names, state, to_hf=to_hf):
+            yield from translated.items()
 
     return translate
-
-
-def _part_of(state: Mapping[str, torch.Tensor], ours: str, made_of: _Theirs, index: int) -> torch.Tensor:
-    return made_of.cut(state[ours])[index]
-
-
-def _joined(state: Mapping[str, torch.Tensor], made_of: _Theirs) -> torch.Tensor:
-    return made_of.join([state[theirs] for theirs in made_of.names])
 
 
 def rename(state: dict[str, Any], names: Names, *, to_hf: bool, inside: str = "") -> dict[str, Any]:
@@ -101,22 +90,35 @@ def rename(state: dict[str, Any], names: Names, *, to_hf: bool, inside: str = ""
     Tensors with unknown names keep them.
 
     Args:
+        state: is emptied.
+        names: of the family.
+        to_hf: whether it has our names.
         inside: translate what lies in modules of this name, at any depth; empty: everything.
     """
     renamed: dict[str, Any] = {}
     matches = (re.search(rf"(^|\.){inside}\." if inside else "", key) for key in state)
     for prefix in sorted({match.string[: match.end()] for match in matches if match}):
         part = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-        for ours, made_of in _expand_layers(names, part):
-            if to_hf and ours in part:
-                tensors = zip(made_of.names, made_of.cut(part.pop(ours)), strict=True)
-                renamed.update({prefix + theirs: tensor for theirs, tensor in tensors})
-            elif not to_hf and all(theirs in part for theirs in made_of.names):
-                renamed[prefix + ours] = made_of.join([part.pop(theirs) for theirs in made_of.names])
+        for sources, translated in _translated(names, part, to_hf=to_hf):
+            renamed.update({prefix + name: make() for name, make in translated.items()})
+            for source in sources:
+                del part[source]
         renamed.update({prefix + key: value for key, value in part.items() if not key.endswith(_MASKS)})
     renamed.update(state)
     state.clear()
     return renamed
+
+
+def _translated(
+    names: Names, state: Mapping[str, Any], *, to_hf: bool
+) -> Iterator[tuple[Sequence[str], dict[str, Callable[[], torch.Tensor]]]]:
+    """Yield which tensors of `state` become others, and by name what makes these."""
+    for ours, made_of in [*_expand_layers(names, state)]:
+        if to_hf and ours in state:
+            parts = enumerate(made_of.names)
+            yield [ours], {theirs: functools.partial(made_of.part, state, ours, index) for index, theirs in parts}
+        elif not to_hf and all(theirs in state for theirs in made_of.names):
+            yield made_of.names, {ours: functools.partial(made_of.join, state)}
 
 
 def _expand_layers(names: Names, state: Mapping[str, Any]) -> Iterator[tuple[str, _Theirs]]:

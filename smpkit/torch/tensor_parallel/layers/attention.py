@@ -11,7 +11,7 @@ Shapes, with B samples of the group, L positions of queries and K of keys (the s
     key, value        [B, N, K, D]
     scores and mask   [B, N, L, K]  a mask may have 1 for B, N and L
     attended          [B, N, L, D], for the dense layer [B, L, N * D]
-    output            [B, L, H]     this rank's share of the sum; whole after `leave_region`
+    output            [B, L, H]     again the part that the layout says
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from torch.nn import functional
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, config_of
-from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout, tp_rng
-from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
-from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout, tp_rng
+from smpkit.torch.tensor_parallel.layers.config import OPTIONS, TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
-from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
+from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, gather_indices
+from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask", "unpack_tuple"]
@@ -47,11 +46,12 @@ class DistributedAttentionLayer(DistributedModule):
         config: a TransformerConfig, or its fields in SMP v1's order or by name.
         cross_attention: queries come from the input, keys and values from `cross_states`.
         boundary: what comes in and goes out.
-        in_stack: masks are those of all samples already.
 
     Raises:
         ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
     """
+
+    options = OPTIONS
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class DistributedAttentionLayer(DistributedModule):
         post_layernorm: bool = True,
         *,
         boundary: Layout | None = None,
-        in_stack: bool = False,
         **options: Any,
     ) -> None:
         config = config_of(type(self), locals(), options)
@@ -77,7 +76,6 @@ class DistributedAttentionLayer(DistributedModule):
         check_divisible("num_attention_heads", config.num_attention_heads)
         self.config = config
         self.cross_attention = cross_attention
-        self.in_stack = in_stack
         self._make_linears(config)
         self.attention = FlashAttentionLayer(
             config.attention_dropout_prob,
@@ -117,29 +115,17 @@ class DistributedAttentionLayer(DistributedModule):
                 this rank: (batch, 1, 1, length) as a rule. Where positions rotate queries and
                 keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
         """
-        hidden, states, mask, positions = self._inputs(inputs)
+        names = (
+            ("hidden_states", "cross_states", "mask") if self.cross_attention else ("hidden_states", "attention_mask")
+        )
+        parts = unpack_tuple(type(self).__name__, inputs, names, rotates=bool(self.config.rotary_dim))
+        hidden, states, mask = parts["hidden_states"], parts.get("cross_states"), parts[names[-1]]
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        # The bias of `dense` comes after the sum between ranks: every rank has it, and the sum would count it tp_size
-        # times.
-        output: torch.Tensor = leave_region(self.partial_output(normal, states, mask, positions), self.boundary)
-        if self.dense.bias is not None:
-            output = output + self.dense.bias
+        output: torch.Tensor = self.dense(self.attended(normal, states, mask, parts.get("position_ids")))
         output = self.config.add(hidden, self.dropout(output))
         return output if self.layernorm is None else self.layernorm(output)
 
-    def _inputs(
-        self, inputs: tuple[torch.Tensor | None, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return hidden states, cross states, mask and positions."""
-        name = type(self).__name__
-        if self.cross_attention:
-            hidden, states, mask = unpack_tuple(name, inputs, ("hidden_states", "cross_states", "mask"))
-            return hidden, states, mask, None
-        rotates = bool(self.config.rotary_dim)
-        hidden, mask, positions = unpack_tuple(name, inputs, ("hidden_states", "attention_mask"), positions=rotates)
-        return hidden, None, mask, positions
-
-    def partial_output(
+    def attended(
         self,
         hidden: torch.Tensor,
         states: torch.Tensor | None,
@@ -148,7 +134,7 @@ class DistributedAttentionLayer(DistributedModule):
         *,
         entered: bool = False,
     ) -> torch.Tensor:
-        """Return what this rank's heads add to the output of all samples, before `leave_region` and the bias.
+        """Return what this rank's heads have attended to in all samples of the group: what `dense` takes.
 
         Args:
             hidden: (batch, length, hidden_size), where queries come from.
@@ -168,16 +154,14 @@ class DistributedAttentionLayer(DistributedModule):
                 hint="make the layer with a larger causal_mask_size, or truncate",
             )
         if config.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
-            if positions is not None and not self.in_stack:
-                positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
-            rotation = (config.rotary_dim, config.rotary_base, positions)
-            query = apply_rotary(query, *rotation, interleaved=config.rotary_interleaved)
-            key = apply_rotary(key, *rotation, interleaved=config.rotary_interleaved)
+            if positions is not None:
+                positions = gather_mask(positions, query.shape[0], self.boundary)
+            query, key = (rotated(each, config.rotary_dim, config.rotary_base, positions) for each in (query, key))
         if config.attention_in_fp32 and dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         bias, causal = self._bias(query, key, mask)
         attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
-        return self.dense.partial_output(attended.transpose(1, 2).flatten(2))  # of [B, L, N * D]
+        return attended.transpose(1, 2).flatten(2)  # of [B, L, N, D]
 
     def _heads(
         self, hidden: torch.Tensor, states: torch.Tensor | None, *, entered: bool
@@ -201,10 +185,7 @@ class DistributedAttentionLayer(DistributedModule):
         """Return the tensor to add to the scores, and whether to apply a causal mask as well."""
         config, causal = self.config, self.config.causal_mask_size is not None
         if mask is not None:
-            mask = additive_mask(mask, query.dtype)
-            if not self.in_stack:
-                num_samples = query.shape[0] // (state.tp_size if self.boundary is Layout.SHARD_BATCH else 1)
-                mask = gather_mask(mask, num_samples, self.boundary)
+            mask = gather_mask(additive_mask(mask, query.dtype), query.shape[0], self.boundary)
             if state.tp_size > 1 and mask.dim() == 4 and mask.shape[1] == config.num_attention_heads > 1:
                 mask = mask.tensor_split(state.tp_size, dim=1)[state.tp_rank]
             if config.masks_are_whole and mask.shape[-2] == query.shape[2]:
@@ -222,33 +203,37 @@ class DistributedAttentionLayer(DistributedModule):
         return bias if mask is None else mask.to(query.dtype) + bias, False
 
 
-def unpack_tuple(owner: str, inputs: object, names: Sequence[str], *, positions: bool | None = None) -> Sequence[Any]:
-    """Return the parts of the one tuple that a module of v1's takes.
+def unpack_tuple(owner: str, inputs: object, names: Sequence[str], *, rotates: bool = False) -> dict[str, Any]:
+    """Return the parts of the one tuple that a module of v1's takes, by name.
 
     Args:
+        owner: the module, for the error.
+        inputs: the tuple.
         names: of its parts; the first is needed.
-        positions: whether position ids may come last; None: not even as None.
+        rotates: whether position ids may come after the mask in a tuple of two.
 
     Raises:
         UsageError: it is no such tuple.
     """
-    lengths = (len(names), len(names) + 1) if positions else (len(names),)
+    takes_positions = rotates and len(names) == 2
+    lengths = (2, 3) if takes_positions else (len(names),)
     if not isinstance(inputs, tuple | list) or len(inputs) not in lengths or inputs[0] is None:
-        more = ", or with position_ids for a third" if positions else ""
+        more = ", or with position_ids for a third" if takes_positions else ""
         raise UsageError(
             f"{owner} takes one tuple ({', '.join(names)}){more}", hint="pass None for a mask that is not needed"
         )
-    return [*inputs, None][: len(names) + 1] if positions is not None else inputs
+    return dict(zip((*names, "position_ids"), inputs, strict=False))
 
 
 def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:
-    """Return the mask (or positions) of all samples of the group; given once for all `num_samples` of a rank, or each.
+    """Return the mask (or positions) of all `num_samples` of the group, if it is not that already.
 
     Ranks with samples of their own may each give another one for all of theirs.
     """
-    gathered = gather_indices(mask, boundary)
-    is_shared = mask.shape[0] == 1 and num_samples > 1 and gathered is not mask
-    return gathered.repeat_interleave(num_samples, 0) if is_shared else gathered
+    if state.tp_size == 1 or boundary is not Layout.SHARD_BATCH or mask.shape[0] == num_samples:
+        return mask
+    repeats = num_samples // state.tp_size if mask.shape[0] == 1 else 1
+    return gather_indices(mask, boundary).repeat_interleave(repeats, 0)
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -361,26 +346,19 @@ def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch
     return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
 
 
-def apply_rotary(
-    x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None = None, *, interleaved: bool
-) -> torch.Tensor:
-    """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
+def rotated(x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None) -> torch.Tensor:
+    """Return queries or keys (batch, heads, length, head size), pairs of their first features rotated by positions.
 
     Angles are computed in float32, as the models do that were trained with them.
 
     Args:
         positions: (batch, length), or (1, length) for all samples; None: 0, 1, 2, ...
     """
-    rotated_part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
     if positions is None:
         positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
     angles = (positions.float().unsqueeze(-1) * (1.0 / (base**exponents))).unsqueeze(1)  # for all heads
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    if interleaved:
-        even, odd = rotated_part[..., 0::2], rotated_part[..., 1::2]
-        rotated_part = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    else:
-        first, second = rotated_part.chunk(2, -1)
-        rotated_part = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([rotated_part, rest], -1) if rest.shape[-1] else rotated_part
+    even, odd = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([turned, x[..., rotary_dim:]], -1)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from torch.nn import functional
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.torch.core.arguments import check_probability, check_sizes
 
-__all__ = ["LayerOptions", "TransformerConfig", "activation_of", "config_of", "with_options"]
+__all__ = ["OPTIONS", "LayerOptions", "TransformerConfig", "activation_of", "config_of"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class LayerOptions:
 
     Args:
         use_alibi: add ALiBi's penalties of distance to the scores; their slopes halve `alibi_bias_max` times.
-        rotary_dim: the number of features of queries and keys, from the first, that positions rotate; 0 for none.
-        rotary_interleaved: pairs to rotate are neighbours (GPT-J), not half a head apart (GPT-NeoX).
+        rotary_dim: the number of features of queries and keys, from the first, that positions rotate in pairs of
+            neighbours (GPT-J); 0 for none.
         rotary_base: of the rotation's wave lengths.
         window_size: how many positions each sees, itself and those before it (GPT-Neo's local attention); None for all.
         scale_attention_scores: divide scores by the root of the head size.
@@ -38,14 +37,12 @@ class LayerOptions:
         attention_in_fp32: compute attention in float32 at least.
         query_key_value_bias, attention_dense_bias, mlp_bias: whether these linear layers have one.
         parallel_residual: `x + attention(norm(x)) + mlp(norm(x))`, with one exchange for both; needs pre_layernorm.
-        parallel_layernorm: with that, the MLP has a norm of its own (GPT-NeoX), or shares the other (GPT-J).
         fp32_residual_addition: add residuals in float32.
     """
 
     use_alibi: bool = False
     alibi_bias_max: float = 8
     rotary_dim: int = 0
-    rotary_interleaved: bool = False
     rotary_base: float = 10000.0
     window_size: int | None = None
     scale_attention_scores: bool = True
@@ -57,7 +54,6 @@ class LayerOptions:
     attention_dense_bias: bool = True
     mlp_bias: bool = True
     parallel_residual: bool = False
-    parallel_layernorm: bool = False
     fp32_residual_addition: bool = False
 
 
@@ -165,7 +161,6 @@ class TransformerConfig(LayerOptions):
 
 # --- constructors -----------------------------------------------------------------------------------------------------
 
-_OPTIONS: Final = tuple(each.name for each in dataclasses.fields(LayerOptions))
 _IGNORED: Final = (
     "distribute_embedding",
     "flash_attention",
@@ -176,6 +171,8 @@ _IGNORED: Final = (
     "zero_init",
 )
 """Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect."""
+OPTIONS: Final = (*(each.name for each in dataclasses.fields(LayerOptions)), *_IGNORED)
+"""What the constructors take beside the arguments that they name."""
 
 
 def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
@@ -194,28 +191,12 @@ def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, A
     first = next(iter(values.values()))
     if isinstance(first, TransformerConfig):
         return first
-    _check_options(owner.__name__, options, arguments)
-    return TransformerConfig(**values, **{name: value for name, value in options.items() if name not in _IGNORED})
-
-
-def _check_options(owner: str, options: Iterable[str], named: Iterable[str]) -> None:
-    """Raise UsageError if an option is unknown; `named` are the other arguments."""
     for name in options:
-        if name not in (*_OPTIONS, *_IGNORED):
-            near = difflib.get_close_matches(name, (*named, *_OPTIONS, *_IGNORED), 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"the options are {', '.join(sorted(_OPTIONS))}"
-            raise UsageError(f"{owner} has no argument `{name}`", hint=hint)
-
-
-def with_options(kind: type) -> inspect.Signature:
-    """Return the signature of a class with its `**options` spelled out: `with_overrides` goes by argument names."""
-    named = [each for each in inspect.signature(kind).parameters.values() if each.name != "options"]
-    # A stack sets these two for each layer.
-    excluded = {*(each.name for each in named), "layer_idx", "window_size"}
-    options = [name for name in (*_OPTIONS, *_IGNORED) if name not in excluded]
-    return inspect.Signature(
-        [*named, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options)]
-    )
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, (*arguments, *OPTIONS), 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"the options are {', '.join(sorted(OPTIONS))}"
+            raise UsageError(f"{owner.__name__} has no argument `{name}`", hint=hint)
+    return TransformerConfig(**values, **{name: value for name, value in options.items() if name not in _IGNORED})
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

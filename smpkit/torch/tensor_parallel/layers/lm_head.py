@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.embedding import VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.attention import additive_mask, unpack_tuple
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, config_of
-from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
-from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding
-from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
+from smpkit.torch.tensor_parallel.layers.config import OPTIONS, TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
-from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
-from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
+from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
+from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits
 from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks
 
 __all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
@@ -59,6 +58,8 @@ class DistributedTransformerLMHead(DistributedModule):
     Args:
         config: a TransformerConfig, or its fields in SMP v1's order or by name.
     """
+
+    options = OPTIONS
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class DistributedTransformerLMHead(DistributedModule):
         self.vocab_size = config.vocab_size
         self.is_causal = config.causal_mask_size is not None
         self.add_cross_attention = config.add_cross_attention
+        self.rotates = bool(config.rotary_dim) and not config.add_cross_attention
         self.whole_logits = config.whole_logits
         self.word_embedding = VocabularyParallelEmbedding(
             config.vocab_size, config.hidden_size, initializer_range=config.initializer_range, boundary=self.inner
@@ -104,7 +106,7 @@ class DistributedTransformerLMHead(DistributedModule):
         after_only = config.post_layernorm and not config.pre_layernorm
         self.embedding_layernorm = optional_layernorm(after_only, config, self.inner)
         self.dropout = ParallelDropout(config.embedding_dropout, self.inner)
-        self.transformer = DistributedTransformer(config, boundary=self.inner, inner=self.inner)
+        self.transformer = DistributedTransformer(config, boundary=self.inner)
         before_only = config.pre_layernorm and not config.post_layernorm
         self.layernorm = optional_layernorm(before_only, config, self.inner)
         self.lm_head = self._make_head(config) if config.add_lm_head else None
@@ -146,41 +148,40 @@ class DistributedTransformerLMHead(DistributedModule):
         self, inputs: Inputs, num_items: torch.Tensor | int | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Do what `forward` does; the loss is the sum over labels, divided by `num_items` if that is given."""
-        ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
-        hidden = self._embed(ids, token_types, positions)
-        masks = [_as_additive(each, hidden.dtype) for each in (mask, cross_mask)]
+        parts = self._parts_of(inputs)
+        ids, positions, labels = parts["input_ids"], parts["position_ids"], parts["labels"]
+        hidden = self._embed(ids, parts["token_type_ids"], positions)
+        mask, cross_mask = (_as_additive(parts.get(name), hidden.dtype) for name in ("attention_mask", "cross_mask"))
         if self.add_cross_attention:
-            if states is not None:
-                # Whole: their length has nothing to do with that of the sequences, and need not divide.
-                states = to_stack_layout(states, self.boundary, self.inner, whole=True)
-            hidden = self.transformer((hidden, states, *masks))[0]
-        elif positions is not None and self.transformer.rotates:
-            hidden = self.transformer((hidden, masks[0], positions))[0]
+            hidden = self.transformer((hidden, parts["cross_states"], mask, cross_mask))[0]
         else:
-            hidden = self.transformer((hidden, masks[0]))[0]
+            more = (positions,) if positions is not None and self.rotates else ()
+            hidden = self.transformer((hidden, mask, *more))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
         if self.lm_head is None:
-            return from_stack_layout(hidden, self.boundary, self.inner)
+            return collectives.gather_from_tp(hidden, 1) if self.inner is Layout.SHARD_SEQUENCE else hidden
         logits = self.lm_head(hidden)
-        whole = gather_logits(logits, self.vocab_size, self.boundary) if self.whole_logits else logits
-        return whole if labels is None else (self._loss(logits, labels, num_items), whole)
+        whole = gather_logits(logits, self.vocab_size) if self.whole_logits else logits
+        if labels is None:
+            return whole
+        shifted = None if self.is_causal else labels
+        return causal_loss(logits, labels, self.vocab_size, num_items, shift_labels=shifted), whole
 
-    def _inputs(self, inputs: Inputs) -> list[Any]:
+    def _parts_of(self, inputs: Inputs) -> dict[str, Any]:
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
-        by_name = dict(zip(names, unpack_tuple("DistributedTransformerLMHead", inputs, names), strict=True))
-        if self.add_cross_attention and by_name["cross_states"] is None:
+        parts = unpack_tuple("DistributedTransformerLMHead", inputs, names)
+        if self.add_cross_attention and parts["cross_states"] is None:
             raise UsageError("DistributedTransformerLMHead needs `cross_states`")
-        rotates = self.transformer.rotates and not self.add_cross_attention
-        if by_name["position_ids"] is not None and self.position_embedding is None and not rotates:
+        if parts["position_ids"] is not None and self.position_embedding is None and not self.rotates:
             raise UsageError(
                 "`position_ids` are given, but this model has no position embedding, and positions do not rotate"
                 " queries and keys",
                 hint="leave them out; num_positions or rotary_dim make a model that reads them",
             )
-        return [*inputs] if self.add_cross_attention else [*inputs[:4], None, None, inputs[4]]
+        return parts
 
     def _embed(
         self, ids: torch.Tensor, token_types: torch.Tensor | None, positions: torch.Tensor | None
@@ -203,9 +204,7 @@ class DistributedTransformerLMHead(DistributedModule):
 
     def _embed_words(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as the layers take them; given ones as they are."""
-        if ids.is_floating_point():
-            return to_stack_layout(ids, self.boundary, self.inner)
-        embedded: torch.Tensor = self.word_embedding(ids)
+        embedded: torch.Tensor = self._own_positions(ids) if ids.is_floating_point() else self.word_embedding(ids)
         return embedded
 
     def _embed_token_types(self, token_types: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
@@ -216,18 +215,9 @@ class DistributedTransformerLMHead(DistributedModule):
         embedded: torch.Tensor = self.token_type_embedding(self._own_positions(token_types))
         return embedded
 
-    def _own_positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the indices of those positions that this rank holds inside the stack."""
-        return collectives.scatter_to_tp(indices, 1) if self.inner is Layout.SHARD_SEQUENCE else indices
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
-        # Shift the labels, not the logits: a slice of these would be a copy of the largest tensor there is.
-        if self.is_causal:
-            labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
-        how: dict[str, Any] = {"num_classes": self.vocab_size, "boundary": self.boundary}
-        if num_items is None:
-            return cross_entropy(logits, labels, **how)
-        return cross_entropy(logits, labels, reduction="sum", **how) / num_items
+    def _own_positions(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of those positions that this rank holds inside the stack."""
+        return collectives.scatter_to_tp(values, 1) if self.inner is Layout.SHARD_SEQUENCE else values
 
 
 def _as_additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 ::
 
     hidden ──► attention ──► (cross attention) ──► output layer ──► hidden      DistributedTransformerLayer
-    outer layout ──to_stack_layout──► layer 0 ... layer n-1 ──from_stack_layout──► outer layout   DistributedTransformer
+    boundary ──► layer 0 ... layer n-1, which take and return `inner` ──► boundary           DistributedTransformer
 
 Shapes: hidden states are [batch, length, hidden_size], of which a rank holds what the layout says (layouts.py); between
 the linear layers of the output layer they are [batch of the group, length, intermediate_size / tp_size]. Masks and
@@ -18,36 +18,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layers.attention import (
     DistributedAttentionLayer,
     additive_mask,
     gather_mask,
     unpack_tuple,
 )
-from smpkit.torch.tensor_parallel.layers.config import TransformerConfig, activation_of, config_of
-from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
-from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.layers.config import OPTIONS, TransformerConfig, activation_of, config_of
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
-from smpkit.torch.tensor_parallel.layouts import (
-    Layout,
-    check_divisible,
-    enter_region,
-    leave_region,
-    stack_layout,
-)
+from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, enter_region, stack_layout
+from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sum_shares
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = [
     "DistributedTransformer",
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
-    "from_stack_layout",
-    "to_stack_layout",
 ]
 
 LayerInputs = tuple[torch.Tensor | None, ...]
@@ -65,6 +55,8 @@ class DistributedTransformerOutputLayer(DistributedModule):
     Raises:
         ConfigError: the ranks do not divide intermediate_size, or neither layer norm is asked for.
     """
+
+    options = OPTIONS
 
     def __init__(
         self,
@@ -92,8 +84,8 @@ class DistributedTransformerOutputLayer(DistributedModule):
         self.dense1 = ColumnParallelLinear(hidden, between, config.mlp_bias, **linear)
         self.dense2 = RowParallelLinear(between, hidden, config.mlp_bias, **linear)
         self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary)
-        shares_norm = config.parallel_residual and not config.parallel_layernorm
-        self.pre_layernorm = optional_layernorm(config.pre_layernorm and not shares_norm, config, self.boundary)
+        has_norm = config.pre_layernorm and not config.parallel_residual  # both branches read attention's
+        self.pre_layernorm = optional_layernorm(has_norm, config, self.boundary)
         self.layernorm = optional_layernorm(config.post_layernorm, config, self.boundary)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,18 +95,16 @@ class DistributedTransformerOutputLayer(DistributedModule):
         output = self.config.add(hidden, output)
         return output if self.layernorm is None else self.layernorm(output)
 
-    def partial_output(self, entered: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's part adds to the output of all samples, before `leave_region` and the bias."""
-        return self.dense2.partial_output(self.activation(self.dense1.project(entered)))
-
 
 class DistributedTransformerLayer(DistributedModule):
     """Attention, perhaps cross attention, and the output layer (the class of that name in SMP v1).
 
     Args:
         config: a TransformerConfig, or its fields in SMP v1's order or by name.
-        boundary, in_stack: as in DistributedAttentionLayer.
+        boundary: what comes in and goes out.
     """
+
+    options = OPTIONS
 
     def __init__(
         self,
@@ -134,19 +124,16 @@ class DistributedTransformerLayer(DistributedModule):
         post_layernorm: bool = True,
         *,
         boundary: Layout | None = None,
-        in_stack: bool = False,
         **options: Any,
     ) -> None:
         config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
         self.config = config
-        where: dict[str, Any] = {"boundary": self.boundary, "in_stack": in_stack}
-        self.attention = DistributedAttentionLayer(config, **where)
-        self.cross_attention = (
-            DistributedAttentionLayer(config.of_cross_attention(), cross_attention=True, **where)
-            if config.add_cross_attention
-            else None
-        )
+        self.attention = DistributedAttentionLayer(config, boundary=self.boundary)
+        self.cross_attention = None
+        if config.add_cross_attention:
+            other = config.of_cross_attention()
+            self.cross_attention = DistributedAttentionLayer(other, cross_attention=True, boundary=self.boundary)
         self.output = DistributedTransformerOutputLayer(config, boundary=self.boundary)
         self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary) if config.parallel_residual else None
 
@@ -158,34 +145,39 @@ class DistributedTransformerLayer(DistributedModule):
                 attention_mask, cross_mask)`, or with rotation `(hidden_states, attention_mask, position_ids)`; see
                 DistributedAttentionLayer.
         """
-        cross, rotates = self.cross_attention is not None, bool(self.config.rotary_dim)
-        hidden, states, mask, cross_mask, positions = unpack_inputs(inputs, cross=cross, rotates=rotates)
+        cross, rotates = self.config.add_cross_attention, bool(self.config.rotary_dim)
+        parts = unpack_layer_inputs(inputs, cross=cross, rotates=rotates)
         if self.config.parallel_residual:
-            return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
-        hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
+            return (self._parallel_branches(**parts), *inputs[1:])
+        hidden, states, cross_mask = (
+            parts.pop("hidden_states"),
+            parts.pop("cross_states", None),
+            parts.pop("cross_mask", None),
+        )
+        hidden = self.attention((hidden, *parts.values()))
         if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.output(hidden), *inputs[1:])
 
     def _parallel_branches(
-        self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the layer's output where attention and MLP read the same input.
 
-        Both branches are linear in the end, so their shares are added on each rank first and need one exchange out of
-        the region; and one into it, or two where each branch has a norm of its own.
+        Both branches are linear in the end, so their shares are added on each rank first, and need one exchange into
+        the region and one out of it.
         """
-        attention, output = self.attention, self.output
+        attention, mlp = self.attention, self.output
         assert attention.pre_layernorm is not None
-        entered = enter_region(attention.pre_layernorm(hidden), self.boundary)
-        other = entered if output.pre_layernorm is None else enter_region(output.pre_layernorm(hidden), self.boundary)
-        shares = attention.partial_output(entered, None, mask, positions, entered=True) + output.partial_output(other)
-        result = leave_region(shares, self.boundary)
-        # After the sum between ranks: every rank has the whole biases, and would add them tp_size times before it.
-        for linear in (attention.dense, output.dense2):
-            result = result if linear.bias is None else result + linear.bias
+        entered = enter_region(attention.pre_layernorm(hidden_states), self.boundary)
+        attended = attention.attended(entered, None, attention_mask, position_ids, entered=True)
+        shares = attention.dense.project(attended) + mlp.dense2.project(mlp.activation(mlp.dense1.project(entered)))
+        result = sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias)
         assert self.dropout is not None
-        return self.config.add(hidden, self.dropout(result))
+        return self.config.add(hidden_states, self.dropout(result))
 
 
 class DistributedTransformer(DistributedModule):
@@ -196,9 +188,10 @@ class DistributedTransformer(DistributedModule):
 
     Args:
         config: a TransformerConfig, or its fields in SMP v1's order or by name.
-        boundary: what comes in and goes out.
-        inner: what the layers take and return; None for what the configuration says.
+        boundary: what comes in and goes out, and lies between the layers; None for what the configuration says.
     """
+
+    options = OPTIONS
 
     def __init__(
         self,
@@ -220,87 +213,46 @@ class DistributedTransformer(DistributedModule):
         *,
         window_sizes: Sequence[int | None] | None = None,
         boundary: Layout | None = None,
-        inner: Layout | None = None,
         **options: Any,
     ) -> None:
         config = config_of(type(self), locals(), options)
         super().__init__(boundary=boundary)
-        self.inner = stack_layout() if inner is None else inner
-        self.add_cross_attention = config.add_cross_attention
-        self.rotates = bool(config.rotary_dim)
+        self.inner = boundary or stack_layout()
+        self.add_cross_attention, self.rotates = config.add_cross_attention, bool(config.rotary_dim)
         both = config.pre_layernorm and config.post_layernorm
         self.input_layernorm = optional_layernorm(both, config, self.inner)
         self.seq_layers = nn.Sequential()
         for index in range(config.num_layers):
-            layer = DistributedTransformerLayer(config.of_layer(index), boundary=self.inner, in_stack=True)
-            self.seq_layers.append(layer)
+            self.seq_layers.append(DistributedTransformerLayer(config.of_layer(index), boundary=self.inner))
         self.layernorm = optional_layernorm(both, config, self.inner)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""
-        hidden, states, mask, cross_mask, positions = unpack_inputs(
-            inputs, cross=self.add_cross_attention, rotates=self.rotates
-        )
-        mask, cross_mask = (None if each is None else additive_mask(each, hidden.dtype) for each in (mask, cross_mask))
-        mask, cross_mask, positions = (
-            None if each is None else gather_mask(each, hidden.shape[0], self.boundary)
-            for each in (mask, cross_mask, positions)
-        )
-        hidden = to_stack_layout(hidden, self.boundary, self.inner)
+        parts = unpack_layer_inputs(inputs, cross=self.add_cross_attention, rotates=self.rotates)
+        hidden: torch.Tensor = parts.pop("hidden_states")
+        num_samples = hidden.shape[0] * (state.tp_size if self.boundary is Layout.SHARD_BATCH else 1)
+        for name, value in parts.items():
+            if value is not None and name != "cross_states":
+                parts[name] = gather_mask(additive_mask(value, hidden.dtype), num_samples, self.boundary)
+        is_divided = self.inner is not self.boundary  # sequences; cross states are of another length, and stay whole
+        hidden = collectives.scatter_to_tp(hidden, 1) if is_divided else hidden
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
-        if not self.add_cross_attention:
-            hidden = self.seq_layers((hidden, mask) if positions is None else (hidden, mask, positions))[0]
-        else:
-            if states is not None:
-                states = to_stack_layout(states, self.boundary, self.inner, whole=True)
-            hidden = self.seq_layers((hidden, states, mask, cross_mask))[0]
+        hidden = self.seq_layers((hidden, *parts.values()))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
-        return (from_stack_layout(hidden, self.boundary, self.inner), *inputs[1:])
+        return (collectives.gather_from_tp(hidden, 1) if is_divided else hidden, *inputs[1:])
 
 
-def unpack_inputs(
-    inputs: LayerInputs, *, cross: bool, rotates: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return hidden states, cross states, mask, cross mask and positions of a layer's one argument.
+def unpack_layer_inputs(inputs: LayerInputs, *, cross: bool, rotates: bool) -> dict[str, Any]:
+    """Return the parts of a layer's one argument by name, in their order.
 
     Raises:
         UsageError: it is not such a tuple.
     """
-    if cross:
-        names = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
-        hidden, states, mask, cross_mask = unpack_tuple("a transformer layer", inputs, names)
-        return hidden, states, mask, cross_mask, None
-    hidden, mask, positions = unpack_tuple(
-        "a transformer layer", inputs, ("hidden_states", "attention_mask"), positions=rotates
+    names = (
+        ["hidden_states", "cross_states", "attention_mask", "cross_mask"]
+        if cross
+        else ["hidden_states", "attention_mask"]
     )
-    return hidden, None, mask, None, positions
-
-
-def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
-    """Change values from the layout outside of a stack to the one between its layers.
-
-    Args:
-        x: (batch, length, ...).
-        whole: keep sequences whole where the layout inside divides them.
-
-    Raises:
-        UsageError: no stack has these two layouts outside and inside.
-    """
-    if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
-        return handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
-    if outer is inner or state.tp_size == 1:
-        return x
-    if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
-        return x if whole else collectives.scatter_to_tp(x, 1)
-    raise UsageError(f"a stack cannot have boundary {outer.value} outside and {inner.value} between its layers")
-
-
-def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
-    """Change values back to the layout outside of a stack, at its end."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(from_stack_layout, (x,), x, outer, inner)
-    if outer is inner or state.tp_size == 1:
-        return x
-    return collectives.gather_from_tp(x, 1)
+    return unpack_tuple("a transformer layer", inputs, names, rotates=rotates)

@@ -1,0 +1,206 @@
+"""Options that several commands share, each with one meaning: of a job file, of a back end, lengths of time, runs.
+
+::
+
+    @click.command()
+    @job_arguments
+    @backend_options
+    def submit(file: Path, overrides: tuple[str, ...], chosen: BackendChoice) -> None:
+        job = read_job(file, overrides)      # a LoadedJob; every problem is reported by `smpkit.cli.main`
+        backend = chosen.open(job.config)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from smpkit.cli import _console
+from smpkit.errors import SmpkitError
+from smpkit.observe.runs import find_runs
+
+if TYPE_CHECKING:
+    from smpkit.config.job import JobConfig
+    from smpkit.config.load import LoadedJob
+    from smpkit_estimator.backend import Backend
+
+__all__ = [
+    "BackendChoice",
+    "backend_options",
+    "complete_run",
+    "job_arguments",
+    "length",
+    "override_options",
+    "read_job",
+    "seconds",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# ---- a job file ------------------------------------------------------------------------------------------------------
+
+
+def job_arguments(function: _Function) -> _Function:
+    """Give a command the argument FILE (as `file`) and `--set`, `-p` and `-H` (together as `overrides`)."""
+    return click.argument("file", type=click.Path(path_type=Path))(override_options(function))
+
+
+def override_options(function: _Function) -> _Function:
+    """Give a command `--set`, `-p` and `-H`; it gets them in this order as `overrides`, as `load_job` takes them."""
+
+    @functools.wraps(function)
+    def command(*args: Any, parameters: tuple[str, ...], hyperparameters: tuple[str, ...], **kwargs: Any) -> Any:
+        short = (*(f"-p {text}" for text in parameters), *(f"-H {text}" for text in hyperparameters))
+        kwargs["overrides"] = (*kwargs["overrides"], *short)
+        return function(*args, **kwargs)
+
+    repeatable = functools.partial(click.option, multiple=True, metavar="KEY=VALUE")
+    setting = "Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML."
+    parameter = "Change a modelparallel parameter for this call, such as `microbatches=8`."
+    hyperparameter = "Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`."
+    options = (
+        repeatable("--set", "overrides", help=setting),
+        repeatable("-p", "parameters", help=parameter),
+        repeatable("-H", "hyperparameters", help=hyperparameter),
+    )
+    return _with_options(command, *options)  # type: ignore[return-value]
+
+
+def read_job(file: Path, overrides: Sequence[str], *, script: bool = False) -> LoadedJob:
+    """Read and check a job file, or with `script` also a script that has none, and print its warnings.
+
+    Raises:
+        ConfigError: with all problems; let it go.
+    """
+    from smpkit.config.load import is_script, load_job, load_script
+
+    job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
+    for notice in job.notices:
+        _console.current().warn(notice)
+    return job
+
+
+# ---- a back end ------------------------------------------------------------------------------------------------------
+
+_DEFAULT: Final = "sagemaker"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Which back end the user means."""
+
+    profile: str | None = None
+    region: str | None = None
+    name: str | None = None
+    """None: the one that the job file names, else SageMaker."""
+
+    def open(self, job: JobConfig | None = None) -> Backend:
+        """Return the back end; nothing is asked of it yet.
+
+        Args:
+            job: a job file whose choice counts where the command line has none.
+        """
+        from smpkit_estimator.backend import Access, open_backend
+
+        named = job.backend.chosen if job is not None else None
+        name, access = self.name or named or _DEFAULT, Access(self.profile, self.region)
+        options = f" --backend {named}" if self.name is None and named is not None else ""
+        if name == "kubernetes" and job is not None:
+            kubernetes = job.backend.kubernetes
+            access = Access(self.profile or kubernetes.context, self.region or kubernetes.namespace)
+            options += f" --profile {access.profile}" if access.profile != self.profile else ""
+            options += f" --region {access.region}" if access.region != self.region else ""
+        if options:
+            _repeat_in_messages(options)
+        return open_backend(name, access)
+
+
+def backend_options(function: _Function) -> _Function:
+    """Give a command `--profile`, `--region` and `--backend`, as the argument `chosen`."""
+
+    @functools.wraps(function)
+    def command(*args: Any, profile: str | None, region: str | None, backend: str | None, **options: Any) -> Any:
+        source = click.get_current_context().get_parameter_source
+        for name, value in (("profile", profile), ("region", region), ("backend", backend)):
+            if value is not None and source(name) is ParameterSource.COMMANDLINE:  # the environment applies anyway
+                _repeat_in_messages(f" --{name} {shlex.quote(value)}")
+        try:
+            return function(*args, chosen=BackendChoice(profile, region, backend), **options)
+        except SmpkitError as error:
+            if error.hint is not None:
+                error.hint = _console.current().complete(error.hint)
+            raise
+
+    known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
+    options = (
+        click.option("--profile", metavar="NAME", help="AWS profile, or context of the kubeconfig."),
+        click.option("--region", metavar="NAME", help="AWS region, or namespace of Kubernetes."),
+        click.option(
+            "--backend", metavar="NAME", envvar="SMPKIT_BACKEND", shell_complete=_complete_backend, help=known
+        ),
+    )
+    return _with_options(command, *options)  # type: ignore[return-value]
+
+
+def _repeat_in_messages(options: str) -> None:
+    """Let commands that messages name have these options, too, so that they find the same jobs when pasted."""
+    console = _console.current()
+    click.get_current_context().obj = replace(console, options=console.options + options)
+
+
+def _complete_backend(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    from smpkit_estimator.backend import known_backends
+
+    return [CompletionItem(name) for name in known_backends() if name.startswith(incomplete)]
+
+
+# ---- lengths of time, and runs ---------------------------------------------------------------------------------------
+
+_LONGEST: Final = timedelta(days=36_500)
+_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def length(value: str) -> timedelta:
+    """The type of an option that is a length of time: `90s`, `10m`, `2h`, `1d`."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", value)
+    if match is None:
+        raise click.BadParameter(f"`{value}` is not a length of time such as `90s`, `10m`, `2h`, `1d`")
+    span = timedelta(**{_UNITS[match[2]]: float(match[1])})
+    if span > _LONGEST:
+        raise click.BadParameter(f"`{value}` is longer than {_LONGEST.days:,} days")
+    return span
+
+
+def seconds(value: str) -> float:
+    """The type of an option that is a number of seconds above zero."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= _LONGEST.total_seconds():
+        raise click.BadParameter(f"`{value}` is not a number of seconds above 0 and up to {_LONGEST.days:,} days")
+    return number
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Complete the name of a run, the newest first."""
+    return [CompletionItem(run.label) for run in reversed(find_runs(Path.cwd())) if run.label.startswith(incomplete)]
+
+
+def _with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with options, the first of which stands first in its help."""
+    for option in reversed(options):
+        command = option(command)
+    return command

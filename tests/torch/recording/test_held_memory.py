@@ -1,0 +1,112 @@
+"""What a rank holds by kind is what its tensors hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import smpkit.torch as smp
+from smpkit.observe.events import MemorySample, read_events
+from smpkit.torch.recording import recorder
+from smpkit.torch.recording.held_memory import HeldMemory
+
+WIDTH, ROWS, LAYERS, MICROBATCHES = 256, 64, 4, 2
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+BOUNDARY_BYTES = 4 * ROWS * WIDTH
+
+
+@smp.step
+def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    model.backward(loss)
+    return loss
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.relu(self.linear(value))
+        return result
+
+
+def samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: bool) -> list[MemorySample]:
+    """Return those of the third step of a model of some layers."""
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": MICROBATCHES, "offload_activations": offload, "skip_tracing": True})
+    layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    model = smp.DistributedModel(layers)
+    if offload:
+        smp.set_activation_checkpointing(layers, strategy="each")
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        train_step(model, torch.ones(MICROBATCHES * ROWS, WIDTH))
+        optimizer.step()
+    smp.shutdown()
+    events = read_events(tmp_path / "events_0.jsonl").events
+    return [event for event in events if isinstance(event, MemorySample) and event.step == 2]
+
+
+@pytest.mark.usefixtures("world")
+def test_weights_gradients_and_states_are_those_of_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = samples(tmp_path, monkeypatch, offload=False)
+    weights = LAYERS * LAYER_BYTES
+    assert {each.weights for each in found} == {weights}
+    assert {each.states for each in found} == {2 * weights + 2 * LAYERS * 4}  # and its count of steps, by parameter
+    assert (found[0].gradients, found[-1].gradients) == (0, weights)
+    assert {each.offloaded for each in found} == {0}
+
+
+class Seen(TorchFunctionMode):
+    """Notes the functions of torch that are called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_measurement_asks_nothing_of_tensors_under_the_modes_of_a_step() -> None:
+    # The mode that gives operations between units their random numbers is Python, and there are many parameters.
+    smp.init({})
+    smp.DistributedModel(Layer())
+    memory = HeldMemory()
+    memory.begin_step()
+    with Seen() as seen:
+        memory.now()
+    assert seen.functions == []
+    smp.shutdown()
+
+
+@pytest.mark.usefixtures("world")
+def test_activations_grow_to_what_autograd_saves_and_go_with_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = samples(tmp_path, monkeypatch, offload=False)
+    if found[0].activations == -1:
+        pytest.skip("this C library does not count")
+    saved = LAYERS * BOUNDARY_BYTES  # the input of the first layer was there before, the output of the last is squared
+    most = max(each.activations for each in found)
+    assert saved <= most <= 3 * saved
+    assert found[-1].activations < BOUNDARY_BYTES
+
+
+@pytest.mark.usefixtures("world")
+def test_what_offloading_moves_and_holds_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = samples(tmp_path, monkeypatch, offload=True)
+    assert max(each.offloaded for each in found) >= BOUNDARY_BYTES
+    assert found[-1].bytes_out >= found[-1].bytes_back > 0
+    assert found[-1].bytes_out % BOUNDARY_BYTES == 0
+    assert max(each.parked for each in found) >= BOUNDARY_BYTES

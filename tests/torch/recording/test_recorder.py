@@ -1,0 +1,295 @@
+"""What real ranks record, and that reading it back gives the step that was planned."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import ConfigError
+from smpkit.observe.events import ActionSpan, Counter, Mark, StepSpan, read_events
+from smpkit.observe.executed import executed_step
+from smpkit.observe.merge import read_run
+from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.trace import chrome_trace
+from smpkit.torch.core import devices
+from smpkit.torch.recording import recorder
+from tests.observe.trace_problems import trace_problems
+from tests.ranks import run_ranks
+
+WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes time forward, and twice of it backward, and no computing: ranks overlap on any machine."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SLEEP)
+        return gradients[0]
+
+
+class Sleeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Sleep.apply(self.linear(value))
+        return result
+
+
+@smp.step
+def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def failing_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    raise ValueError("boo")
+
+
+LAUNCHED = 0.05
+
+
+class DeviceClock:
+    """A device that takes orders at once and carries them out one by one, and the clocks of it and its host."""
+
+    def __init__(self) -> None:
+        self.host_ns, self.free_ns = 10**9, 0
+        self.told: list[str] = []
+
+    def launch(self, what: str, seconds: float) -> None:
+        self.told.append(f"{what} {seconds}")
+        self.free_ns = max(self.free_ns, self.host_ns) + round(seconds * 1e9)
+
+    def perf_counter_ns(self) -> int:
+        self.host_ns += 1000
+        return self.host_ns
+
+    time_ns = perf_counter_ns
+
+    def record_event(self, _: torch.device, *, keeps_time: bool = False) -> Any:
+        assert keeps_time
+        return DeviceEvent(max(self.free_ns, self.host_ns) - 10**8)  # it counts from another moment than the host
+
+    def wait_for_stream(self, _: torch.device) -> None:
+        self.told.append("the host waits")
+        self.host_ns = max(self.host_ns, self.free_ns)
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    at_ns: int
+
+    def elapsed_time(self, later: DeviceEvent) -> float:
+        return (later.at_ns - self.at_ns) / 1e6
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, clock: DeviceClock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.launch("forward", LAUNCHED)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.launch("backward", 2 * LAUNCHED)
+        return gradients[0], None
+
+
+class Launcher(nn.Module):
+    def __init__(self, clock: DeviceClock) -> None:
+        super().__init__()
+        self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Launch.apply(self.linear(value), self.clock)
+        return result
+
+
+def train(degree: int, steps: int = 2) -> None:
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": MICROBATCHES, "skip_tracing": True, "ddp": True})
+    model = smp.DistributedModel(nn.Sequential(*(Sleeper() for _ in range(degree))))
+    for _ in range(steps):
+        train_step(model, torch.ones(MICROBATCHES, WIDTH))
+    smp.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, some steps of 1F1B in which computing is sleeping."""
+    folder = tmp_path_factory.mktemp("events")
+    run_ranks(train, 2, 2, STEPS, env={recorder.EVENTS_DIR: str(folder)})
+    return folder
+
+
+def test_executed_order_is_the_plan(recorded: Path) -> None:
+    run = read_run(recorded)
+    assert run.steps == tuple(range(STEPS))
+    step = executed_step(run, 1)
+    assert step.follows_plan
+    assert [" ".join(map(str, actions)) for actions in step.executed.schedule.actions] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_bubble_of_sleeping_1f1b_is_near_the_ideal(recorded: Path) -> None:
+    run = read_run(recorded)
+    steps = [executed_step(run, number) for number in range(1, STEPS)]
+    for step in steps:
+        assert step.executed.makespan_seconds >= (MICROBATCHES + 1) * 3 * SLEEP
+        assert step.step_seconds >= step.executed.makespan_seconds
+    best = min(steps, key=lambda step: step.executed.bubble)  # which other processes disturbed least
+    assert best.planned is not None
+    assert best.planned.bubble == pytest.approx(1 / (MICROBATCHES + 1), abs=0.03)
+    assert best.planned.bubble - 0.03 < best.executed.bubble < 0.45
+
+
+def test_one_message_per_boundary_and_direction(recorded: Path) -> None:
+    step = executed_step(read_run(recorded), 1)
+    links = [(link.sender, link.receiver, link.num_messages, link.num_bytes) for link in step.links]
+    assert links == [(0, 1, MICROBATCHES, MICROBATCHES * WIDTH * 4), (1, 0, MICROBATCHES, MICROBATCHES * WIDTH * 4)]
+
+
+def test_the_trace_of_real_ranks_is_sound(recorded: Path) -> None:
+    run = read_run(recorded)
+    assert trace_problems(chrome_trace(run)) == []
+    assert chrome_trace(run).count('"ph":"s"') == STEPS * 2 * MICROBATCHES
+
+
+def test_memory_is_counted_at_the_end_of_each_step(recorded: Path) -> None:
+    counters = [event for event in read_events(recorded / "events_1.jsonl").events if isinstance(event, Counter)]
+    assert len(counters) == STEPS
+    assert all(counter.value > 0 for counter in counters)
+
+
+def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Path) -> None:
+    run_ranks(train, 2, 1, 1, env={recorder.EVENTS_DIR: str(tmp_path)})
+    run = read_run(tmp_path)
+    assert run.pipelines == ((0,), (1,))
+    step = executed_step(run, 0, pipeline=1)
+    assert step.follows_plan
+    assert str(step.executed.schedule) == "rank 0: F0 B0 F1 B1 F2 B2 F3 B3"
+    assert [work.name for work in run.step(1, 0).works] == ["reduce gradients"]
+    assert trace_problems(chrome_trace(run)) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": 1})
+    with pytest.raises(ValueError, match="boo"):
+        failing_step(smp.DistributedModel(nn.Linear(2, 2)), torch.ones(1, 2))
+    smp.shutdown()
+    log = read_events(tmp_path / "events_0.jsonl")
+    assert [event.name for event in log.events if isinstance(event, Mark)] == ["ValueError in step 0"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_full_disk_ends_the_record_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": 1})
+    recording = recorder.current_recorder()
+    assert recording is not None
+    assert recording._writer is not None
+    recording._writer._file.close()
+    recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
+    model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+    with caplog.at_level("WARNING", "smpkit"):
+        for _ in range(2):
+            train_step(model, torch.ones(1, WIDTH))
+    assert [record.message for record in caplog.records] == [
+        "recording ended: events cannot be written: No space left on device"
+    ]
+    assert vars(recording)["_writer"] is None
+    assert recording.meter.num_steps == 2
+    smp.shutdown()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = DeviceClock()
+    monkeypatch.setattr(recorder, "time", clock)
+    monkeypatch.setattr(devices, "record_event", clock.record_event)
+    monkeypatch.setattr(devices, "wait_for_stream", clock.wait_for_stream)
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(Launcher(clock))
+    train_step(model, torch.ones(MICROBATCHES, WIDTH))
+    with pytest.raises(ValueError, match="boo"):
+        failing_step(model, torch.ones(MICROBATCHES, WIDTH))
+    smp.shutdown()
+    launches = [f"forward {LAUNCHED}", f"backward {2 * LAUNCHED}"] * MICROBATCHES
+    # Before a step, for what came before it; the one that fails waits for nothing at its end.
+    assert clock.told == ["the host waits", *launches, "the host waits", "the host waits"]
+    step = executed_step(read_run(tmp_path), 0)
+    assert str(step.executed.schedule) == "rank 0: F0 B0 F1 B1 F2 B2 F3 B3"
+    spans = [event for event in read_events(tmp_path / "events_0.jsonl").events if isinstance(event, ActionSpan)]
+    assert len(spans) == 2 * MICROBATCHES
+    at_ns = spans[0].start_ns
+    for span in spans:  # one follows the other, though the host was done with all of them at once
+        assert span.start_ns == pytest.approx(at_ns, abs=1e5)
+        at_ns += round((LAUNCHED if span.kind == "F" else 2 * LAUNCHED) * 1e9)
+        assert span.end_ns == pytest.approx(at_ns, abs=1e5)
+    assert step.step_seconds == pytest.approx(3 * MICROBATCHES * LAUNCHED, abs=1e-4)
+    assert trace_problems(chrome_trace(read_run(tmp_path))) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
+    train(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(recorder.EVENTS_STEPS, "3")
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+    for _ in range(102):
+        train_step(model, torch.ones(1, WIDTH))
+    meter = recording().meter
+    assert meter.num_steps == 102
+    smp.shutdown()
+    log = read_events(tmp_path / "events" / "events_0.jsonl")
+    assert [event.number for event in log.events if isinstance(event, StepSpan)] == [0, 1, 2, 50, 100]
+
+
+def recording() -> recorder.Recorder:
+    found = recorder.latest_recorder()
+    assert found is not None
+    return found
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("text", ["0", "-1", "many", ""])
+def test_a_limit_that_is_no_number_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    monkeypatch.setenv(recorder.EVENTS_STEPS, text)
+    with pytest.raises(ConfigError, match="SMPKIT_EVENTS_STEPS"):
+        smp.init({"microbatches": 1})
