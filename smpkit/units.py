@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["amount", "count", "seconds"]
+__all__ = ["amount", "count", "magnitude", "seconds"]
 
 _UNITS: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -29,3 +29,11 @@ def seconds(length: float) -> str:
 def count(number: float) -> str:
     """Return a rate with three digits: `0.0123`, `3.33`, `213`, `27,300`."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def magnitude(number: float) -> str:
+    """Return a number of parameters: `6.7B`, `124.4M`, `512`."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.1f}{unit}"
+    return f"{number:g}"

@@ -126,16 +126,16 @@ def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
     """Return what `smpkit plan --json` prints of this job; None if it is no job that can be planned."""
-    from smpkit.cli._plan_json import plain
-    from smpkit.cli._planned import Planned, World
+    from smpkit.cli._plan import as_plain
+    from smpkit.cli._planned import Planned
+    from smpkit.cli._world import World
     from smpkit.plan.decide import decide
 
     parameters = job.config.distribution.model_parallel
     if parameters is None:
         return None
     try:
-        world = World(job.config.name, parameters, ranks, hosts, job.folder)
-        return plain(Planned(world, decide(parameters, ranks)))
+        return as_plain(Planned(World(parameters, job.config.name), ranks, hosts, decide(parameters, ranks)))
     except SmpkitError:
         return None  # the ranks will refuse the same, with the reason
 

@@ -15,6 +15,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
+from smpkit.units import amount, magnitude, seconds
 
 if TYPE_CHECKING:
     from smpkit.plan.tune.calibration import Calibration
@@ -99,10 +100,9 @@ def _require_torch() -> None:
 
 def _report(found: Calibration) -> Iterator[str]:
     machine = found.machine
-    memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
-    yield f"machine   {machine.host}: {machine.processor}, {machine.cores} cores, {memory}"
+    yield f"machine   {machine.host}: {machine.processor}, {machine.cores} cores, {amount(machine.memory_bytes)}"
     if machine.devices:
-        yield f"devices   {machine.devices} × {machine.device}, {machine.device_memory_bytes / 2**30:.1f} GiB each"
+        yield f"devices   {machine.devices} × {machine.device}, {amount(machine.device_memory_bytes)} each"
     yield f"ranks     {found.ranks}, {found.cores_per_rank:g} cores each"
     yield ""
     rows = [["TFLOP/s", "size", "one rank", "all ranks, each"]]
@@ -114,27 +114,23 @@ def _report(found: Calibration) -> Iterator[str]:
         rows.append([f"{attention.dtype} attention", str(attention.tokens), rate, ""])
     yield from table(rows, width())
     yield ""
-    yield f"memory    {found.memory_bytes_per_second / 1e9:.1f} GB/s"
-    if found.link is not None:
-        rates = (found.link.out_bytes_per_second, found.link.back_bytes_per_second)
-        both = f"{found.link.both_bytes_per_second / 1e9:.1f} GB/s together"
-        yield f"link      {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} GB/s back, {both}"
+    yield f"memory    {_rate(found.memory_bytes_per_second)}"
+    if (link := found.link) is not None:
+        ways = f"{_rate(link.out_bytes_per_second)} to the host, {_rate(link.back_bytes_per_second)} back"
+        yield f"link      {ways}, {_rate(link.both_bytes_per_second)} together"
     if found.operation_seconds:
-        operator, action = 1e6 * found.operation_seconds, 1e6 * found.action_seconds
-        yield f"host      {operator:.1f} µs an operator, {action:.0f} µs an action of a pipeline"
-    yield f"optimizer {found.updates_per_second / 1e6:.0f} million parameters/s on a rank's cores"
+        operator, action = seconds(found.operation_seconds), seconds(found.action_seconds)
+        yield f"host      {operator} an operator, {action} an action of a pipeline"
+    yield f"optimizer {magnitude(found.updates_per_second)} parameters/s on a rank's cores"
     if found.messages:
         yield ""
-        yield from table(list(_communication(found)), width())
+        rows = [["", "ranks", *(amount(each.num_bytes) for each in found.messages)]]
+        rows.append(["message", "2", *(seconds(each.seconds) for each in found.messages)])
+        for operation, ranks in dict.fromkeys((each.operation, each.ranks) for each in found.collectives):
+            times = [each for each in found.collectives if (each.operation, each.ranks) == (operation, ranks)]
+            rows.append([operation, str(ranks), *(seconds(each.seconds) for each in times)])
+        yield from table(rows, width())
 
 
-def _communication(found: Calibration) -> Iterator[list[str]]:
-    yield ["ms", "ranks", *(_size(each.num_bytes) for each in found.messages)]
-    yield ["message", "2", *(f"{1e3 * each.seconds:.3g}" for each in found.messages)]
-    for operation, ranks in dict.fromkeys((each.operation, each.ranks) for each in found.collectives):
-        times = [each for each in found.collectives if (each.operation, each.ranks) == (operation, ranks)]
-        yield [operation, str(ranks), *(f"{1e3 * each.seconds:.3g}" for each in times)]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.1f} GB/s"

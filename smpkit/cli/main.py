@@ -36,6 +36,7 @@ COMMANDS: Final[dict[str, str]] = {
     "report": "Write a run as one HTML file, or two side by side.",
     "doctor": "Check this machine, the back end, and what a job names.",
     "validate": "Check a job file and report every problem, with its line.",
+    "plan-offload-model": "Show what a step of smpkit.OffloadModel takes and holds, on one device.",
     "calibrate": "Measure this machine, for `smpkit tune` and `smpkit plan`.",
     "tune": "Search for the fastest configuration of a job.",
     "schema": "Print the JSON Schema of the configuration.",
@@ -53,7 +54,7 @@ COMMANDS: Final[dict[str, str]] = {
 }
 """Each command with its line in `--help`, which so needs no command's imports; a test keeps the texts equal.
 
-Command `x` is the object `x` of the module `smpkit.cli.x`.
+Command `x-y` is the object `x_y` of the module `smpkit.cli.x_y`.
 """
 _FIRST: Final = 5
 """So many come first in `--help`; the rest is under "More"."""
@@ -68,7 +69,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"smpkit.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"smpkit.cli.{name}"), name)
         return command
 
     def resolve_command(

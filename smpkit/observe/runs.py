@@ -59,7 +59,7 @@ TRACE: Final = "trace.json"
 CHECKPOINTS: Final = "checkpoints"
 
 _RUNS: Final = "runs"
-_NAME: Final = re.compile(r"(?P<name>.+)-(?P<time>\d{8}-\d{6})(?:-(?P<again>\d+))?")
+_NAME: Final = re.compile(r"(?P<name>.+)-(?P<time>\d{8}-\d{6})(?:-\d+)?")
 _TIME: Final = "%Y%m%d-%H%M%S"
 _DEPTH: Final = 2
 """How far below a folder its runs are looked for: `examples/gpt_text/runs` from a checkout's root."""
@@ -78,8 +78,6 @@ class Run:
     """Of the job."""
     started: datetime
     """Local time, to the second."""
-    again: int = 0
-    """Counts the runs of one job that started in the same second."""
 
     @property
     def label(self) -> str:
@@ -105,7 +103,7 @@ def make_run(folder: Path, name: str, now: datetime) -> Run:
                 break
     except OSError as error:
         raise RunsError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
-    return Run(path, name, now.replace(microsecond=0), again if again > 1 else 0)
+    return Run(path, name, now.replace(microsecond=0))
 
 
 def run_at(path: Path) -> Run | None:
@@ -114,8 +112,7 @@ def run_at(path: Path) -> Run | None:
     if match is None or path.parent.name != _RUNS:
         return None
     with suppress(ValueError):  # no time of any day
-        started = datetime.strptime(match["time"], _TIME).astimezone()
-        return Run(path, match["name"], started, int(match["again"] or 0))
+        return Run(path, match["name"], datetime.strptime(match["time"], _TIME).astimezone())
     return None
 
 
@@ -130,7 +127,8 @@ def find_runs(folder: Path) -> tuple[Run, ...]:
         return (own,)
     places = [folder] if folder.name == _RUNS else list(_places(folder, _DEPTH))
     runs = [run for place in places for path in _folders(place) if (run := run_at(path)) is not None]
-    return tuple(sorted(runs, key=lambda run: (run.started, run.again, run.path)))
+    # Those of one second are numbered, `-2` before `-10`.
+    return tuple(sorted(runs, key=lambda run: (run.started, len(run.label), run.path)))
 
 
 def _places(folder: Path, depth: int) -> Iterator[Path]:

@@ -15,9 +15,10 @@ from functools import lru_cache
 from typing import Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
+from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.forecast import Forecast, forecast
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
@@ -121,7 +122,7 @@ def decide(
         num_ranks: of the whole job.
         model: None: plan for a model in which every part takes the same time and hands on to the next one.
         speed: of a rank's device and its link with the host; needed with a model.
-        optimizer: a name of `smpkit.plan.memory.OPTIMIZERS`, whose states count as memory.
+        optimizer: a name of `smpkit.plan.optimizers.OPTIMIZERS`, whose states count as memory.
         schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
         placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
 

@@ -7,10 +7,12 @@ needs while it runs come on top.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from smpkit.errors import SmpkitError
 from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
@@ -18,25 +20,17 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 
 __all__ = [
-    "OPTIMIZERS",
     "ModelFacts",
     "RankMemory",
     "Share",
     "TensorFacts",
     "UnitFacts",
-    "gathered_bytes",
     "in_dtype",
     "memory_of_ranks",
-    "owned",
-    "part_of",
-    "piece_of",
     "shares_of",
 ]
 
-OPTIMIZERS: Final[Mapping[str, int]] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
-"""How many numbers an optimizer keeps per trained one, in the dtype of what it updates, as those of torch.optim do."""
-
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -106,6 +100,11 @@ class ModelFacts:
         """Whether some layer is checkpointed, so that there is something to offload."""
         return any(unit.cost.boundary_bytes for unit in self.units)
 
+    @property
+    def shared_parameters(self) -> list[str]:
+        """Names of the parameters that several units hold."""
+        return sorted({name for unit in self.units for name in unit.cost.shared})
+
     def growing_as(self, other: ModelFacts) -> ModelFacts:
         """Return the facts of a model that grows with the samples as in another job, where its layers are divided."""
         fixed = {unit.cost.name: unit.fixed for unit in other.units}
@@ -118,8 +117,7 @@ class ModelFacts:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        content = {**asdict(self), "tensors": [asdict(tensor) for tensor in self.tensors.values()]}
-        return json.dumps({"format": _FORMAT, **content})
+        return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> ModelFacts:
@@ -128,32 +126,9 @@ class ModelFacts:
             content = json.loads(text)
             if content.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            return cls._of(content)
+            return TypeAdapter(cls).validate_python(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SmpkitError(f"not a description of a model: {type(error).__name__}: {error}") from None
-
-    @classmethod
-    def _of(cls, content: dict[str, Any]) -> ModelFacts:
-        units = tuple(
-            UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"]), dict(unit["fixed"]))
-            for unit in content["units"]
-        )
-        tensors = {
-            each["name"]: TensorFacts(**{**each, "pieces": tuple(each["pieces"])}) for each in content["tensors"]
-        }
-        return cls(
-            str(content["name"]),
-            units,
-            tensors,
-            tuple(content["loose"]),
-            bool(content["traced"]),
-            dict(content["places"]),
-            tuple(map(tuple, content["blocks"])),
-            tuple(content["notes"]),
-            int(content["samples"]),
-            int(content["tokens"]),
-            None if content["recorded"] is None else RecordedGraph.from_plain(content["recorded"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -186,24 +161,16 @@ class RankMemory:
     """Their gradients, during `optimizer.step()`, when there are no activations."""
 
     @property
-    def total_bytes(self) -> int:
-        """The most at a time of all that is known."""
-        return sum(self.parts_bytes.values())
+    def static_bytes(self) -> int:
+        """What it holds beside activations while it computes."""
+        states = self.optimizer_bytes + self.masters_bytes
+        return self.parameters_bytes + self.gradients_bytes + self.reduction_bytes + states + self.gathered_bytes
 
     @property
-    def parts_bytes(self) -> dict[str, int]:
-        """What that is made of; with the optimizer its masters."""
-        activations = self.activations_bytes or 0
-        in_step = self.step_bytes > self.gathered_bytes + activations
-        parts = {
-            "parameters": self.parameters_bytes,
-            "gathered": 0 if in_step else self.gathered_bytes,
-            "gradients": self.gradients_bytes + (self.step_bytes if in_step else 0),
-            "reduction": self.reduction_bytes,
-            "optimizer": self.masters_bytes + self.optimizer_bytes,
-            "activations": 0 if in_step else activations,
-        }
-        return {kind: num_bytes for kind, num_bytes in parts.items() if num_bytes}
+    def total_bytes(self) -> int:
+        """The most at a time of all that is known: with activations, or in the optimizer's step."""
+        passing = self.gathered_bytes + (self.activations_bytes or 0)
+        return self.static_bytes - self.gathered_bytes + max(passing, self.step_bytes)
 
 
 def memory_of_ranks(
@@ -223,7 +190,7 @@ def memory_of_ranks(
 
     Args:
         live_microbatches: for each rank, how many microbatches it holds at a time; a chunk of one is a part.
-        states_per_parameter: numbers that the optimizer keeps per trained one; see OPTIMIZERS.
+        states_per_parameter: numbers that the optimizer keeps per trained one; see `smpkit.plan.optimizers`.
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
@@ -234,21 +201,20 @@ def memory_of_ranks(
         only: the pipeline rank that is asked for; None: all of them.
     """
     share = share or Share()
-    pieces_reduced = replicated and (share.rdp[1] > 1 or share.dp[1] == 1)
+    pieces_reduced = replicated and (share.rdp_size > 1 or share.dp_size == 1)
     places = assignment.partition_of
     held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
-    found = []
+    memories = []
     for rank, names in enumerate(held):
         if only not in (None, rank):
             continue
-        whole = {name: piece_of(model.tensors[name], share) for name in sorted(names)}
-        tensors = [part_of(tensor, share) for tensor in whole.values()]
+        whole = {name: _piece_of(model.tensors[name], share) for name in sorted(names)}
+        tensors = [_part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
-        updated = max(
-            (owned(trained, each, names - alone) for each in share.each()),
-            key=lambda tensors: _states_bytes(tensors, half, states_per_parameter),
+        updated = _updated(
+            trained, share, names - alone, lambda tensors: _states_bytes(tensors, half, states_per_parameter)
         )
         masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
         alike = [tensor for tensor in updated if tensor.dtype != half]
@@ -262,7 +228,7 @@ def memory_of_ranks(
         on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
         other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
         activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
-        found.append(
+        memories.append(
             RankMemory(
                 num_parameters=sum(tensor.num_elements for tensor in tensors),
                 dtypes=_by_dtype(tensors),
@@ -273,12 +239,12 @@ def memory_of_ranks(
                 activations_bytes=activation if model.traced else None,
                 boundaries_bytes=on_device,
                 host_bytes=on_host,
-                gathered_bytes=gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
+                gathered_bytes=_gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
                 masters_bytes=_bytes(masters),
                 step_bytes=_bytes(masters),
             )
         )
-    return tuple(found)
+    return tuple(memories)
 
 
 def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
@@ -304,39 +270,30 @@ def _states_bytes(tensors: Iterable[TensorFacts], half: str | None, states_per_p
 
 
 def _by_dtype(tensors: Iterable[TensorFacts]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
-        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.num_bytes
-    return dict(sorted(found.items()))
+        sizes[tensor.dtype] += tensor.num_bytes
+    return dict(sorted(sizes.items()))
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the ranks that hold one pipeline partition is meant, and how they share it.
+    """What of a pipeline partition a rank has, of those that hold one.
 
     Args:
         tp_rank: position among the ranks that share distributed modules.
-        dp: position among all of them, and how many they are.
-        rdp: position among exact replicas, and how many they are.
-        shards_states: each optimizer state lies on one of the ranks that average its gradient.
+        dp_size: how many ranks hold the partition.
+        rdp_size: how many are exact replicas.
+        positions: of optimizer states that are dealt out, the position among both of each rank that is meant; the one
+            with most states counts. Empty: each rank has all states.
         sharding_degree: over how many replicas parameters, gradients and states are divided.
-        positions: both positions of all ranks that are meant, of which the one with most states counts; empty: those of
-            `dp` and `rdp`.
     """
 
     tp_rank: int = 0
-    dp: tuple[int, int] = (0, 1)
-    rdp: tuple[int, int] = (0, 1)
-    shards_states: bool = False
-    sharding_degree: int = 1
+    dp_size: int = 1
+    rdp_size: int = 1
     positions: tuple[tuple[int, int], ...] = ()
-
-    def each(self) -> Iterator[Share]:
-        """Yield the share of each rank that is meant."""
-        if not self.positions:
-            yield self
-        for dp, rdp in self.positions:
-            yield replace(self, dp=(dp, self.dp[1]), rdp=(rdp, self.rdp[1]), positions=())
+    sharding_degree: int = 1
 
 
 def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool, sharding_degree: int) -> list[Share]:
@@ -344,18 +301,17 @@ def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool, sharding_degree:
 
     Where states are sharded, replicas differ in the states that they keep.
     """
-    found = []
+    shares = []
     for tp in range(mesh.tp_size):
         ranks = [mesh.rank(Coordinates(pp_rank, tp, rdp)) for rdp in range(mesh.rdp_size)] if shards_states else []
-        positions = [
+        positions = tuple(
             (mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in sorted(ranks)
-        ]
-        sizes = (0, mesh.dp_size), (0, mesh.rdp_size)
-        found.append(Share(tp, *sizes, shards_states, sharding_degree, tuple(positions)))
-    return found
+        )
+        shares.append(Share(tp, mesh.dp_size, mesh.rdp_size, positions, sharding_degree))
+    return shares
 
 
-def piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:
+def _piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:
     """Return what the rank holds of a tensor that tensor parallelism may have divided."""
     if not tensor.pieces:
         return tensor
@@ -365,7 +321,7 @@ def piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:
     return replace(tensor, num_bytes=num_bytes, num_elements=num_bytes // size, rows=rows)
 
 
-def part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
+def _part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
     """Return what the rank keeps of a parameter that is divided over replicas by its rows, padded to equal parts."""
     degree = share.sharding_degree
     if degree == 1 or not tensor.rows:
@@ -378,27 +334,28 @@ def part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
     )
 
 
-def owned(tensors: Iterable[TensorFacts], share: Share, tied: Collection[str]) -> list[TensorFacts]:
-    """Return the trained tensors whose optimizer states the rank keeps, dealt out as the runtime does.
+def _updated(
+    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], size: Callable[[Iterable[TensorFacts]], int]
+) -> list[TensorFacts]:
+    """Return the trained tensors whose optimizer states the fullest rank keeps, dealt out as the runtime does.
 
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
+        size: of their states.
     """
-    tensors = list(tensors)
-    if not share.shards_states:
-        return tensors
-    loads = {False: [0] * share.dp[1], True: [0] * share.rdp[1]}
-    kept = []
-    for each in sorted(tensors, key=lambda each: each.num_bytes, reverse=True):
-        if each.name in tied:
-            kept.append(each)
-            continue
-        load = loads[each.over_replicas]
-        owner = load.index(min(load))
-        load[owner] += each.num_bytes
-        if owner == (share.rdp if each.over_replicas else share.dp)[0]:
-            kept.append(each)
-    return kept
+    if not share.positions:
+        return list(trained)
+    everywhere = [each for each in trained if each.name in tied]
+    loads = {False: [0] * share.dp_size, True: [0] * share.rdp_size}
+    dealt: defaultdict[tuple[bool, int], list[TensorFacts]] = defaultdict(list)
+    for each in sorted(trained, key=lambda each: each.num_bytes, reverse=True):
+        if each.name not in tied:
+            load = loads[each.over_replicas]
+            owner = load.index(min(load))
+            load[owner] += each.num_bytes
+            dealt[each.over_replicas, owner].append(each)
+    kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in share.positions)
+    return max(kept, key=size)
 
 
 def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
@@ -408,7 +365,7 @@ def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
     return replace(tensor, dtype=dtype, num_bytes=num_bytes, pieces=pieces)
 
 
-def gathered_bytes(
+def _gathered_bytes(
     tensors: Mapping[str, TensorFacts],
     blocks: Sequence[Sequence[str]],
     share: Share,

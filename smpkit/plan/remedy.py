@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.plan.tune.neighbours import memory_changes
 from smpkit.units import amount
 
 __all__ = ["Levers", "memory_hint"]
@@ -52,21 +53,27 @@ def memory_hint(levers: Levers, *, weights: int, gradients: int, states: int, ac
     Args:
         activations: what waits for its backward on the device.
     """
-    saved = {}
-    if not levers.checkpoints:
-        saved["smp.set_activation_checkpointing on each layer"] = activations
-    elif not levers.offloads:
-        saved["offload_activations: true"] = activations
-    bounds = {*saved}  # of these the figure is the most that they can save
-    if levers.replicas > 1 and not levers.shards_model:
-        kept = 1 - 1 / levers.replicas
-        # A gradient is as large as its weight, and is not there yet in the first forward.
-        updated = weights + max(weights, gradients)
-        saved[f"sharded_data_parallel_degree: {levers.replicas}"] = round((updated + states) * kept)
-        if not levers.shards_states:
-            saved["shard_optimizer_state: true"] = round(states * kept)
-    saved[f"microbatches: {2 * levers.microbatches}"] = activations // 2
-    best = max(saved, key=saved.__getitem__)
-    if saved[best] <= 0:
+    # A gradient is as large as its weight, and is not there yet in the first forward.
+    updated, divided = weights + max(weights, gradients), 1 - 1 / levers.replicas
+    saved = {
+        "checkpointing": activations,
+        "offloading": activations,
+        "sharding": round((updated + states) * divided),
+        "sharded states": round(states * divided),
+        "microbatches": activations // 2,
+    }
+    values = {
+        "ddp": True,
+        "microbatches": levers.microbatches,
+        "sharded_data_parallel_degree": levers.replicas if levers.shards_model else 1,
+        "shard_optimizer_state": levers.shards_states,
+        "offload_activations": levers.offloads,
+    }
+    config, _ = ModelParallelConfig.from_sources(values, None)
+    changes = memory_changes(config, levers.replicas, can_checkpoint=True, is_checkpointed=levers.checkpoints)
+    useful = [change for change in changes if not change.is_on and saved.get(change.feature)]
+    if not useful:
         return ""
-    return f"`{best}` saves most: {'up to ' * (best in bounds)}{amount(saved[best])} of this rank's memory"
+    best = max(useful, key=lambda change: saved[change.feature])
+    most = "up to " if best.feature in ("checkpointing", "offloading") else ""
+    return f"`{best.setting}` saves most: {most}{amount(saved[best.feature])} of this rank's memory"

@@ -22,10 +22,12 @@ from smpkit.errors import SmpkitError
 from smpkit.observe.runs import PLAN, RUN_DIR
 from smpkit.observe.summary import KindBytes
 from smpkit.plan.decide import Plan, decide
-from smpkit.plan.memory import OPTIMIZERS, ModelFacts
+from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.speed import Speed
-from smpkit.plan.tune.peak import Peak, measured_peak, published_peak
+from smpkit.plan.tune.calibration import CALIBRATION, measured_flops
+from smpkit.plan.tune.instances import published_flops
 from smpkit.plan.tune.predict import half_of, in_precision
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import WrappedModel, state
@@ -99,14 +101,20 @@ def flops_of_step() -> float | None:
     return 3.0 * sum(cost.flops for cost in facts.costs) * state.cfg.microbatches * pipelines
 
 
-def peak() -> Peak | None:
-    """Return what a rank's device computes at most; None if nobody has measured or published it."""
+def peak() -> tuple[float, str] | None:
+    """Return what a rank's device computes at most, and where that is from, as it follows "54% of".
+
+    None if nobody has measured or published it.
+    """
     half = half_of(state.cfg)
     # `runs/<run>` lies beside the job file, and a calibration may, too.
-    rate = measured_peak(Path(folder).parents[1], half) if (folder := os.environ.get(RUN_DIR)) else None
-    if rate is None and devices.is_asynchronous(state.device):
-        rate = published_peak(devices.device_name(state.device), half)
-    return rate
+    measured = measured_flops(Path(folder).parents[1], half) if (folder := os.environ.get(RUN_DIR)) else None
+    if measured is not None:
+        return measured, f"the peak in {CALIBRATION}"
+    if devices.is_asynchronous(state.device) and (known := published_flops(devices.device_name(state.device), half)):
+        model, flops = known
+        return flops, f"the published peak of {model}"
+    return None
 
 
 def _facts() -> ModelFacts | None:

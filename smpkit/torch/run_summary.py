@@ -147,7 +147,7 @@ def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
     slowest = max((each.step_seconds or 0.0 for each in figures), default=0.0)
     rate = 1 / slowest if slowest else None
     flops, peak = run_plan.flops_of_step(), run_plan.peak()
-    share = None if flops is None or peak is None or rate is None else flops * rate / state.size / peak.flops_per_second
+    share = None if flops is None or peak is None or rate is None else flops * rate / state.size / peak[0]
     # Ranks of a tensor-parallel group have batches of their own, unless the script gives all of them the same.
     batches = state.rdp_size if cfg.prescaled_batch else state.dp_size
     return RunSummary(
@@ -160,7 +160,7 @@ def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
         samples_per_s=(rate or 0.0) * own.samples * batches or None,
         tokens_per_s=(rate or 0.0) * own.tokens * batches or None,
         flops_share=share,
-        flops_basis="" if share is None or peak is None else peak.basis,
+        flops_basis="" if share is None or peak is None else peak[1],
         world_size=state.size,
         pipeline=mesh.pp_size,
         tensor=mesh.tp_size,

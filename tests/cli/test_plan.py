@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smpkit.cli.plan import _OPTIMIZERS
-from smpkit.plan.memory import OPTIMIZERS
+from smpkit.cli._world import World
+from smpkit.config.modelparallel import ModelParallelConfig
 from tests.cli.conftest import Smpkit, process
 
 REPORT = """\
@@ -238,9 +237,12 @@ BY_HAND = '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": 
 def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit) -> None:
     (zoo / "mp.json").write_text(BY_HAND)
     content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:skips", "--json").stdout)
-    segments = {(each["stage"], each["index"]): each["units"] for each in content["graph"]["segments"]}
+    segments = {(place["rank"], place["index"]): units for place, units in content["graph"]["segments"]}
     assert segments == {(0, 0): ["down.0"], (0, 1): ["up.1"], (1, 0): ["down.1", "up.0"]}
-    values = [(each["source"], each["target"], each["consumer"]) for each in content["graph"]["values"]]
+    values = [
+        ([*each["source"].values()], [*each["target"].values()], each["consumer"])
+        for each in content["graph"]["values"]
+    ]
     # The sum stays on the later rank, as the tie is broken; `first` is there already, so it is sent once.
     assert values == [([0, 0], [1, 0], "down.1"), ([1, 0], [0, 1], "up.1")]
     first = content["graph"]["values"][0]
@@ -251,7 +253,6 @@ def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit
     lines = [" ".join(line.split()) for line in smpkit("plan", "mp.json", "--model", "zoo:skips").stdout.splitlines()]
     assert "values a microbatch sends 2 values, 256 B, and 256 B of gradients back" in lines
     assert "stage 0.1: up.1" in lines
-    assert "stage 1 stage 0.1 float32[4, 8] 128 B up.1" in lines
 
 
 def test_a_model_that_needs_values_is_planned_by_an_assumption_that_is_said(zoo: Path, smpkit: Smpkit) -> None:
@@ -284,10 +285,6 @@ def test_zero_bubble_is_planned(tmp_path: Path, smpkit: Smpkit) -> None:
     assert "W0" in result.stdout
 
 
-def test_the_choice_of_optimizers_is_that_of_the_planner() -> None:
-    assert list(OPTIMIZERS) == list(_OPTIMIZERS)
-
-
 CHECKPOINTED = """
 import torch
 from torch import nn
@@ -310,14 +307,13 @@ def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None
     _offloading(zoo)
     arguments = ("plan", "mp.json", "--model", "zoo:traced", "--tflops", "0.001", "--link-gbs", "1")
     content = json.loads(smpkit(*arguments, "--json").stdout)
-    first, last = content["offload"]["stages"]
+    first, last = content["offload"]
     boundary = 16 * 64 * 4
     assert first["resident_bytes"] == 3 * 3 * boundary  # one more than 1F1B
     assert first["out_bytes"] == 4 * 3 * boundary
     assert (first["stall_seconds"], last["stall_seconds"]) == (0, 0)
     assert content["stages"][0]["boundaries_bytes"] == first["device_bytes"] < first["resident_bytes"]
     assert content["stages"][0]["host_bytes"] == first["host_bytes"]
-    assert (content["offload"]["horizon"], content["offload"]["link_bytes_per_second"]) == (4, 1e9)
     lines = smpkit(*arguments).stdout.splitlines()
     assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
 
@@ -339,7 +335,14 @@ def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpki
 @pytest.mark.usefixtures("zoo")
 def test_speeds_must_be_speeds(smpkit: Smpkit) -> None:
     result = smpkit("plan", "--pp", "2", "--model", "zoo:Net", "--link-gbs", "0")
-    assert (result.exit_code, "`--link-gbs` is 0" in result.stderr) == (2, True)
+    assert (result.exit_code, "`--link-gbs`" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "on_host"), [("ml.c5.4xlarge", True), ("ml.trn1.2xlarge", False), ("ml.p4d.24xlarge", False)]
+)
+def test_an_instance_without_accelerators_computes_on_its_host(instance_type: str, on_host: bool) -> None:
+    assert World(ModelParallelConfig(), instance_type=instance_type).computes_on_host is on_host
 
 
 # --- several plans, and what features save ----------------------------------------------------------------------------
@@ -347,18 +350,16 @@ def test_speeds_must_be_speeds(smpkit: Smpkit) -> None:
 
 def test_two_files_are_compared(folder: Path, smpkit: Smpkit) -> None:
     (folder / "other.yaml").write_text((folder / "job.yaml").read_text().replace("microbatches: 4", "microbatches: 8"))
-    done = smpkit("plan", "--compare", "job.yaml", "other.yaml")
+    done = smpkit("plan", "job.yaml", "other.yaml")
     assert done.exit_code == 0, done.stderr
-    assert (
-        done.stdout.splitlines()
-        == [
-            "                   pp×tp×dp  microbatches     schedule  bubble  live",
-            "job.yaml              2×2×4             4  interleaved   20.0%     3",
-            "other.yaml (best)     2×2×4             8  interleaved   11.1%     3",
-            "microbatches: 4 → 8",
-            "active_microbatches: 4 → 4",
-        ][:4]
-    )
+    assert done.stdout.splitlines() == [
+        "                   pp×tp×dp  microbatches     schedule  bubble  live",
+        "job.yaml              2×2×4             4  interleaved   20.0%     3",
+        "other.yaml (best)     2×2×4             8  interleaved   11.1%     3",
+    ]
+    (folder / "broken.yaml").write_text("entry_point: train.py\nspeed: 1\n")
+    broken = smpkit("plan", "job.yaml", "broken.yaml")
+    assert (broken.exit_code, "speed: unknown field" in broken.stderr) == (2, True)
 
 
 def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Smpkit) -> None:
@@ -386,10 +387,13 @@ def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Sm
         (["--sweep", "microbatches=1,2"], "`--sweep` changes settings of a file, and none is given"),
         (["job.yaml", "--sweep", "microbatches"], "`--sweep microbatches` has no values"),
         (["job.yaml", "--sweep", f"microbatches={','.join(map(str, range(1, 70)))}"], "the sweep has 69 plans"),
-        (["job.yaml", "--compare", "job.yaml", "job.yaml"], "`--compare` names both of its files"),
+        (["job.yaml", "--memory-gib", "1"], "`--memory-gib` says nothing without a model"),
+        (["job.yaml", "--ranks", "0"], "`--ranks`"),
     ],
 )
-def test_what_cannot_be_compared_is_said(folder: Path, smpkit: Smpkit, arguments: list[str], message: str) -> None:
+def test_options_that_cannot_be_used_are_refused(
+    folder: Path, smpkit: Smpkit, arguments: list[str], message: str
+) -> None:
     done = smpkit("plan", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr
@@ -439,18 +443,3 @@ def test_a_picture_of_a_sweep_has_the_schedule_of_each_plan(smpkit: Smpkit, tmp_
     assert "microbatches 2: interleaved, 2 microbatches" in picture
     assert "microbatches 4: interleaved, 4 microbatches" in picture
     assert picture.count('class="f"') == 2 * (2 + 4) + 1
-
-
-def test_a_picture_of_an_offload_model_says_what_it_holds_and_what_works_how_long(
-    smpkit: Smpkit, tmp_path: Path
-) -> None:
-    sizes = ("--params", "6.7e9", "--slices", "32", "--memory-gib", "24")
-    said = smpkit("plan", "--offload-model", *sizes, "--svg", str(tmp_path / "plan.svg"))
-    assert said.exit_code == 0
-    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert "memory of the device, of 24 GiB" in picture
-    [device, host] = re.findall(r"memory +device ([\d.]+) GiB  host ([\d.]+) GiB", said.stdout)[0]
-    totals = [f"{float(number):.1f}" for number in re.findall(r">([\d.]+) GiB</text>", picture)]
-    assert totals == [device, host]
-    for kind in ("backward", "weights in", "gradients out", "update"):
-        assert f">{kind}</text>" in picture

@@ -1,4 +1,4 @@
-"""`smpkit plan --offload-model`: the prediction of a step, of both peaks, and of what a host can hold."""
+"""`smpkit plan-offload-model`: the prediction of a step, of both peaks, and of what a host can hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Smpkit
 
-_ARGUMENTS = ("plan", "--offload-model", "--params", "6.7e9", "--slices", "24", "--tokens", "32768")
+_ARGUMENTS = ("plan-offload-model", "--params", "6.7e9", "--slices", "24", "--tokens", "32768")
 _H200 = ("--tflops", "430", "--link-gbs", "50")
 
 REPORT = """\
@@ -20,7 +20,7 @@ step      32768 tokens in 1 microbatch, bound by compute
           overlapped      4.18 s      315
           just-in-time    4.72 s      279
           serial          5.68 s      232
-of it     forward 1.02 s  backward 3.06 s  in 0.65 s  out 0.68 s  optimizer 1.56 s
+of it     forward 1.02 s  backward 3.06 s  in 645.1 ms  out 679.9 ms  optimizer 1.56 s
 """
 
 
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_said(smpkit: Smpkit) -> None:
 
 def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
     (folder / "zoo.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(10, 10, bias=False)\n")
-    content = json.loads(smpkit("plan", "--offload-model", "--model", "zoo:build", "--json").stdout)
+    content = json.loads(smpkit("plan-offload-model", "--model", "zoo:build", "--json").stdout)
     assert content["model"]["num_parameters"] == 100
     assert 64 << 20 < content["device_peak_bytes"] < 1 << 30  # what cuBLAS takes, of a GPU, however small the model
 
@@ -58,15 +58,16 @@ def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--offload-model"], "the size of the model is not given"),
-        (["job.yaml", "--offload-model"], "`--offload-model` plans one device, not a job"),
-        (["--offload-model", "--params", "1e9", "--slices", "0"], "`num_slices` is 0"),
-        (["--offload-model", "--params", "1e9", "--tflops", "0"], "`--tflops` is 0"),
-        (["--offload-model", "--params", "1e9", "--model", "zoo:build"], "`--params` cannot be given beside `--model`"),
+        ([], "the size of the model is not given"),
+        (["job.yaml"], "job.yaml"),
+        (["--params", "1e9", "--slices", "0"], "`--slices`"),
+        (["--params", "1e9", "--tflops", "0"], "`--tflops`"),
+        (["--params", "1e9", "--slices", "3", "--layers", "2"], "2 layers cannot be cut into 3 slices"),
+        (["--params", "1e9", "--model", "zoo:build"], "`--params` cannot be given beside `--model`"),
     ],
-    ids=["size", "file", "slices", "tflops", "both"],
+    ids=["size", "file", "slices", "tflops", "layers", "both"],
 )
 @pytest.mark.usefixtures("folder")
 def test_what_cannot_be_is_said(arguments: list[str], message: str, smpkit: Smpkit) -> None:
-    result = smpkit("plan", *arguments)
+    result = smpkit("plan-offload-model", *arguments)
     assert (result.exit_code, message in result.stderr) == (2, True)

@@ -129,11 +129,24 @@ def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> 
     assert sorted(path.name for path in zoo.iterdir() if "tune" in path.name) == []
 
 
+def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
+    done = tune(smpkit, "-p", "bf16=true", "--write")
+    assert done.exit_code == 0, done.stderr
+    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    assert config.bf16
+    refused = tune(smpkit, "--set", "compute.instance_count=4", "--write")
+    assert refused.exit_code == 2
+    assert "`--write` cannot be given beside `--set`, which the file would not have" in refused.stderr
+
+
 def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "--calibration", "lab.json")
     assert done.exit_code == 2
     assert "`lab.json` cannot be used for `ml.p4d.24xlarge`, which has NVIDIA A100 40 GB" in done.stderr
     assert "it was measured on `lab`, whose ranks compute on Some GPU" in done.stderr
+    twice = tune(smpkit, "--calibration", "lab.json", "--tflops", "9")
+    assert (twice.exit_code, "`--tflops` says nothing beside `--calibration`" in twice.stderr) == (2, True)
     local = tune(smpkit, "--set", "compute.instance_type=local", "--calibration", "lab.json")
     assert local.exit_code == 2
     assert "`lab.json` cannot be used for this machine: it was measured on `lab`" in local.stderr

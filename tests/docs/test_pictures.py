@@ -36,7 +36,7 @@ _SHOWN = [
     pytest.param(command, answer, id=page.parent.name, marks=[pytest.mark.slow] * ("--model " in command))
     for page in sorted(ROOT.glob("examples/*/README.md"))
     for command, answer in re.findall(
-        r"^\$ smpkit plan ((?:[^\n]*\\\n)*[^\n]*)\n((?:[^$`][^\n]*\n|\n)+)",
+        r"^\$ smpkit (plan(?:-offload-model)? (?:[^\n]*\\\n)*[^\n]*)\n((?:[^$`][^\n]*\n|\n)+)",
         page.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
@@ -49,7 +49,7 @@ def test_a_plan_that_an_example_shows_is_the_one_that_is_made(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "120")
-    result = CliRunner().invoke(cli, ["plan", *shlex.split(command.replace("\\\n", " "))])
+    result = CliRunner().invoke(cli, shlex.split(command.replace("\\\n", " ")))
     assert result.exit_code == 0, result.output
     said = [line.split() for line in result.output.splitlines()]
     assert [line for line in answer.splitlines() if line.split() not in said] == []

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from smpkit.errors import SmpkitError
-from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.memory import ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
 

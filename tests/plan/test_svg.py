@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from smpkit.plan.schedule.simulate import Timeline, simulate
-from smpkit.plan.svg import Bar, Bars, Drawing, svg
+from smpkit.plan.svg import Drawing, svg
 from tests.observe.logs import COSTS, chain
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -77,29 +77,3 @@ def test_a_title_is_text(timeline: Timeline) -> None:
 
 def test_light_and_dark_have_their_colours(timeline: Timeline) -> None:
     assert "@media (prefers-color-scheme:dark)" in svg([Drawing("x", timeline)])
-
-
-def test_parts_of_a_bar_follow_each_other_and_what_exceeds_the_limit_is_marked() -> None:
-    bars = [Bar("stage 0", {"parameters": 1.0, "activations": 2.0}), Bar("stage 1", {"parameters": 4.0})]
-    picture = ET.fromstring(svg([Bars("memory", bars, "GiB", limit=3.5)]))
-    parts = [each for each in picture.iter(f"{_SVG}rect") if each.findtext(f"{_SVG}title") is not None]
-    (one, two, three) = ((float(each.attrib["x"]), float(each.attrib["width"]) + 0.7) for each in parts)
-    assert one[0] + one[1] == pytest.approx(two[0], abs=0.02)
-    assert three[1] == pytest.approx(4 * one[1], abs=0.02)
-    assert two[1] == pytest.approx(2 * one[1], abs=0.02)
-    texts = {each.text: each.attrib["class"] for each in picture.iter(f"{_SVG}text")}
-    assert texts["3.00 GiB"] == "n v"
-    assert texts["4.00 GiB"] == "e"
-    (first, _) = picture.iter(f"{_SVG}path")
-    assert float(first.attrib["d"][1:].split()[0]) == pytest.approx(one[0] + 3.5 * one[1], abs=0.02)
-
-
-def test_a_bar_with_a_long_name_has_it_above_and_legends_stay_in_the_picture(timeline: Timeline) -> None:
-    kinds = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations")
-    bars = Bars("memory", [Bar("offload_activations true", dict.fromkeys(kinds, 1.0))], "MiB")
-    picture = ET.fromstring(svg([Drawing("planned", timeline), bars]))
-    _, _, width, height = map(float, picture.attrib["viewBox"].split())
-    texts = list(picture.iter(f"{_SVG}text"))
-    assert {each.text for each in texts} >= {*kinds, "forward", "backward", "offload_activations true"}
-    assert all(float(each.attrib["x"]) + 5.8 * len(each.text or "") <= width for each in texts if each.text in kinds)
-    assert all(float(each.attrib["y"]) <= height for each in texts)

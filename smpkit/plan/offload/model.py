@@ -16,7 +16,7 @@ from math import sqrt
 from typing import Final
 
 from smpkit.errors import UsageError
-from smpkit.plan.memory import OPTIMIZERS
+from smpkit.plan.optimizers import OPTIMIZERS
 
 __all__ = [
     "WORKSPACE_BYTES",
@@ -92,7 +92,7 @@ class OffloadedModel:
     width: int | None = None
     """Numbers per token at a slice's border; None: that of dense blocks with so many parameters."""
     optimizer: str = "adamw"
-    """One of `smpkit.plan.memory.OPTIMIZERS`."""
+    """One of `smpkit.plan.optimizers.OPTIMIZERS`."""
     number_bytes: int = 2
     """Of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
     imbalance: float = 1.0

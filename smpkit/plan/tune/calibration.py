@@ -17,6 +17,7 @@ from smpkit.config.words import printable
 from smpkit.errors import ConfigError, UsageError
 
 __all__ = [
+    "CALIBRATION",
     "Attention",
     "Calibration",
     "Collective",
@@ -25,11 +26,13 @@ __all__ = [
     "Matmul",
     "Message",
     "differences",
+    "measured_flops",
     "read_calibration",
     "this_machine",
 ]
 
-FORMAT: Final = 1
+CALIBRATION: Final = "calibration.json"
+"""What `smpkit calibrate` writes, if it is told no other name."""
 _Positive = Annotated[float, Field(gt=0)]
 _Count = Annotated[int, Field(ge=1)]
 
@@ -153,6 +156,24 @@ def read_calibration(path: Path) -> Calibration:
         more = f" (and {len(others)} more problems)" if others else ""
         where = f"`{first.where}` " if first.path else ""
         raise UsageError(f"`{shown}` is no calibration: {where}{first.message}{more}", hint=hint) from None
+
+
+def measured_flops(folder: Path, half: str | None) -> float | None:
+    """Return the fastest matrix product in a folder's calibration, of a rank while all compute; None: it has none of
+    this machine.
+
+    Args:
+        half: the half precision that a job computes in; None: single.
+    """
+    if not (path := folder / CALIBRATION).is_file():
+        return None
+    try:
+        calibration = read_calibration(path)
+    except UsageError:
+        return None
+    refusal, others = differences(calibration.machine, this_machine())
+    rates = [each.shared_flops_per_second for each in calibration.matmul if each.dtype == (half or "float32")]
+    return None if refusal or others else max(rates, default=None)
 
 
 def this_machine() -> Identity:

@@ -14,17 +14,17 @@ time of a recomputation, and takes its place, as far as that was not needed befo
 slowest of compute and the two directions of the link: a load that hides costs nothing. Without a pipeline, forwards and
 backwards take turns, and each direction of the link hides behind one of them only.
 
-[Note: an exact choice] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the
-link follows from the latter. So layer by layer only those sums are kept of which no other is at least as good in all
-three. What is largest once (the recomputation, the window) is no sum: it is fixed beforehand, each value in turn, and
-layers beyond it must be kept, or not offloaded. Layers of a model are mostly alike, so few sums differ. Where they
+[Note: sums] Compute, bytes on the device and bytes on the host are sums over layers, and the time on the link follows
+from the latter. So layer by layer only those sums are kept of which no other is at least as good in all three. What is
+largest once (the recomputation, the window) is no sum: it is fixed beforehand, to each size that a layer has in turn,
+and layers beyond it must be kept, or not offloaded. Layers of a model are mostly alike, so few sums differ. Where they
 differ so much that more than `_MOST_SUMS` are left, sums that are nearly alike are merged, and the gap says how much
 better the best choice could be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -32,7 +32,16 @@ from typing import Final
 
 from smpkit.plan.offload.work import LinkSpeed
 
-__all__ = ["ChainChoice", "ChainCost", "ChainLayer", "ChainLimits", "Choice", "choose", "cost_of", "smallest_bytes"]
+__all__ = [
+    "ChainChoice",
+    "ChainCost",
+    "ChainLayer",
+    "ChainLimits",
+    "Choice",
+    "choose",
+    "cost_of",
+    "smallest_bytes",
+]
 
 _MOST_SUMS: Final = 4_000
 
@@ -121,7 +130,7 @@ class ChainChoice:
     choices: tuple[Choice, ...]
     cost: ChainCost
     gap: float
-    """By which share of its time the best of all choices could be faster; 0: this one is the best."""
+    """By which share of its time others could be faster because sums were merged; 0: none could."""
 
 
 def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: ChainLimits) -> ChainCost:
@@ -136,11 +145,8 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
         compute += layer.forward_seconds + layer.backward_seconds + more
         device += on_device
         host += on_host
-    return ChainCost(_seconds(compute, _forward_seconds(layers), host, limits), device + once, host)
-
-
-def _forward_seconds(layers: Sequence[ChainLayer]) -> float:
-    return sum(each.forward_seconds for each in layers)
+    forward = sum(each.forward_seconds for each in layers)
+    return ChainCost(_seconds(compute, forward, host, limits), device + once, host)
 
 
 def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float | None) -> tuple[float, float, float]:
@@ -173,94 +179,75 @@ def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -
     return max(compute, out, back)
 
 
-def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | None:
-    """Return the fastest choices that fit, and of those as fast the ones that hold least; None: nothing fits.
-
-    See [Note: an exact choice]. Layers that are alike are offloaded and recomputed from the first one on, since the
-    first ones wait longest for their backward.
-    """
-    best: ChainChoice | None = None
-    exact = True
-    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), limits):
-        for window in _thresholds(_inputs(layers, limits), limits):
-            found, complete = _choose(layers, limits, largest, window)
-            exact = exact and complete
-            if found is not None and (best is None or _order(found.cost) < _order(best.cost)):
-                best = found
-    if best is None:
-        return None
-    choices = _ordered(layers, best.choices)
-    gap = 0.0 if exact else 1 - _bound(layers, limits) / best.cost.seconds
-    return ChainChoice(choices, cost_of(layers, choices, limits), max(0.0, gap))
-
-
-def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
-    """Return the least that the layers can hold on the device, however long it takes, with this host."""
-    boundless = replace(limits, device_bytes=inf)
-    least = inf
-    for largest in _thresholds((each.saved_bytes for each in layers if each.input_bytes), boundless):
-        for window in _thresholds(_inputs(layers, limits), boundless):
-            for state in _states(layers, boundless, largest, window)[0]:
-                least = min(least, cost_of(layers, _unfold(state), limits).device_bytes)
-    return least
-
-
-def _order(cost: ChainCost) -> tuple[float, float, float]:
-    return cost.seconds, cost.device_bytes, cost.host_bytes
-
-
-def _inputs(layers: Sequence[ChainLayer], limits: ChainLimits) -> Iterable[int]:
-    return (each.input_bytes for each in layers) if Choice.OFFLOAD in limits.allowed else ()
-
-
-def _thresholds(values: Iterable[int], limits: ChainLimits) -> list[int]:
-    """Return the values of what is largest once that are worth trying: none, and each that occurs and fits."""
-    return [0, *sorted({value for value in values if 0 < value <= limits.device_bytes})]
-
+_TRIED: Final = (Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD)
+"""In this order, so that of choices that are as good all ranks take the same."""
 
 # A sum so far: additional compute, bytes on device, bytes on host, the choices as a chain of pairs from the last one.
 _State = tuple[float, float, float, "tuple[Choice, object] | None"]
 
 
-def _choose(
-    layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int
-) -> tuple[ChainChoice | None, bool]:
-    """Return the best choices in which no recomputation is larger than `largest`, and no offloaded input than `window`.
+def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | None:
+    """Return the fastest choices that fit, and of those as fast the ones that hold least; None: nothing fits.
 
-    Also returns whether no better one can have been missed.
+    See [Note: sums]. Layers that are alike are offloaded and recomputed from the first one on, since the first ones
+    wait longest for their backward.
     """
-    states, complete = _states(layers, limits, largest, window)
-    forward = _forward_seconds(layers)
+    sums, complete = _sums(layers, limits)
+    forward = sum(each.forward_seconds for each in layers)
     base = forward + sum(each.backward_seconds for each in layers)
-    best: ChainChoice | None = None
-    ranked = sorted(
-        states, key=lambda state: (_seconds(base + state[0], forward, state[2], limits), state[1], state[2])
-    )
-    for state in ranked[:1]:
-        choices = _unfold(state)
-        cost = cost_of(layers, choices, limits)
-        if cost.fits(limits):
-            best = ChainChoice(choices, cost, 0.0)
-    return best, complete
+    # Of each case the best sum; what it holds once may be less than the case has room for.
+    best = [
+        min(states, key=lambda state: (_seconds(base + state[0], forward, state[2], limits), state[1], state[2]))
+        for states in sums
+        if states
+    ]
+    priced = [(cost_of(layers, choices, limits), choices) for choices in map(_unfold, best)]
+    fitting = [(cost, choices) for cost, choices in priced if cost.fits(limits)]
+    if not fitting:
+        return None
+    cost, choices = min(fitting, key=lambda pair: (pair[0].seconds, pair[0].device_bytes, pair[0].host_bytes))
+    choices = _ordered(layers, choices)
+    gap = 0.0 if complete else 1 - _bound(layers, limits) / cost.seconds
+    return ChainChoice(choices, cost_of(layers, choices, limits), max(0.0, gap))
 
 
-def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int) -> tuple[list[_State], bool]:
+def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
+    """Return the least that the layers can hold on the device, however long it takes, with this host."""
+    sums, _ = _sums(layers, replace(limits, device_bytes=inf))
+    states = (state for case in sums for state in case)
+    return min((cost_of(layers, _unfold(state), limits).device_bytes for state in states), default=inf)
+
+
+def _sums(layers: Sequence[ChainLayer], limits: ChainLimits) -> tuple[list[list[_State]], bool]:
+    """Return the sums of each case of [Note: sums], and whether none had to be merged."""
+    free = [each for each in layers if each.input_bytes]
+    cases = [_sums_of_case(layers, limits, 0, 0)]
+    for largest in sorted({each.saved_bytes for each in free}):
+        inputs = {each.input_bytes for each in free if each.saved_bytes <= largest and Choice.OFFLOAD in limits.allowed}
+        cases += [_sums_of_case(layers, limits, largest, window) for window in (0, *sorted(inputs))]
+    return [states for states, _ in cases], all(complete for _, complete in cases)
+
+
+def _sums_of_case(
+    layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, window: int
+) -> tuple[list[_State], bool]:
+    """Return the sums in which no recomputation is larger than `largest`, and no offloaded input than `window`."""
     once = limits.once_bytes(largest, window)
     room = limits.device_bytes - once
-    if room < 0:
-        return [], True
-    # What the layers to come hold at least: a sum that leaves less room than that leads nowhere.
-    ahead = [0.0]
+    last = len(layers) - 1
     options = [
         {
-            choice: _parts(layer, choice, limits, once if index + 1 == len(layers) else None)
-            for choice in _options(layer, limits.allowed, largest, window)
+            choice: _parts(layer, choice, limits, once if index == last else None)
+            for choice in _TRIED
+            if _is_possible(layer, choice, limits, largest, window)
         }
         for index, layer in enumerate(layers)
     ]
+    if room < 0 or not all(options):
+        return [], True
+    # What the layers to come hold at least: a sum that leaves less room than that leads nowhere.
+    ahead = [0.0]
     for parts in reversed(options):
-        if not parts:
-            return [], True
         ahead.append(ahead[-1] + min(on_device for _, on_device, _ in parts.values()))
     ahead.reverse()
     states: list[_State] = [(0.0, 0.0, 0.0, None)]
@@ -278,12 +265,11 @@ def _states(layers: Sequence[ChainLayer], limits: ChainLimits, largest: int, win
     return states, complete
 
 
-def _options(layer: ChainLayer, allowed: Collection[Choice], largest: int, window: int) -> list[Choice]:
-    found = [Choice.KEEP] if layer.may_keep or not layer.input_bytes else []
-    if layer.input_bytes and layer.saved_bytes <= largest:
-        found += [Choice.RECOMPUTE] if Choice.RECOMPUTE in allowed else []
-        found += [Choice.OFFLOAD] if Choice.OFFLOAD in allowed and layer.input_bytes <= window else []
-    return found
+def _is_possible(layer: ChainLayer, choice: Choice, limits: ChainLimits, largest: int, window: int) -> bool:
+    if choice is Choice.KEEP:
+        return layer.may_keep or not layer.input_bytes
+    fits = layer.input_bytes > 0 and layer.saved_bytes <= largest
+    return choice in limits.allowed and fits and (choice is Choice.RECOMPUTE or layer.input_bytes <= window)
 
 
 def _undominated(states: list[_State]) -> list[_State]:
@@ -312,20 +298,20 @@ def _undominated(states: list[_State]) -> list[_State]:
 def _merged(states: Sequence[_State], room: float) -> list[_State]:
     """Return the fastest sum of each hundredth of the device."""
     cell = max(room / 100, 1.0)
-    found: dict[tuple[int, bool], _State] = {}
+    fastest: dict[tuple[int, bool], _State] = {}
     for state in states:  # the fastest come first
-        found.setdefault((int(state[1] // cell), state[2] > 0), state)
-    return list(found.values())
+        fastest.setdefault((int(state[1] // cell), state[2] > 0), state)
+    return list(fastest.values())
 
 
 def _unfold(state: _State) -> tuple[Choice, ...]:
-    found: list[Choice] = []
+    choices: list[Choice] = []
     link = state[3]
     while link is not None:
         choice, rest = link
-        found.append(choice)
+        choices.append(choice)
         link = rest  # type: ignore[assignment]  # a chain of pairs has no type of its own
-    return tuple(reversed(found))
+    return tuple(reversed(choices))
 
 
 def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -334,7 +320,7 @@ def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[C
     alike: dict[ChainLayer, list[Choice]] = {}
     for layer, choice in zip(layers, choices, strict=True):
         alike.setdefault(layer, []).append(choice)
-    turns = {layer: iter(sorted(found, key=order.index)) for layer, found in alike.items()}
+    turns = {layer: iter(sorted(some, key=order.index)) for layer, some in alike.items()}
     return tuple(next(turns[layer]) for layer in layers)
 
 

@@ -7,35 +7,35 @@ plan that `decide` makes with these choices fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from math import inf
 from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import Plan, decide
-from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, UnitFacts, in_dtype
+from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.recorded_graph import grown
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
 from smpkit.plan.tune.machine import Machine
+from smpkit.units import amount
 
 __all__ = [
     "Job",
     "Layer",
     "Prediction",
     "RuledOut",
-    "allowed_choices",
     "choose_layers",
     "half_of",
     "in_precision",
     "layers_of",
     "predict",
-    "samples_per_microbatch",
     "scaled",
     "usable_bytes",
     "with_choices",
@@ -45,6 +45,8 @@ _FRAMEWORK_BYTES: Final = 2**30
 """What a process has on a GPU beside tensors."""
 _FRAGMENTS: Final = 0.05
 """Of a GPU's memory, what an allocator cannot use."""
+_HOST_SHARE: Final = 0.5
+"""Of a host's memory, what may be offloaded to: the other half has data, workers, checkpoints on their way."""
 _ROUNDS: Final = 4
 """How often choices are made anew because the partition has changed with them."""
 _COLLECTIVES_OF_LAYER: Final = 2
@@ -81,7 +83,7 @@ class RuledOut:
     """Why a configuration is none."""
 
     kind: str
-    """Such as `memory`; those of one kind are counted together."""
+    """`memory`, `batch` or `partition`."""
     reason: str
     missing_bytes: int = 0
     """How much memory it lacks."""
@@ -126,12 +128,7 @@ class Prediction:
 
     @property
     def samples_per_microbatch(self) -> int:
-        return samples_per_microbatch(self.config, self.job) or 0
-
-    @cached_property
-    def fullest(self) -> tuple[int, RankMemory]:
-        """The stage that holds most, and what it holds."""
-        return max(enumerate(self.plan.memory), key=lambda pair: pair[1].total_bytes)
+        return _samples_per_microbatch(self.config, self.job) or 0
 
     @property
     def binds(self) -> str:
@@ -155,7 +152,7 @@ def usable_bytes(machine: Machine) -> int:
     return max(0, round((1 - _FRAGMENTS) * machine.device_bytes) - _FRAMEWORK_BYTES)
 
 
-def samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None:
+def _samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None:
     """Return how many samples of a step a rank computes at a time; None if they cannot be divided so."""
     mesh = Mesh.from_world(job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree)
     # Without `prescaled_batch` tensor-parallel ranks read samples of their own.
@@ -170,12 +167,35 @@ def predict(config: ModelParallelConfig, job: Job, *, schedule: Schedule | None 
     Args:
         schedule: see `decide`.
     """
-    samples = samples_per_microbatch(config, job)
+    samples = _samples_per_microbatch(config, job)
     if samples is None:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
-    model = job.models[config.tensor_parallel_degree]
-    scale = samples / model.samples
-    return _Predicting(config, job, in_precision(scaled(model, scale), job.half, config), schedule).run()
+    described = job.models[config.tensor_parallel_degree]
+    model = in_precision(scaled(described, samples / described.samples), job.half, config)
+    layers = layers_of(model)
+    degrees = config.pipeline_parallel_degree, config.tensor_parallel_degree
+    mesh = Mesh.from_world(job.ranks, *degrees, config.placement_strategy)
+    speed = _speed(config, job.machine, mesh, model, layers)
+    room = usable_bytes(job.machine), job.machine.host_bytes * _HOST_SHARE / job.machine.ranks_per_host
+    choices: Mapping[str, Choice] = dict.fromkeys(layers, Choice.KEEP)
+    gap = 0.0
+    for _ in range(_ROUNDS):
+        try:
+            chosen = with_choices(model, layers, choices, mixed=config.offload_activations == "auto")
+            plan = decide(config, job.ranks, chosen, speed, job.optimizer, schedule=schedule)
+        except ConfigError as error:
+            return RuledOut("partition", error.problems[0].message)
+        if all(each.total_bytes <= room[0] and each.host_bytes <= room[1] for each in plan.memory):
+            return _prediction(config, job, model, plan, mesh, speed, choices, gap)
+        others = choose_layers(config, plan, layers, choices, room, speed, on_host=job.machine.on_host)
+        if isinstance(others, RuledOut):
+            return others
+        if others[0] == choices:
+            break
+        choices, gap = others
+    stage, memory = max(enumerate(plan.memory), key=lambda pair: pair[1].total_bytes)
+    missing = memory.total_bytes - room[0]
+    return RuledOut("memory", f"stage {stage} needs {amount(memory.total_bytes)}", max(0, missing))
 
 
 def half_of(config: ModelParallelConfig) -> str | None:
@@ -208,172 +228,105 @@ def _in_dtype(model: ModelFacts, old: str, new: str, itemsize: int) -> ModelFact
     return replace(model, tensors=tensors)
 
 
-class _Predicting:
-    """One configuration."""
+# --- time -------------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        config: ModelParallelConfig,
-        job: Job,
-        model: ModelFacts,
-        schedule: Schedule | None,
-    ) -> None:
-        self._config, self._job, self._model = config, job, model
-        self._schedule = schedule
-        self._machine = job.machine
-        self._layers = layers_of(model)
-        self._mesh = Mesh.from_world(
-            job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement_strategy
-        )
-        pipeline = self._machine.channel(self._hosts(CommGroup.PP_GROUP))
-        self._collectives = dict(self._tensor_collectives())
-        self._speed = Speed(
-            self._machine.flops(half_of(config)),
-            self._machine.link,
-            pipeline.latency_seconds,
-            1 / pipeline.bytes_per_second,
-            self._machine.action_seconds,
-            self._collectives,
-            self._machine.operation_seconds,
-            self._machine.moved_bytes_per_second,
-            self._machine.is_asynchronous,
-            split_seconds=self._machine.split_seconds,
-        )
 
-    def run(self) -> Prediction | RuledOut:
-        choices: dict[str, Choice] = dict.fromkeys(self._layers, Choice.KEEP)
-        gap = 0.0
-        for _ in range(_ROUNDS):
-            try:
-                plan = decide(
-                    self._config,
-                    self._job.ranks,
-                    with_choices(self._model, self._layers, choices, mixed=self._config.offload_activations == "auto"),
-                    self._speed,
-                    self._job.optimizer,
-                    schedule=self._schedule,
-                )
-            except ConfigError as error:
-                return RuledOut("partition", error.problems[0].message)
-            if self._fits(plan):
-                return self._prediction(plan, choices, gap)
-            found = self._choose(plan, choices)
-            if isinstance(found, RuledOut):
-                return found
-            again, gap = found
-            if again == choices:
-                break
-            choices = again
-        return self._too_large(plan)
+def _speed(
+    config: ModelParallelConfig, machine: Machine, mesh: Mesh, model: ModelFacts, layers: Mapping[str, Layer]
+) -> Speed:
+    pipeline = machine.channel(_hosts(mesh, machine, CommGroup.PP_GROUP))
+    return Speed(
+        machine.flops(half_of(config)),
+        machine.link,
+        pipeline.latency_seconds,
+        1 / pipeline.bytes_per_second,
+        machine.action_seconds,
+        dict(_tensor_collectives(machine, mesh, model, layers)),
+        machine.operation_seconds,
+        machine.moved_bytes_per_second,
+        machine.is_asynchronous,
+        split_seconds=machine.split_seconds,
+    )
 
-    # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _fits(self, plan: Plan) -> bool:
-        limit = usable_bytes(self._machine)
-        return all(each.total_bytes <= limit for each in plan.memory) and self._host_bytes(plan) <= self._host_limit
+def _hosts(mesh: Mesh, machine: Machine, kind: CommGroup) -> int:
+    """Return over how many hosts the ranks of a group lie."""
+    return len({rank // machine.ranks_per_host for rank in mesh.group(kind, 0)})
 
-    @property
-    def _host_limit(self) -> float:
-        return self._machine.host_bytes / 2  # the other half: data, workers, checkpoints on their way
 
-    def _host_bytes(self, plan: Plan) -> float:
-        """Return what the fullest host holds: its ranks could be of the stage that offloads most."""
-        return self._machine.ranks_per_host * max((each.host_bytes for each in plan.memory), default=0)
+def _tensor_collectives(
+    machine: Machine, mesh: Mesh, model: ModelFacts, layers: Mapping[str, Layer]
+) -> Iterator[tuple[str, float]]:
+    """Yield what each unit spends on collectives of tensor parallelism in its forward."""
+    hosts = _hosts(mesh, machine, CommGroup.TP_GROUP)
+    divided = {name for name, tensor in model.tensors.items() if tensor.pieces and mesh.tp_size > 1}
+    for unit in model.units:
+        if divided.isdisjoint(unit.tensors):
+            continue
+        layer = layers.get(unit.cost.name)
+        times = 1 if layer is None else _COLLECTIVES_OF_LAYER
+        size = unit.cost.output_bytes if layer is None else layer.input_bytes
+        yield unit.cost.name, times * machine.collective_seconds("all_reduce", size, mesh.tp_size, hosts)
 
-    def _too_large(self, plan: Plan) -> RuledOut:
-        stage, memory = max(enumerate(plan.memory), key=lambda pair: pair[1].total_bytes)
-        missing = memory.total_bytes - usable_bytes(self._machine)
-        return RuledOut("memory", f"stage {stage} needs {_gib(memory.total_bytes)}", max(0, missing))
 
-    def _choose(self, plan: Plan, present: Mapping[str, Choice]) -> tuple[dict[str, Choice], float] | RuledOut:
-        """Choose for the layers of each stage, as `plan` has cut the model."""
-        machine = self._machine
-        room = usable_bytes(machine), self._host_limit / machine.ranks_per_host
-        return choose_layers(self._config, plan, self._layers, present, room, self._speed, on_host=machine.on_host)
+def _prediction(
+    config: ModelParallelConfig,
+    job: Job,
+    model: ModelFacts,
+    plan: Plan,
+    mesh: Mesh,
+    speed: Speed,
+    choices: Mapping[str, Choice],
+    gap: float,
+) -> Prediction:
+    assert plan.assignment is not None
+    timeline, machine = plan.timeline, job.machine
+    busy = [timeline.makespan_seconds - idle for idle in timeline.idle_seconds]
+    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
+    units = plan.assignment.names(slowest)
+    waited = 2 * config.microbatches * sum(speed.collective_seconds.get(name, 0.0) for name in units)
+    # Ranks of a host that share cores need together at least this long.
+    shared = mesh.size / len(busy) / job.hosts * sum(busy) / machine.parallel_ranks
+    return Prediction(
+        config,
+        job,
+        plan,
+        choices,
+        compute_seconds=busy[slowest] - waited,
+        bubble_seconds=max(timeline.makespan_seconds, shared) - busy[slowest],
+        communication_seconds=waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
+        stall_seconds=max((each.stall_seconds for each in plan.forecasts), default=0.0),
+        optimizer_seconds=max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
+        gap=gap,
+    )
 
-    # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _prediction(self, plan: Plan, choices: Mapping[str, Choice], gap: float) -> Prediction:
-        timeline = plan.timeline
-        rounds = self._config.microbatches
-        assert plan.assignment is not None
-        busy = [timeline.makespan_seconds - idle for idle in timeline.idle_seconds]
-        collectives = [
-            2 * rounds * sum(self._collectives.get(name, 0.0) for name in plan.assignment.names(stage))
-            for stage in range(len(plan.memory))
-        ]
-        slowest = max(range(len(busy)), key=lambda stage: busy[stage])
-        waited = collectives[slowest] if collectives else 0.0
-        whole = max(timeline.makespan_seconds, self._shared_seconds(busy))
-        compute = busy[slowest] - waited
-        return Prediction(
-            self._config,
-            self._job,
-            plan,
-            dict(choices),
-            compute_seconds=compute,
-            bubble_seconds=whole - busy[slowest],
-            communication_seconds=waited + self._exposed_seconds(plan, busy),
-            stall_seconds=max((each.stall_seconds for each in plan.forecasts), default=0.0),
-            optimizer_seconds=max(self._updated(each) for each in plan.memory) / self._machine.updates_per_second,
-            gap=gap,
-        )
+def _exposed_seconds(
+    config: ModelParallelConfig, machine: Machine, model: ModelFacts, plan: Plan, mesh: Mesh, busy: Sequence[float]
+) -> float:
+    """Return what communication between replicas adds: what the passes beside it do not hide."""
+    rounds, hosts = config.microbatches, _hosts(mesh, machine, CommGroup.RDP_GROUP)
+    degree = config.sharded_data_parallel_degree
+    if degree > 1:
+        half = half_of(config) is not None
+        whole = sum(2 * each.num_elements if half else each.num_bytes for each in model.tensors.values())
+        gather = machine.collective_seconds("all_gather", whole, degree, hosts)
+        scatter = machine.collective_seconds("reduce_scatter", whole, degree, hosts)
+        return max(0.0, rounds * (2 * gather + scatter) - busy[0])
+    exposed = 0.0
+    for stage, memory in enumerate(plan.memory):
+        reduction = machine.collective_seconds("all_reduce", memory.reduction_bytes, mesh.rdp_size, hosts)
+        # Buckets are averaged as they fill in the last backward, about two thirds of a microbatch's work.
+        exposed = max(exposed, reduction - 2 / 3 * busy[stage] / rounds, 0.1 * reduction)
+    return exposed
 
-    def _shared_seconds(self, busy: Sequence[float]) -> float:
-        """Return how long the ranks of a host need for all their work if they share cores."""
-        replicas = self._mesh.size / len(busy) / self._job.hosts
-        return replicas * sum(busy) / self._machine.parallel_ranks
 
-    def _hosts(self, kind: CommGroup) -> int:
-        return len({rank // self._machine.ranks_per_host for rank in self._mesh.group(kind, 0)})
-
-    def _tensor_collectives(self) -> list[tuple[str, float]]:
-        """Return what each unit spends on collectives of tensor parallelism in its forward."""
-        degree = self._mesh.tp_size
-        if degree == 1:
-            return []
-        hosts = self._hosts(CommGroup.TP_GROUP)
-        divided = {name for name, tensor in self._model.tensors.items() if tensor.pieces}
-        found = []
-        for unit in self._model.units:
-            if divided.isdisjoint(unit.tensors):
-                continue
-            times = _COLLECTIVES_OF_LAYER if unit.cost.name in self._layers else 1
-            size = (
-                self._layers[unit.cost.name].input_bytes if unit.cost.name in self._layers else unit.cost.output_bytes
-            )
-            seconds = self._machine.collective_seconds("all_reduce", size, degree, hosts)
-            found.append((unit.cost.name, times * seconds))
-        return found
-
-    def _exposed_seconds(self, plan: Plan, busy: Sequence[float]) -> float:
-        """Return what communication between replicas adds: what the passes beside it do not hide."""
-        config, rounds = self._config, self._config.microbatches
-        if config.sharded_data_parallel_degree > 1:
-            hosts = self._hosts(CommGroup.RDP_GROUP)
-            whole = self._gathered_per_pass()
-            degree = config.sharded_data_parallel_degree
-            gather = self._machine.collective_seconds("all_gather", whole, degree, hosts)
-            scatter = self._machine.collective_seconds("reduce_scatter", whole, degree, hosts)
-            return max(0.0, rounds * (2 * gather + scatter) - busy[0])
-        exposed = 0.0
-        size, hosts = self._mesh.rdp_size, self._hosts(CommGroup.RDP_GROUP)
-        for stage, memory in enumerate(plan.memory):
-            seconds = self._machine.collective_seconds("all_reduce", memory.reduction_bytes, size, hosts)
-            # Buckets are averaged as they fill in the last backward, about two thirds of a microbatch's work.
-            exposed = max(exposed, seconds - 2 / 3 * busy[stage] / rounds, 0.1 * seconds)
-        return exposed
-
-    def _gathered_per_pass(self) -> int:
-        half = self._config.fp16 or self._config.bf16
-        return sum(2 * each.num_elements if half else each.num_bytes for each in self._model.tensors.values())
-
-    def _updated(self, memory: RankMemory) -> float:
-        """Return how many parameters a rank updates."""
-        states = OPTIMIZERS[self._job.optimizer]
-        if memory.masters_bytes:
-            return memory.masters_bytes / 4
-        return memory.optimizer_bytes / (4 * states) if states else memory.gradients_bytes / 4
+def _num_updated(memory: RankMemory, optimizer: str) -> float:
+    """Return how many parameters a rank updates."""
+    states = OPTIMIZERS[optimizer]
+    if memory.masters_bytes:
+        return memory.masters_bytes / 4
+    return memory.optimizer_bytes / (4 * states) if states else memory.gradients_bytes / 4
 
 
 # --- what layers keep -------------------------------------------------------------------------------------------------
@@ -391,16 +344,16 @@ class Layer:
 def layers_of(model: ModelFacts) -> dict[str, Layer]:
     """Return the units that can be recomputed: the repeated blocks, each with what the unit before hands to it."""
     blocks = {name for block in model.blocks for name in block}
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     before = 0
     for unit in model.units:
         cost = unit.cost
         if before and unit.tensors and blocks.issuperset(name for name in unit.tensors if model.tensors[name].rows):
             # What a recomputation makes is an upper bound of what a layer keeps, where that is not known.
             saved = cost.activation_bytes - cost.boundary_bytes + (cost.spared_bytes or cost.recomputed_bytes)
-            found[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
+            layers[cost.name] = Layer(saved, cost.boundary_bytes or before, cost)
         before = cost.output_bytes
-    return found
+    return layers
 
 
 def choose_layers(
@@ -425,24 +378,26 @@ def choose_layers(
     """
     assert plan.assignment is not None
     choices, gaps = dict(present), [0.0]
-    allowed = allowed_choices(config, on_host=on_host)
+    allowed = _allowed_choices(config, on_host=on_host)
     for stage, memory in enumerate(plan.memory):
-        units = [each for each in plan.assignment.names(stage) if each in layers]
+        units = [name for name in plan.assignment.names(stage) if name in layers]
         live = _live(config, plan, stage)
-        kept = plan.assignment.loads[stage].activation_bytes
-        others = kept - sum(_activation(layers[each], present[each]) for each in units)
-        fixed = _static_bytes(memory)
-        limits = ChainLimits(live, room[0] - fixed - others * live, room[1], speed.link, allowed=allowed)
-        chain = [_chain_layer(layers[each], speed) for each in units]
-        found = choose(chain, limits)
-        if found is None:
-            needed = fixed + others * live + smallest_bytes(chain, limits)
+        kept = sum(
+            layers[name].saved_bytes if present[name] is Choice.KEEP else layers[name].input_bytes for name in units
+        )
+        others = live * (plan.assignment.loads[stage].activation_bytes - kept)
+        fixed = memory.static_bytes
+        limits = ChainLimits(live, room[0] - fixed - others, room[1], speed.link, allowed=allowed)
+        chain = [_chain_layer(layers[name], speed) for name in units]
+        best = choose(chain, limits)
+        if best is None:
+            needed = fixed + others + smallest_bytes(chain, limits)
             missing = needed - room[0]
             what = "nothing kept" if units else "no layer that could be recomputed"
-            reason = f"stage {stage} needs {_gib(needed)} with {what}, of which {_gib(fixed)} are no activations"
-            return RuledOut("memory", reason, max(1, round(missing)) if missing < 1e18 else 0)
-        choices.update(zip(units, found.choices, strict=True))
-        gaps.append(found.gap)
+            reason = f"stage {stage} needs {amount(needed)} with {what}, of which {amount(fixed)} are no activations"
+            return RuledOut("memory", reason, max(1, round(missing)) if missing < inf else 0)
+        choices.update(zip(units, best.choices, strict=True))
+        gaps.append(best.gap)
     return choices, max(gaps)
 
 
@@ -455,16 +410,12 @@ def _live(config: ModelParallelConfig, plan: Plan, stage: int) -> float:
     return plan.timeline.schedule.peak_live_segments[stage] / config.virtual_pipeline_degree
 
 
-def _activation(layer: Layer, choice: Choice) -> int:
-    return layer.saved_bytes if choice is Choice.KEEP else layer.input_bytes
-
-
 def _chain_layer(layer: Layer, speed: Speed) -> ChainLayer:
     seconds = speed.forward_seconds(layer.cost)
     return ChainLayer(seconds, 2 * seconds, layer.saved_bytes, layer.input_bytes)
 
 
-def allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
+def _allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
     """Return what the runtime chooses among for layers of strategy "auto".
 
     Args:
@@ -528,13 +479,3 @@ def _scaled(unit: UnitFacts, factor: float) -> UnitFacts:
 def _resized(cost: UnitCost, factor: float) -> UnitCost:
     """Return the cost with activations of another size."""
     return replace(cost, **{name: round(factor * getattr(cost, name)) for name in BYTES_PER_MICROBATCH})
-
-
-def _static_bytes(memory: RankMemory) -> int:
-    """Return what a rank holds beside activations."""
-    known = memory.parameters_bytes + memory.gradients_bytes + memory.reduction_bytes
-    return known + memory.optimizer_bytes + memory.masters_bytes + memory.gathered_bytes
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"

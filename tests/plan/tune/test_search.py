@@ -249,21 +249,26 @@ def test_without_time_it_says_what_it_has_not_seen() -> None:
     assert 0 < found.unseen_gap < 1
 
 
+@pytest.mark.parametrize("gib", [16, 7.9, 1.9])
+def test_each_combination_is_counted_once(gib: float) -> None:
+    """One rank has so few that all of them are predicted, or ruled out."""
+    found = search(job(gib, degrees=(1,), ranks=1), {"microbatches": 4}, budget_seconds=1000)
+    assert found.num_candidates == len(found.best) + sum(found.ruled_out.values())
+    assert found.num_predicted <= found.num_candidates
+
+
 def test_where_nothing_fits_the_nearest_is_told() -> None:
     found = search(job(1.2), {}, budget_seconds=1000)
     assert found.best == ()
     assert found.nearest is not None
-    assert found.nearest.missing_bytes > 0
-    assert found.nearest_config is not None
-    again = search(job(1.2 + found.nearest.missing_bytes / 2**30 / 0.94), {}, budget_seconds=1000)
+    _, lacking = found.nearest
+    assert lacking.missing_bytes > 0
+    again = search(job(1.2 + lacking.missing_bytes / 2**30 / 0.94), {}, budget_seconds=1000)
     assert again.best or again.nearest is not None
 
 
-def test_precision_is_the_users_unless_it_is_searched() -> None:
-    fixed = search(job(), {"microbatches": 4}, budget_seconds=1000)
-    assert not fixed.best[0].config.bf16
-    free = search(job(), {"microbatches": 4}, budget_seconds=1000, precisions=("bf16", "fp32"))
-    assert free.best[0].config.bf16
+def test_precision_is_the_users() -> None:
+    assert not search(job(), {"microbatches": 4}, budget_seconds=1000).best[0].config.bf16
 
 
 def test_the_jobs_own_configuration_is_compared() -> None:
@@ -282,10 +287,10 @@ def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
 # --- what layers of strategy "auto" do --------------------------------------------------------------------------------
 
 
-def would_choose(gib: float, **parameters: Any) -> dict[str, Choice] | None:
+def would_choose(gib: float, *, on_host: bool = False, **parameters: Any) -> dict[str, Choice] | None:
     config, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 4, **parameters}, None)
     speed = Speed(1e13, LinkSpeed(25e9, 25e9))
-    return automatic(config, gpt(), decide(config, 2, gpt(), speed), speed, gib * 2**30)
+    return automatic(config, gpt(), decide(config, 2, gpt(), speed), speed, gib * 2**30, on_host=on_host)
 
 
 def test_plan_says_what_auto_would_choose() -> None:
@@ -299,6 +304,9 @@ def test_plan_says_what_auto_would_choose() -> None:
         assert found is not None
         assert set(found.values()) == choices
     assert would_choose(1) is None
+    # On the host there is nothing to offload to.
+    on_host = would_choose(2.0, on_host=True, offload_activations="auto")
+    assert set((on_host or {}).values()) == {Choice.KEEP, Choice.RECOMPUTE}
 
 
 def test_a_mixed_choice_offloads_only_some_inputs() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.plan.tune.calibration import this_machine
-from smpkit.plan.tune.peak import CALIBRATION, measured_peak, published_peak
+from smpkit.plan.tune.calibration import CALIBRATION, measured_flops, this_machine
+from smpkit.plan.tune.instances import published_flops
 from tests.plan.tune.facts import facts
 
 
@@ -20,16 +20,15 @@ from tests.plan.tune.facts import facts
         ("Tesla T4", "float16", 65.1e12),
     ],
 )
-def test_a_published_peak_is_found_by_what_torch_calls_a_device(device: str, half: str | None, expected: float) -> None:
-    found = published_peak(device, half)
-    assert found is not None
-    assert found.flops_per_second == expected
-    assert found.basis == f"the published peak of {device.replace('-', ' ').split()[1]}"
+def test_a_published_flops_is_found_by_what_torch_calls_a_device(
+    device: str, half: str | None, expected: float
+) -> None:
+    assert published_flops(device, half) == (device.replace("-", " ").split()[1], expected)
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A10G", "NVIDIA L40S", "cpu", "AMD Instinct MI300X"])
 def test_of_other_devices_nothing_is_known(device: str) -> None:
-    assert published_peak(device, "bfloat16") is None
+    assert published_flops(device, "bfloat16") is None
 
 
 def test_a_calibration_counts_on_the_machine_that_it_is_of(tmp_path: Path) -> None:
@@ -37,13 +36,11 @@ def test_a_calibration_counts_on_the_machine_that_it_is_of(tmp_path: Path) -> No
     fast = {**slow, "size": 512, "flops_per_second": 9e9, "shared_flops_per_second": 5e9}
     content = facts(machine=this_machine().model_dump(), matmul=[slow, fast], link=None)
     (tmp_path / CALIBRATION).write_text(json.dumps(content))
-    found = measured_peak(tmp_path, None)
-    assert found is not None
-    assert found.flops_per_second == 5e9  # while all ranks compute
-    assert measured_peak(tmp_path, "bfloat16") is None
+    assert measured_flops(tmp_path, None) == 5e9  # while all ranks compute
+    assert measured_flops(tmp_path, "bfloat16") is None
     elsewhere = {**content, "machine": {**content["machine"], "host": "elsewhere"}}
     (tmp_path / CALIBRATION).write_text(json.dumps(elsewhere))
-    assert measured_peak(tmp_path, None) is None
+    assert measured_flops(tmp_path, None) is None
     (tmp_path / CALIBRATION).write_text("{")
-    assert measured_peak(tmp_path, None) is None
-    assert measured_peak(tmp_path / "nowhere", None) is None
+    assert measured_flops(tmp_path, None) is None
+    assert measured_flops(tmp_path / "nowhere", None) is None

@@ -1,0 +1,402 @@
+"""How `smpkit plan` shows what a job would do: in words and tables, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._console import fold, table, width, write_file
+from smpkit.cli._planned import Asked, Planned, Row, best_of, plans_of, rows_of
+from smpkit.cli._world import World, layer_lines, world_of
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.words import printable
+from smpkit.errors import ConfigError, UsageError
+from smpkit.plan.decide import Plan
+from smpkit.plan.mesh import CommGroup
+from smpkit.plan.schedule.draw import draw
+from smpkit.plan.schedule.recorded_graph import RecordedGraph
+from smpkit.plan.svg import Drawing, svg
+from smpkit.plan.tune.features import Feature, peak_of, remedy
+from smpkit.units import amount, magnitude, seconds
+
+__all__ = ["as_plain", "run"]
+
+_GIB: Final = 2**30
+_MAX_GROUPS: Final = 8
+_WORTH: Final = 1e-3
+"""A stall of a smaller share of the step is not worth a hint."""
+_INDENT: Final = " " * len("schedule  ")
+
+
+def run(
+    files: Sequence[Path],
+    *,
+    overrides: Sequence[str],
+    sweeps: Sequence[str],
+    svg: Path | None,
+    as_json: bool,
+    pipeline_parallel_degree: int | None,
+    tensor_parallel_degree: int | None,
+    microbatches: int | None,
+    **options: Any,
+) -> None:
+    """Plan, and print it; arguments as of the command."""
+    asked = Asked(**options)
+    degrees = {
+        "pipeline_parallel_degree": pipeline_parallel_degree,
+        "tensor_parallel_degree": tensor_parallel_degree,
+        "microbatches": microbatches,
+    }
+    degrees = {name: value for name, value in degrees.items() if value is not None}
+    if files and degrees:
+        flag = "--" + next(iter(degrees)).replace("_", "-")
+        raise UsageError(f"`{flag}` cannot be given beside a file", hint="change a setting of it with `--set`")
+    if sweeps and not files:
+        raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
+    if len(files) > 1 or sweeps:
+        rows = rows_of(files, sweeps, overrides, asked)
+        plain: Any = _several_as_plain(rows)
+        lines = _several(rows)
+        plans = {row.name: row.planned for row in rows if row.planned is not None}
+    else:
+        [planned] = plans_of([world_of(files[0], overrides) if files else _world_of_degrees(degrees, overrides)], asked)
+        if isinstance(planned, ConfigError):
+            raise planned
+        plain, lines, plans = as_plain(planned), _report(planned), {"": planned}
+    if as_json:
+        click.echo(json.dumps(plain, indent=2))
+    else:
+        click.echo("\n".join(lines))
+        if "" in plans:
+            _advise(plans[""])
+    if svg is not None:
+        _draw(svg, plans)
+
+
+def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[str]) -> World:
+    if overrides:
+        raise UsageError("`--set` changes a setting of a file, and none is given", hint="name a job file")
+    if not degrees:
+        raise UsageError("neither a file nor a degree is given", hint="try `smpkit plan job.yaml`, or `--pp 4`")
+    if degrees.get("tensor_parallel_degree", 1) > 1:
+        degrees["ddp"] = True
+    parameters, _ = ModelParallelConfig.from_sources(degrees, None)
+    return World(parameters)
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def as_plain(planned: Planned) -> dict[str, Any]:
+    """Return what is shown, as JSON has it."""
+    plan, mesh, schedule = planned.plan, planned.plan.mesh, planned.plan.timeline.schedule
+    content: dict[str, Any] = {
+        "name": planned.world.name or None,
+        "ranks": planned.ranks,
+        "hosts": planned.hosts,
+        "mesh": {"pipeline": mesh.pp_size, "tensor": mesh.tp_size, "data": mesh.rdp_size, "placement": mesh.strategy},
+        "groups": {
+            kind.value.removesuffix("_GROUP").lower(): [list(group) for group in mesh.groups(kind)]
+            for kind in (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP)
+        },
+        "schedule": {
+            "name": schedule.name,
+            "microbatches": schedule.num_microbatches,
+            "bubble": plan.timeline.bubble,
+            "peak_live_microbatches": list(plan.timeline.peak_live_microbatches),
+            "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
+        },
+    }
+    if plan.model is None or plan.assignment is None or planned.asked is None:
+        return content
+    stages = []
+    for stage, memory in enumerate(plan.memory):
+        fits = None if planned.limit_gib is None else planned.fits(stage)
+        units = list(plan.assignment.names(stage))
+        stages.append({"units": units, **asdict(memory), "total_bytes": memory.total_bytes, "fits": fits})
+    return {
+        **content,
+        "model": plan.model.name,
+        "traced": plan.model.traced,
+        "optimizer": planned.asked.optimizer,
+        "memory_gib": planned.limit_gib,
+        "compute_imbalance": plan.assignment.compute_imbalance,
+        "shared_parameters": plan.model.shared_parameters,
+        "stages": stages,
+        "graph": None if plan.recorded is None else asdict(plan.recorded),
+        "offload": [asdict(each) for each in plan.forecasts],
+        "features": [asdict(each) for each in planned.features],
+        "automatic": None if planned.automatic is None else dict(planned.automatic),
+    }
+
+
+def _several_as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    best = best_of(rows)
+    return [
+        {
+            "name": row.name,
+            "values": row.values,
+            "best": row is best,
+            "seconds_per_sample": row.seconds,
+            "refusal": row.refusal or None,
+            "plan": None if row.planned is None else as_plain(row.planned),
+        }
+        for row in rows
+    ]
+
+
+# --- as a picture -----------------------------------------------------------------------------------------------------
+
+
+def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
+    drawings = []
+    for name, planned in plans.items():
+        timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
+        title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
+        drawings.append(Drawing(f"{name}: {title}" if name else title, timeline))
+    if not drawings:
+        raise UsageError("no plan is left to be drawn", hint="the table says why each is refused")
+    write_file(path, svg(drawings), "picture")
+    _console.current().note(f"picture: {path}")
+
+
+# --- in words and tables ----------------------------------------------------------------------------------------------
+
+
+def _several(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table of several plans."""
+    best = best_of(rows)
+    plans = [row.planned for row in rows if row.planned is not None]
+    has_model = any(each.plan.memory for each in plans)
+    has_limit = has_model and any(each.limit_gib is not None for each in plans)
+    timed = any(row.seconds is not None for row in rows)
+    head = ["", "pp×tp×dp", "microbatches", "schedule", "bubble", "live"]
+    head += ["per sample"] * timed + ["fullest rank"] * has_model + ["fits"] * has_limit
+    lines = [head]
+    for row in rows:
+        name = f"{row.name}{' (best)' if row is best else ''}"
+        if row.planned is None:
+            lines.append([name, *[""] * (len(head) - 1)])
+            continue
+        mesh, timeline = row.planned.plan.mesh, row.planned.plan.timeline
+        cells = [f"{mesh.pp_size}×{mesh.tp_size}×{mesh.rdp_size}", str(timeline.schedule.num_microbatches)]
+        cells += [timeline.schedule.name, f"{timeline.bubble:.1%}", str(max(timeline.peak_live_microbatches))]
+        if timed:
+            cells.append("" if row.seconds is None else seconds(row.seconds))
+        if has_model:
+            cells.append(amount(peak_of(row.planned.plan)))
+        cells += ["yes" if row.planned.all_fit else "no"] * has_limit
+        lines.append([name, *cells])
+    yield from table(lines, width())
+    for row in rows:
+        if row.planned is None:
+            yield f"{row.name}: refused: {row.refusal}"
+
+
+def _report(planned: Planned) -> Iterator[str]:
+    plan, mesh = planned.plan, planned.plan.mesh
+    name = f"{planned.world.name}: " if planned.world.name else ""
+    yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {planned.hosts} host{'s' * (planned.hosts != 1)}"
+    yield ""
+    yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
+    yield from (f"{_INDENT}{line}".rstrip() for line in mesh.draw(width() - len(_INDENT)).splitlines())
+    yield ""
+    yield from _groups(planned)
+    yield ""
+    yield from _schedule(planned)
+    if plan.model is None or planned.asked is None:
+        return
+    yield ""
+    yield from _partition(plan)
+    yield ""
+    if plan.recorded is not None:
+        yield from _values(plan.recorded)
+        yield ""
+    yield from _memory(planned, planned.asked)
+    if plan.forecasts:
+        yield ""
+        yield from _offloading(planned, planned.asked)
+    if planned.features:
+        yield ""
+        yield from _features(planned.features)
+    if planned.automatic is not None:
+        yield ""
+        yield from fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; ")
+
+
+def _groups(planned: Planned) -> Iterator[str]:
+    per_host = planned.ranks // planned.hosts
+    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.hosts)]
+    yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
+    for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
+        yield from fold(f"{name} groups ", _listed(planned.plan.mesh.groups(kind)), width())
+
+
+def _listed(groups: Sequence[Sequence[int]]) -> list[str]:
+    more = [f"and {len(groups) - _MAX_GROUPS} more"] if len(groups) > _MAX_GROUPS else []
+    return [_span(group) for group in groups[:_MAX_GROUPS]] + more
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Write ranks as `0–3` or, with equal steps, `0,2–6`."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
+        return f"{ranks[0]},{ranks[1]}–{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _schedule(planned: Planned) -> Iterator[str]:
+    timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
+    active = planned.world.parameters.active_microbatches
+    count = f"{schedule.num_microbatches} microbatches, at most {active} active"
+    yield f"schedule  {schedule.name}, {count}, predicted bubble {timeline.bubble:.1%}"
+    yield from draw(schedule, width=width()).splitlines()
+    live = [*map(str, timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
+    yield from fold("live      ", live, width())
+
+
+def _partition(plan: Plan) -> Iterator[str]:
+    model, assignment = plan.model, plan.assignment
+    assert model is not None
+    assert assignment is not None
+    how = "by traced compute and memory" if model.traced else "by parameter sizes (as with skip_tracing)"
+    yield f"parts     of {model.name}, {how}; the busiest has {assignment.compute_imbalance:.2f} × the mean"
+    for stage, memory in enumerate(plan.memory):
+        names = assignment.names(stage)
+        head = f"stage {stage}   {magnitude(memory.num_parameters):>8} parameters in {len(names)} units: "
+        yield from fold(head, _shortened(names), width(), " ")
+    if model.shared_parameters:
+        yield from fold("shared    ", _shortened(model.shared_parameters), width(), " ")
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Return the first names and the last, each but the last with its comma."""
+    shown = [printable(name) for name in names]
+    chosen = shown if len(shown) <= 4 else [shown[0], shown[1], f"… {shown[-1]}"]
+    return [*(f"{name}," for name in chosen[:-1]), *chosen[-1:]]
+
+
+def _values(recorded: RecordedGraph) -> Iterator[str]:
+    """Yield what one microbatch sends, and, where it comes back to a stage, what each visit runs."""
+    forward = sum(value.num_bytes for value in recorded.values)
+    back = sum(value.num_bytes for value in recorded.values if value.differentiable)
+    count = f"{len(recorded.values)} value{'s' * (len(recorded.values) != 1)}"
+    yield f"values    a microbatch sends {count}, {amount(forward)}, and {amount(back)} of gradients back"
+    visits = Counter(segment.rank for segment, _ in recorded.segments)
+    for segment, names in recorded.segments:
+        if visits[segment.rank] > 1:
+            number = f".{segment.index}" if segment.index else ""  # as the drawing of the schedule has it
+            shown = _shortened(list(dict.fromkeys(names)) or ["no unit, only operations between them"])
+            yield from fold(f"stage {segment.rank}{number}: ", shown, width(), " ")
+
+
+def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
+    memories = planned.plan.memory
+    unit, size = ("GiB", _GIB) if max(each.total_bytes for each in memories) >= _GIB else ("MiB", 2**20)
+    kinds = {
+        "parameters": "parameters_bytes",
+        "gathered": "gathered_bytes",
+        "gradients": "gradients_bytes",
+        "reduction": "reduction_bytes",
+        "masters": "masters_bytes",
+        asked.optimizer: "optimizer_bytes",
+        "activations": "activations_bytes",
+        "total": "total_bytes",
+    }
+    for kind in ("gathered", "masters"):
+        if not any(getattr(each, kinds[kind]) for each in memories):
+            del kinds[kind]
+    limited = [f"of {asked.memory_gib:g} GiB"] if asked.memory_gib is not None else []
+    rows = [[unit, *kinds, *limited]]
+    for stage, memory in enumerate(memories):
+        sizes = [getattr(memory, field) for field in kinds.values()]
+        cells = ["unknown" if num_bytes is None else f"{num_bytes / size:.1f}" for num_bytes in sizes]
+        fits = ["fits" if planned.fits(stage) else "does not fit"] if limited else []
+        rows.append([f"stage {stage}", *cells, *fits])
+    yield from table(rows, width())
+    dtypes = sorted({dtype for memory in memories for dtype in memory.dtypes})
+    peak = "at the peak of live microbatches"
+    if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in memories):
+        peak = "in optimizer.step(), where the masters have gradients, instead of activations"
+    yield f"(parameters and buffers in {', '.join(dtypes)}; {peak})"
+
+
+def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
+    """Yield what activation offloading moves, saves and costs on each stage."""
+    horizon = planned.world.parameters.activation_loading_horizon
+    speeds = f"over a link of {asked.link_gbs:g} GB/s each way, by devices of {asked.tflops:g} TFLOP/s"
+    yield f"offload   at horizon {horizon}, {speeds}"
+    rows = [["GiB", "boundaries", "on device", "on host", "out", "back", "stalls", "of a step of"]]
+    for stage, each in enumerate(planned.plan.forecasts):
+        sizes = (each.resident_bytes, each.device_bytes, each.host_bytes, each.out_bytes, each.back_bytes)
+        cells = [f"{num_bytes / _GIB:.2f}" for num_bytes in sizes]
+        rows.append([f"stage {stage}", *cells, seconds(each.stall_seconds), seconds(each.step_seconds)])
+    yield from table(rows, width())
+
+
+def _features(known: Sequence[Feature]) -> Iterator[str]:
+    """Yield what each feature saves and costs here, by the simulated schedule; those that are on have a mark."""
+    rows = [["features", "saves of the fullest rank", "on the host", "time per sample"]]
+    for each in known:
+        host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""
+        rows.append([f"{each.setting}{' (on)' * each.is_on}", amount(each.saved_bytes), host, f"{each.cost:+.1%}"])
+    yield from table(rows, width())
+
+
+# --- what to change ---------------------------------------------------------------------------------------------------
+
+
+def _advise(planned: Planned) -> None:
+    console, model = _console.current(), planned.plan.model
+    if model is None:
+        return
+    too_large = [str(stage) for stage in range(len(planned.plan.memory)) if not planned.fits(stage)]
+    if too_large:
+        console.warn(f"does not fit {planned.limit_gib:g} GiB: stage {', '.join(too_large)}")
+        console.hint(_remedy(planned))
+    if planned.world.parameters.offload_activations:
+        _advise_offloading(planned)
+    for note in model.notes:
+        console.note(f"note: {note.strip()}")
+    if not model.samples:
+        console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")
+
+
+def _remedy(planned: Planned) -> str:
+    """Return the one change by which the model fits, or what saves most."""
+    change = remedy(list(planned.features), (planned.limit_gib or 0.0) * _GIB)
+    if change is not None:
+        peak = f"{amount(change.peak_bytes)} on the fullest rank"
+        return f"`{change.setting}` makes it fit: {peak}, and a sample takes {change.cost:+.1%}"
+    useful = [each for each in planned.features if not each.is_on and each.saved_bytes > 0]
+    if not useful:
+        return "raise `pipeline_parallel_degree`, or lower `active_microbatches`"
+    most = useful[0].setting
+    return f"no single change makes it fit; `{most}` saves most, and `smpkit tune` searches for several"
+
+
+def _advise_offloading(planned: Planned) -> None:
+    """Say when offloading does nothing, when a longer horizon removes its stalls, and when only a faster link would."""
+    console, model = _console.current(), planned.plan.model
+    assert model is not None
+    if model.traced and not model.has_boundaries:
+        console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
+        console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
+    slow = [each for each in planned.plan.forecasts if each.stall_seconds > _WORTH * each.step_seconds]
+    if not slow:
+        return
+    enough = max(each.sufficient_horizon for each in slow)
+    horizon = planned.world.parameters.activation_loading_horizon
+    if horizon != "auto" and enough > horizon:
+        console.hint(f"`activation_loading_horizon: {enough}` stalls less")
+    else:
+        rate = max(each.needed_bytes_per_second for each in slow)
+        console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")

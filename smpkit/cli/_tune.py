@@ -1,0 +1,329 @@
+"""What `smpkit tune` searches, and how it is shown: in tables, as JSON, in the job's file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._console import fold, table, width
+from smpkit.cli._world import World, describe, layer_lines, world_of
+from smpkit.config.load import edited, file_of_parameters, load, option
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.words import printable
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.plan.memory import ModelFacts
+from smpkit.plan.tune.calibration import differences, read_calibration, this_machine
+from smpkit.plan.tune.features import peak_of
+from smpkit.plan.tune.instances import INSTANCES
+from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
+from smpkit.plan.tune.search import SearchResult, search
+from smpkit.units import seconds
+
+__all__ = ["run"]
+
+_GIB: Final = 2**30
+_MOST_TENSOR_RANKS: Final = 16
+_MOST_REASONS: Final = 6
+_OF_THE_MODEL: Final = ("bf16", "fp16", "prescaled_batch", "optimize", "tensor_parallel_seed")
+"""Parameters by which a model is described."""
+_KINDS: Final = {
+    "parameters": "parameters_bytes",
+    "gathered": "gathered_bytes",
+    "gradients": "gradients_bytes",
+    "reduction": "reduction_bytes",
+    "masters": "masters_bytes",
+    "states": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "host": "host_bytes",
+}
+
+
+def run(
+    file: Path,
+    *,
+    overrides: Sequence[str],
+    model: str,
+    machine: str | None,
+    calibration: Path | None,
+    hosts: int | None,
+    ranks: int | None,
+    batch: int | None,
+    optimizer: str,
+    memory_gib: float | None,
+    host_memory_gib: float | None,
+    tflops: float | None,
+    seconds: float,
+    top: int,
+    write: bool,
+    as_json: bool,
+) -> None:
+    """Search, and print what was found; arguments as of the command."""
+    flags = {flag for flag, _ in map(option, overrides)} - {"-p"}
+    if write and flags:
+        hint = "write the setting into the file first; a parameter by `-p` is written"
+        raise UsageError(f"`--write` cannot be given beside `{min(flags)}`, which the file would not have", hint=hint)
+    world = world_of(file, overrides)
+    facts = with_memory(_machine(world, machine, calibration, tflops), memory_gib, host_memory_gib)
+    num_ranks = ranks or (hosts or world.hosts) * (world.per_host or facts.ranks_per_host)
+    models = _models(world, model, facts, num_ranks)
+    samples = batch or _samples(world.parameters, models, num_ranks)
+    job = Job(models, facts, num_ranks, samples, optimizer, half_of(world.parameters))
+    if not world.parameters.auto_partition:
+        _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
+    given = world.parameters.given()
+    result = search(job, given, budget_seconds=seconds)
+    if as_json:
+        click.echo(json.dumps(_as_plain(world.name, job, result, given, top), indent=2))
+    else:
+        click.echo("\n".join(_report(world.name, job, result, given, top)))
+    if not result.best:
+        raise _nothing_fits(result)
+    if write:
+        _write(file, result.best[0])
+    elif not as_json:
+        _console.current().hint(f"`--write` changes {file} to the first one; its comments stay")
+
+
+def _nothing_fits(result: SearchResult) -> SmpkitError:
+    if result.nearest is None:
+        hint = "`--batch` must be divisible by the replicas and microbatches"
+        return SmpkitError("no configuration fits", hint=hint)
+    config, nearest = result.nearest
+    degrees = f"pipeline {config.pipeline_parallel_degree} × tensor {config.tensor_parallel_degree}"
+    lacks = f"lacks {nearest.missing_bytes / _GIB:.2f} GiB: {nearest.reason}"
+    return SmpkitError(
+        f"no configuration fits; the nearest, {degrees} with {config.microbatches} microbatches, {lacks}",
+        hint="use more `--hosts`, smaller microbatches in the factory, or devices with more memory",
+    )
+
+
+# --- what is searched -------------------------------------------------------------------------------------------------
+
+
+def _machine(world: World, named: str | None, path: Path | None, tflops: float | None) -> Machine:
+    """Return the facts that the options name, or those of the job's machines."""
+    kind = named or world.instance_type
+    if path is None:
+        if kind == "local":
+            hint = "`smpkit calibrate` writes them; give its file as `--calibration`, or name a `--machine`"
+            raise UsageError("the job is for this machine, of which no facts are given", hint=hint)
+        return published(kind, tflops=tflops)
+    if tflops is not None:
+        raise UsageError("`--tflops` says nothing beside `--calibration`, which has it", hint="remove one of them")
+    calibration, console = read_calibration(path), _console.current()
+    measured = calibration.machine
+    if kind == "local":
+        refusal, others = differences(measured, this_machine())
+        if refusal is not None:
+            hint = "run `smpkit calibrate` here, or name the machine with `--machine`"
+            raise UsageError(f"`{path}` cannot be used for this machine: it {refusal}", hint=hint)
+        if others:
+            console.warn(f"`{path}` is of another machine: {'; '.join(others)}")
+    elif kind not in INSTANCES:
+        console.warn(f"`{path}` was measured on `{measured.host}` ({measured.kind}); is `{kind}` like it?")
+    elif (gpu := INSTANCES[kind].accelerator).model not in measured.kind:
+        where = f"it was measured on `{measured.host}`, whose ranks compute on {measured.kind}"
+        hint = f"measure on one, or leave `--calibration` out: published facts of `{kind}` are known"
+        raise UsageError(f"`{path}` cannot be used for `{kind}`, which has {gpu.name}: {where}", hint=hint)
+    return from_calibration(calibration)
+
+
+def _models(world: World, target: str, machine: Machine, ranks: int) -> dict[int, ModelFacts]:
+    """Describe the model at each tensor-parallel degree that it can be divided by."""
+    most = min(machine.ranks_per_host, ranks, _MOST_TENSOR_RANKS)
+    degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= most and ranks % degree == 0]
+    kept = {key: value for key, value in world.parameters.given().items() if key in _OF_THE_MODEL}
+    configs = [
+        ModelParallelConfig.from_sources({**kept, "ddp": True, "tensor_parallel_degree": degree}, None)[0]
+        for degree in degrees
+    ]
+    # Two processes at the same time: one describes the whole model at two sizes, the other its divided forms at one,
+    # and how they grow is the same.
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(describe, target, world.folder, configs[1:], ranks) if configs[1:] else None
+        [whole] = describe(target, world.folder, configs[:1], ranks, other_sizes=True)
+        divided = [model.growing_as(whole) for model in others.result()] if others else []
+    if not whole.traced or not whole.samples:
+        hint = "return (model, arguments of one microbatch)"
+        raise UsageError(f"`{target}` returns no arguments, so compute and activations are unknown", hint=hint)
+    # A model of which nothing is divided gains nothing from tensor-parallel ranks.
+    pairs = zip(degrees[1:], divided, strict=True)
+    return {1: whole} | {n: model for n, model in pairs if any(each.pieces for each in model.tensors.values())}
+
+
+def _samples(config: ModelParallelConfig, models: Mapping[int, ModelFacts], ranks: int) -> int:
+    """Return the samples of a step as the job is: what the factory returns is one microbatch of it."""
+    share = config.pipeline_parallel_degree * (config.tensor_parallel_degree if config.prescaled_batch else 1)
+    return max(1, ranks // share) * config.microbatches * models[1].samples
+
+
+# --- in the job's file ------------------------------------------------------------------------------------------------
+
+
+def _write(file: Path, best: Prediction) -> None:
+    """Change the file in place, at once or not at all."""
+    written = world_of(file, ()).parameters.given()  # without the options, which the file does not have
+    values = best.config.given()
+    changed = _changes(best, written)
+    gone = frozenset(written.keys() - values.keys())
+    place, path = file_of_parameters(file)
+    # `partitions` is the older name of the degree, by which the file may have it.
+    remove = gone | {"partitions"} if "pipeline_parallel_degree" in changed else gone
+    text = edited(place.read_text(encoding="utf-8"), str(place), path, changed, remove)
+    new = place.with_name(f".{place.name}.tune{place.suffix}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        load(new)  # what is written can be read
+        new.replace(place)
+    finally:
+        new.unlink(missing_ok=True)
+    words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items()) or "nothing"
+    _console.current().note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(gone)) if gone else ''}")
+
+
+def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
+    values = best.config.given()
+    return {key: value for key, value in values.items() if key not in given or given[key] != value}
+
+
+# --- in tables --------------------------------------------------------------------------------------------------------
+
+
+def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> Iterator[str]:
+    """Yield what was result, the most important last but one: settings after the tables."""
+    model = next(iter(job.models.values()))
+    where = f"{job.ranks} rank{'s' * (job.ranks != 1)} on {job.hosts} host{'s' * (job.hosts != 1)}"
+    yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
+    yield from fold("facts     ", [job.machine.source], width())
+    yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"
+    searched = f"{result.num_predicted} of {result.num_candidates} configurations predicted in {result.seconds:.1f} s"
+    left = [f"one of the others could be {result.unseen_gap:.0%} faster at most"] if result.unseen_gap else []
+    yield from fold("search    ", [f"{searched}{';' * bool(left)}", *left], width(), " ")
+    if result.best:
+        yield ""
+        yield from _ranking(result, result.best[:top])
+        yield ""
+        yield from _details(result.best[0], job, given)
+    if result.ruled_out:
+        yield ""
+        yield from _ruled_out(list(result.ruled_out.items()))
+    for note in _notes(job):
+        yield f"note      {printable(note)}"
+
+
+def _notes(job: Job) -> list[str]:
+    return list(dict.fromkeys(note.strip() for model in job.models.values() for note in model.notes))
+
+
+def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
+    head = ["", "pp×tp×dp", "shared", "microbatches", "schedule", "layers", "step", "tokens/s"]
+    rows = [[*head, "bubble", "communication", "stall", "GiB", "binds"]]
+    rows += [[str(number), *_cells(each)] for number, each in enumerate(best, 1)]
+    if isinstance(result.present, Prediction):
+        rows.append(["as it is", *_cells(result.present)])
+    yield from table(rows, width())
+    if isinstance(result.present, RuledOut):
+        yield f"as it is, the job has no step: {result.present.reason}"
+
+
+def _cells(each: Prediction) -> list[str]:
+    config, mesh, step = each.config, each.plan.mesh, each.step_seconds
+    shared = "states" if config.shard_optimizer_state else "–"
+    if config.sharded_data_parallel_degree > 1:
+        shared = f"all/{config.sharded_data_parallel_degree}"
+    chunks = f" ×{config.virtual_pipeline_degree}" if config.virtual_pipeline_degree > 1 else ""
+    names = sorted(map(str, each.choices.values()))
+    return [
+        f"{mesh.pp_size}×{mesh.tp_size}×{mesh.rdp_size}",
+        shared,
+        f"{config.microbatches} of {each.samples_per_microbatch}",
+        "–" if mesh.pp_size == 1 else f"{config.pipeline}{chunks}",
+        ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "–",
+        seconds(step),
+        f"{each.tokens_per_second:,.0f}",
+        *(f"{part / step:.0%}" for name, part in each.parts if name in ("bubble", "communication", "stall")),
+        f"{peak_of(each.plan) / _GIB:.1f}",
+        each.binds,
+    ]
+
+
+def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the first one takes, holds and sets."""
+    usable = usable_bytes(job.machine)
+    yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts], width(), " · ")
+    kinds = {name: kind for name, kind in _KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
+    rows = [["GiB", *kinds, "total", f"of {usable / _GIB:.1f}"]]
+    for stage, memory in enumerate(best.plan.memory):
+        sizes = [*(getattr(memory, kind) or 0 for kind in kinds.values()), memory.total_bytes]
+        rows.append([f"stage {stage}", *(f"{size / _GIB:.2f}" for size in sizes), f"{memory.total_bytes / usable:.0%}"])
+    yield from table(rows, width())
+    proven = f"another could be {best.gap:.1%} faster" if best.gap else "no other choice fits and is faster"
+    yield from fold("layers    ", [*layer_lines(best.choices), f"({proven})"], width(), "; ")
+    settings = [f"{key}: {_word(value)}" for key, value in _changes(best, given).items()]
+    yield from fold("settings  ", settings or ["as they are"], width())
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _ruled_out(reasons: Sequence[tuple[str, int]]) -> Iterator[str]:
+    yield "ruled out"
+    for reason, count in reasons[:_MOST_REASONS]:
+        yield from fold(f"{count:>8}  ", [printable(reason)], width())
+    if others := reasons[_MOST_REASONS:]:
+        yield f"{sum(count for _, count in others):>8}  for {len(others)} other reasons"
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> dict[str, Any]:
+    """Return what is shown, as JSON has it."""
+    present, nearest = result.present, result.nearest
+    return {
+        "name": name or None,
+        "ranks": job.ranks,
+        "hosts": job.hosts,
+        "machine": {"name": job.machine.name, "source": job.machine.source},
+        "usable_bytes": usable_bytes(job.machine),
+        "samples": job.samples,
+        "tokens": job.tokens,
+        "candidates": result.num_candidates,
+        "predicted": result.num_predicted,
+        "seconds": result.seconds,
+        "unseen_gap": result.unseen_gap,
+        "best": [_prediction_as_plain(each, given) for each in result.best[:top]],
+        "present": _prediction_as_plain(present, given) if isinstance(present, Prediction) else None,
+        "present_reason": present.reason if isinstance(present, RuledOut) else None,
+        "ruled_out": result.ruled_out,
+        "nearest": None if nearest is None else {"parameters": nearest[0].given(), **asdict(nearest[1])},
+        "notes": _notes(job),
+    }
+
+
+def _prediction_as_plain(each: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
+    assert each.plan.assignment is not None
+    return {
+        "parameters": each.config.given(),
+        "changes": _changes(each, given),
+        "step_seconds": each.step_seconds,
+        "tokens_per_second": each.tokens_per_second,
+        "parts_seconds": dict(each.parts),
+        "samples_per_microbatch": each.samples_per_microbatch,
+        "binds": each.binds,
+        "layers": dict(each.choices),
+        "gap": each.gap,
+        "stages": [
+            {"units": list(each.plan.assignment.names(stage)), **asdict(memory), "total_bytes": memory.total_bytes}
+            for stage, memory in enumerate(each.plan.memory)
+        ],
+    }

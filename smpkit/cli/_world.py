@@ -1,0 +1,111 @@
+"""What `smpkit plan` and `smpkit tune` start from: what a file says, and the facts of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from smpkit.cli import _console
+from smpkit.cli._with_torch import ask
+from smpkit.config.distribution import Distribution
+from smpkit.config.load import LoadedJob, load
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.words import printable
+from smpkit.plan.memory import ModelFacts
+from smpkit.plan.tune.chain import Choice
+
+__all__ = ["World", "describe", "layer_lines", "world_of"]
+
+_DEADLINE_SECONDS: Final = 600
+
+
+@dataclass(frozen=True)
+class World:
+    """Who takes part, and what is trained."""
+
+    parameters: ModelParallelConfig
+    name: str = ""
+    hosts: int = 1
+    per_host: int | None = None
+    """Ranks of a host, where the file says it."""
+    instance_type: str = "local"
+    folder: Path = Path()
+    """Where modules of the job are imported from."""
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether the instances are of a family without accelerators."""
+        return self.instance_type.startswith(("ml.c", "ml.m", "ml.r", "ml.t")) and "trn" not in self.instance_type
+
+
+def world_of(file: Path, overrides: Sequence[str]) -> World:
+    """Read a job, a distribution or modelparallel parameters alone, and print its warnings."""
+    loaded = load(file, overrides)
+    for notice in loaded.notices:
+        _console.current().warn(notice)
+    config = loaded.config
+    if isinstance(config, ModelParallelConfig):
+        return World(config, folder=file.parent)
+    job = loaded.config if isinstance(loaded, LoadedJob) else None
+    distribution = config if job is None else job.distribution
+    assert isinstance(distribution, Distribution)
+    parameters = distribution.model_parallel or ModelParallelConfig()
+    if job is None:
+        return World(parameters, per_host=distribution.processes_per_host, folder=file.parent)
+    source = file.parent if "://" in job.source_dir else file.parent / job.source_dir
+    compute = job.compute
+    per_host = distribution.processes_per_host
+    return World(parameters, job.name, compute.instance_count, per_host, compute.instance_type, source)
+
+
+def describe(
+    target: str, folder: Path, configs: Sequence[ModelParallelConfig] = (), ranks: int = 1, *, other_sizes: bool = False
+) -> list[ModelFacts]:
+    """Describe a model for each of several jobs, or once with default parameters.
+
+    That is done by one process that imports torch and the user's module; this one does neither.
+
+    Args:
+        target: `module:factory`.
+        folder: where the module is found.
+        configs: of the jobs. They say how many places there are, whether the model's own choice of them counts, and
+            what is divided.
+        ranks: how many each job has.
+        other_sizes: microbatches of other sizes will be planned, too.
+    """
+    places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)
+    by_hand = any(not each.auto_partition for each in configs)
+    arguments = [
+        f"--by-hand={places}" if by_hand else f"--places={places}",
+        *["--other-sizes"] * other_sizes,
+        *(f"--job={ranks}:{each.model_dump_json(by_alias=True)}" for each in configs),
+        target,
+        str(folder.absolute()),
+    ]
+    what = f"`{target}` could not be described"
+    answer = ask("smpkit.torch.describe", arguments, what, "planning a model", _DEADLINE_SECONDS)
+    return [ModelFacts.from_json(line) for line in answer.splitlines()]
+
+
+def layer_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """Return for each choice the layers that do it, in words: `recompute: layers.0–2, layers.5`."""
+    names: dict[Choice, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice, []).append(name)
+    return [f"{choice}: {', '.join(_runs(layers))}" for choice, layers in names.items()]
+
+
+def _runs(names: Sequence[str]) -> list[str]:
+    """Write `layers.0`, `layers.1`, `layers.2` as `layers.0–2`."""
+    ends = [name.rpartition(".")[::2] for name in names]
+    runs = []
+    for (stem, _), run in groupby(
+        enumerate(ends), lambda pair: (pair[1][0], int(pair[1][1]) - pair[0] if pair[1][1].isdecimal() else pair[1][1])
+    ):
+        tails = [tail for _, (_, tail) in run]
+        prefix = f"{printable(stem)}." if stem else ""
+        runs.append(f"{prefix}{tails[0]}" if len(tails) == 1 else f"{prefix}{tails[0]}–{tails[-1]}")
+    return runs
