@@ -76,6 +76,8 @@ def run(
         click.echo("\n".join(lines))
         if "" in plans:
             _advise(plans[""])
+    if not plans:
+        raise UsageError("no plan is left", hint="the table says why each is refused")
     if svg is not None:
         _draw(svg, plans)
 
@@ -159,10 +161,8 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
     drawings = []
     for name, planned in plans.items():
         timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
-        title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
+        title = f"{schedule.name}, {_microbatches(schedule.num_microbatches)}, bubble {timeline.bubble:.1%}"
         drawings.append(Drawing(f"{name}: {title}" if name else title, timeline))
-    if not drawings:
-        raise UsageError("no plan is left to be drawn", hint="the table says why each is refused")
     write_file(path, svg(drawings), "picture")
     _console.current().note(f"picture: {path}")
 
@@ -206,6 +206,8 @@ def _report(planned: Planned) -> Iterator[str]:
     yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {planned.hosts} host{'s' * (planned.hosts != 1)}"
     yield ""
     yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
+    if (sharding := planned.world.parameters.sharded_data_parallel_degree) > 1:
+        yield f"sharding  parameters, gradients and optimizer states are divided over {sharding} data-parallel ranks"
     yield from (f"{_INDENT}{line}".rstrip() for line in mesh.draw(width() - len(_INDENT)).splitlines())
     yield ""
     yield from _groups(planned)
@@ -253,10 +255,14 @@ def _span(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
+def _microbatches(number: int) -> str:
+    return f"{number} microbatch{'es' * (number != 1)}"
+
+
 def _schedule(planned: Planned) -> Iterator[str]:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     active = planned.world.parameters.active_microbatches
-    count = f"{schedule.num_microbatches} microbatches, at most {active} active"
+    count = f"{_microbatches(schedule.num_microbatches)}, at most {active} active"
     yield f"schedule  {schedule.name}, {count}, predicted bubble {timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
     live = [*map(str, timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]

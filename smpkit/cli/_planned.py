@@ -198,12 +198,16 @@ def _axis(sweep: str) -> tuple[str, list[str]]:
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest that fits; without a model the one with the smallest bubble, of several the shallowest."""
+    """Return the fastest that fits; without a model the one with the smallest bubble, of several the shallowest.
+
+    None where there is no choice, or where the plans are for different numbers of ranks.
+    """
     able = [row for row in rows if row.planned is not None and row.planned.all_fit]
+    is_choice = len(able) > 1 and len({row.planned.ranks for row in able if row.planned is not None}) == 1
 
     def order(row: Row) -> tuple[float, float, int]:
         assert row.planned is not None
         timeline = row.planned.plan.timeline
         return row.seconds or 0.0, timeline.bubble, max(timeline.peak_live_microbatches)
 
-    return min(able, key=order) if len(able) > 1 else None
+    return min(able, key=order) if is_choice else None

@@ -14,6 +14,7 @@ from smpkit.config.distribution import Distribution
 from smpkit.config.load import LoadedJob, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
+from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.chain import Choice
 
@@ -50,6 +51,9 @@ def world_of(file: Path, overrides: Sequence[str]) -> World:
     if isinstance(config, ModelParallelConfig):
         return World(config, folder=file.parent)
     job = loaded.config if isinstance(loaded, LoadedJob) else None
+    if job is not None and job.is_shell_script:
+        message = f"`{printable(str(file))}` runs a shell script once on each host, and so has no ranks to plan"
+        raise UsageError(message, hint="plan the job file of what the script starts, or degrees: `smpkit plan --pp 4`")
     distribution = config if job is None else job.distribution
     assert isinstance(distribution, Distribution)
     parameters = distribution.model_parallel or ModelParallelConfig()

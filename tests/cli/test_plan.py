@@ -435,6 +435,24 @@ def test_a_sweep_of_a_job_without_the_library_switches_it_on(smpkit: Smpkit, tmp
     assert [row["refusal"] for row in json.loads(done.stdout)] == [None, None]
 
 
+def test_what_a_plan_is_not_for_is_said(smpkit: Smpkit, folder: Path) -> None:
+    done = smpkit("plan", "job.yaml", "--sweep", "nothing=1,2")
+    assert (done.exit_code, done.stdout.count("refused: nothing unknown field")) == (2, 2)
+    assert "error: no plan is left\nhint: the table says why each is refused\n" in done.stderr
+    (folder / "prepare.sh").touch()
+    (folder / "shell.yaml").write_text("entry_point: prepare.sh\n")
+    assert "runs a shell script once on each host, and so has no ranks to plan" in smpkit("plan", "shell.yaml").stderr
+
+
+def test_sharding_and_a_single_microbatch_are_told(smpkit: Smpkit, folder: Path) -> None:
+    (folder / "mp.yaml").write_text("sharded_data_parallel_degree: 2\nddp: true\n")
+    said = smpkit("plan", "mp.yaml", "--ranks", "4").stdout
+    assert "sharding  parameters, gradients and optimizer states are divided over 2 data-parallel ranks\n" in said
+    assert "interleaved, 1 microbatch, at most 1 active" in said
+    (folder / "other.yaml").write_text("pipeline_parallel_degree: 2\nmicrobatches: 2\n")
+    assert "(best)" not in smpkit("plan", "mp.yaml", "other.yaml").stdout  # 1 rank against 2
+
+
 def test_a_picture_of_a_sweep_has_the_schedule_of_each_plan(smpkit: Smpkit, tmp_path: Path) -> None:
     (tmp_path / "mp.yaml").write_text("pipeline_parallel_degree: 2\n")
     arguments = ("plan", str(tmp_path / "mp.yaml"), "--sweep", "microbatches=2,4", "--svg", str(tmp_path / "plan.svg"))
