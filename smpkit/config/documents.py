@@ -229,6 +229,7 @@ def _read_yaml(text: str, name: str) -> Document:
     from ruamel.yaml.reader import ReaderError
 
     parser = YAML(typ="safe", pure=True)
+    parser.composer.warn_double_anchors = False  # YAML allows them, and a warning would be Python's own
     reader = _Reader(Document(name, text=text), parser.constructor)
     try:
         node = parser.compose(text)
