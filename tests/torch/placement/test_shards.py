@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.shards import TpShard, join_shards, mark, shard_of, take_shard
 
@@ -41,16 +40,3 @@ def test_a_parameter_tells_what_was_written_on_it() -> None:
     assert shard_of(parameter) is WHOLE
     assert not WHOLE.is_distributed
     assert WHOLE.sees_scaled_batch
-
-
-def test_buffers_stay_marked_when_they_are_moved_or_cast() -> None:
-    smp.init()
-    shard = TpShard((4,), 0, (), 0, 1, CommGroup.RDP_GROUP, 1.0)
-    inner = smp.nn.DistributedLinear(2, 2)
-    inner.register_buffer("scale", torch.ones(4))
-    mark(inner.get_buffer("scale"), shard)
-    model = torch.nn.Sequential(inner)
-    model.double().to("cpu").half()
-    assert inner.get_buffer("scale").dtype is torch.half
-    assert shard_of(inner.get_buffer("scale")) == shard
-    smp.shutdown()
