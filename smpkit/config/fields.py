@@ -33,6 +33,8 @@ JOB_NAME = r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 
 _Refusal = str | tuple[str, str | None] | None
 _EXAMPLE = "for example `s3://bucket/folder`"
+_MAX_NAME_BYTES = 255
+"""The longest name of a file or folder on the usual file systems; asking for a longer one is an error of its own."""
 
 
 def name_from(text: str) -> str:
@@ -53,9 +55,15 @@ def _script(value: str) -> _Refusal:
     if path.is_absolute() or ".." in path.parts:
         hint = f"write `{path.name}` here, and its folder in `source_dir`, which is relative to the job file"
         return f"must be a path inside source_dir, got {quoted(value)}", hint
+    if _has_long_name(value):
+        return f"must be a path, and a name has at most {_MAX_NAME_BYTES} bytes, got {quoted(value)}"
     if path.suffix not in (".py", ".sh") or not value.isprintable():
         return f"must be a Python script (`.py`) or a shell script (`.sh`), got {quoted(value)}"
     return None
+
+
+def _has_long_name(path: str) -> bool:
+    return any(len(name.encode()) > _MAX_NAME_BYTES for name in path.split("/"))
 
 
 def _location(value: str) -> _Refusal:
@@ -65,7 +73,8 @@ def _location(value: str) -> _Refusal:
     if re.match(r"[sS]3:/?[^/]", value):
         return f"must be a folder or an S3 URI, which begins with `s3://`, {got}", _EXAMPLE
     if "://" not in value:
-        return None
+        long = f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, {got}"
+        return long if _has_long_name(value) else None
     if not value.startswith("s3://"):
         return f"must be a folder or an S3 URI, {got}", _EXAMPLE
     bucket = value.removeprefix("s3://").partition("/")[0]

@@ -69,6 +69,11 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),
         ({"source_dir": ""}, "source_dir: must be a folder or an S3 URI, got ``"),
         ({"source_dir": "https://x/y"}, "source_dir: must be a folder or an S3 URI"),
+        (
+            {"source_dir": "a/" + "b" * 256},
+            "source_dir: must be a folder or an S3 URI, and a name has at most 255 bytes",
+        ),
+        ({"entry_point": "é" * 127 + ".py"}, "entry_point: must be a path, and a name has at most 255 bytes"),
         ({"source_dir": "s3://B"}, "source_dir: must name a bucket, which has 3 to 63 lower-case letters"),
         ({"checkpoints": "s3:///x"}, "checkpoints: must name a bucket, which has 3 to 63 lower-case letters"),
         ({"hyperparameters": {"sagemaker_x": 1}}, "hyperparameters.sagemaker_x: is a name that SageMaker keeps"),

@@ -293,7 +293,7 @@ def test_sources_must_be_there(folder: Path) -> None:
     (problem,) = problems(write(folder, "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]"))
     assert "job.yaml:2: dependencies[1]: no such file or folder" in problem
     (problem,) = problems(write(folder, f"entry_point: {'x' * 5000}.py"))
-    assert "no such file" in problem
+    assert "a name has at most 255 bytes" in problem
 
 
 # --- Properties ------------------------------------------------------------------------------------------------------
