@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, takewhile
-from typing import Any, Final
-
-from pydantic import TypeAdapter
+from typing import Final
 
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.actions import Action, Schedule
@@ -133,11 +131,6 @@ class RecordedGraph:
         for (segment, unit), num_bytes in received.items():
             copies[segment] += min(num_bytes, unsaved[unit])
         return copies
-
-    @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> RecordedGraph:
-        """Read what `dataclasses.asdict` has made of one, after it has been JSON."""
-        return TypeAdapter(cls).validate_python(content)
 
 
 def grown(factor: float, fixed: float) -> float:

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.plan.schedule.receives import LOOKAHEAD, num_ahead
 from smpkit.torch.pipeline.message_order import Message, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["PlannedAction", "StepPlan", "graph_of"]
+__all__ = ["PlannedAction", "StepPlan", "graph_of", "num_ahead"]
+
+_LOOKAHEAD: Final = 2
+"""For how many of the actions after the current one receives are posted."""
+_AHEAD_BYTES: Final = 1 << 20
+"""Bytes of receives that are posted before the first wait."""
 
 
 class PlannedAction(NamedTuple):
@@ -81,10 +86,19 @@ def _planned(
     posted = 0
     for number, action in enumerate(actions):
         # A rank that is about to wait has the time for more.
-        until = max(posted, number + 1 + LOOKAHEAD, ahead if receives[number] else 0)
+        until = max(posted, number + 1 + _LOOKAHEAD, ahead if receives[number] else 0)
         posts = tuple(message for group in receives[posted:until] for message in group)
         posted = until
         yield PlannedAction(posts, action.kind, action.segment, action.microbatch, action.segment in split)
+
+
+def num_ahead(received_bytes: Sequence[int]) -> int:
+    """Return for how many of a rank's first actions receives are posted before its first wait.
+
+    Args:
+        received_bytes: of each action of the rank, in order.
+    """
+    return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in accumulate(received_bytes)))
 
 
 def graph_of(microbatch: Microbatch) -> SegmentGraph:

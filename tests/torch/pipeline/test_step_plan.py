@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smpkit.plan.schedule.receives import num_ahead
+from smpkit.torch.pipeline.step_plan import num_ahead
 
 MIB = 2**20
 
