@@ -14,8 +14,7 @@ FROM ${BASE_IMAGE}
 ARG TORCH="torch>=2.11"
 ARG TORCH_OPTIONS=""
 
-# 0 leaves out a C++ compiler and Python's headers, without which torch.compile fails on GPUs and
-# smp.OffloadOptimizer is slower.
+# 0 leaves out a C++ compiler and Python's headers, without which torch.compile fails on GPUs.
 ARG COMPILER=1
 
 # In two layers: what changes seldom and takes minutes, then smpkit, which takes seconds.

@@ -15,8 +15,8 @@ if ls "$here"/*.crt >/dev/null 2>&1; then
 fi
 
 # ---- system packages -----------------------------------------------------------------------------------------------
-# ssh and Open MPI are for jobs that ask for MPI; everything else runs with torchrun. The compiler and Python's headers
-# are for what is compiled while a job runs: torch.compile (Triton, too), and smpkit's optimizer on the host.
+# ssh and Open MPI are for jobs that ask for MPI. The compiler and Python's headers are for what torch.compile compiles
+# while a job runs (Triton, too).
 compiles() { [ "${COMPILER:-1}" != 0 ]; }
 has_headers() {
   python3 -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null
