@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.plan.schedule import receives as receives_module
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.torch.core.runtime import state
+from smpkit.torch.pipeline import step_plan as step_plan_module
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.message_order import Message
 from smpkit.torch.pipeline.messages import Tag
@@ -125,7 +125,7 @@ def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
 def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     """Return how many receives of the fourth step are on their way when its first one is waited for."""
     if ahead_bytes is not None:
-        receives_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
+        step_plan_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
     model = start(2, microbatches)
     inputs = torch.randn(4 * microbatches, WIDTH)
     for _ in range(3):
