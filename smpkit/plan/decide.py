@@ -113,7 +113,6 @@ def decide(
     speed: Speed | None = None,
     optimizer: str = "adamw",
     *,
-    schedule: Schedule | None = None,
     placed: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of a job.
@@ -123,7 +122,6 @@ def decide(
         model: None: plan for a model in which every part takes the same time and hands on to the next one.
         speed: of a rank's device and its link with the host; needed with a model.
         optimizer: a name of `smpkit.plan.optimizers.OPTIMIZERS`, whose states count as memory.
-        schedule: that a run of the same model has chosen, with as many segments on each rank; None: choose one.
         placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
 
     Raises:
@@ -145,8 +143,7 @@ def decide(
     recorded = None if model.recorded is None or degree == 1 else model.recorded.under(assignment)
     flow = recorded or RecordedGraph.assumed(model.costs, assignment)
     runs, graph = flow.runs(model.costs), flow.graph(degree, has_backward)
-    if schedule is None or schedule.graph.counts != graph.counts:
-        schedule = _scheduled(policy, graph, config.microbatches)
+    schedule = _scheduled(policy, graph, config.microbatches)
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:

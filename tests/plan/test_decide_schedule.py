@@ -44,15 +44,6 @@ def test_ranks_hold_one_microbatch_more_than_1f1b_where_there_is_room(
     assert plan.timeline.schedule.actions == schedule.actions
 
 
-def test_the_schedule_of_a_run_is_taken_as_it_is() -> None:
-    ran = decide(config(**SIMPLE), 4, EVEN, SPEED).timeline.schedule
-    plan = decide(config(), 4, EVEN, SPEED, schedule=ran)
-    assert plan.timeline.schedule is ran
-    assert plan.timeline.peak_live_microbatches == (8, 8, 8, 8)
-    other = decide(config(pipeline_parallel_degree=2), 4, EVEN, SPEED, schedule=ran)  # of other stages
-    assert other.timeline.schedule is not ran
-
-
 def test_copies_of_received_values_are_memory_of_the_rank_that_has_them() -> None:
     size = 2**20
     names = [each.name for each in EVEN.costs]

@@ -19,7 +19,6 @@ from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
-from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.recorded_graph import grown
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smallest_bytes
@@ -161,12 +160,8 @@ def _samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None
     return None if rest or not samples else samples
 
 
-def predict(config: ModelParallelConfig, job: Job, *, schedule: Schedule | None = None) -> Prediction | RuledOut:
-    """Return what a step takes, or why there is none.
-
-    Args:
-        schedule: see `decide`.
-    """
+def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
+    """Return what a step takes, or why there is none."""
     samples = _samples_per_microbatch(config, job)
     if samples is None:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
@@ -182,7 +177,7 @@ def predict(config: ModelParallelConfig, job: Job, *, schedule: Schedule | None 
     for _ in range(_ROUNDS):
         try:
             chosen = with_choices(model, layers, choices, mixed=config.offload_activations == "auto")
-            plan = decide(config, job.ranks, chosen, speed, job.optimizer, schedule=schedule)
+            plan = decide(config, job.ranks, chosen, speed, job.optimizer)
         except ConfigError as error:
             return RuledOut("partition", error.problems[0].message)
         if all(each.total_bytes <= room[0] and each.host_bytes <= room[1] for each in plan.memory):
