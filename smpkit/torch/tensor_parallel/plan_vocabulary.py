@@ -89,7 +89,8 @@ def _head_of(root: Any) -> Any:
 
 
 def _is_plain_embedding(module: Any) -> bool:
-    is_plain = isinstance(module, nn.Embedding) and module.max_norm is None
+    # A module inside it, as Inkling's norm, would see the rows of one rank only.
+    is_plain = isinstance(module, nn.Embedding) and module.max_norm is None and not [*module.children()]
     return is_plain and not module.scale_grad_by_freq and not module.sparse and _has_rows_for_all(module.num_embeddings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -165,9 +166,33 @@ def indivisible() -> None:
     smp.shutdown()
 
 
+class NormedEmbedding(nn.Embedding):
+    """As Inkling has it: what it looks up goes through a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.norm(super().forward(indices))
+
+
+def modules_inside_an_embedding() -> None:
+    torch.manual_seed(7)
+    embedding = NormedEmbedding().double()
+    plain, module = fresh(), fresh()
+    for each in (plain, module):
+        each.model.embed_tokens = copy.deepcopy(embedding)
+    model = wrapped(module, prescaled_batch=True)
+    tokens, *_ = samples()
+    torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    smp.shutdown()
+
+
 def everything() -> None:
     for case in (lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible):
         case()
+    modules_inside_an_embedding()
 
 
 def test_on_two_ranks() -> None:
