@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ _INTRODUCTION = """\
 
 # Configuration
 
-A job file is YAML (1.2: `no` is text, `1e-3` is a number), or strict JSON if it is called `.json`. Only `entry_point`
-is required:
+Every key of a job file, with its values, its default and its meaning. The file is YAML 1.2 (`no` is text, `1e-3` is a
+number), or strict JSON if it is called `.json`. Only `entry_point` is required:
 
 ```yaml
 entry_point: train.py
@@ -35,12 +36,14 @@ distribution:
     processes_per_host: 4
 ```
 
-`smpkit validate FILE` reports every problem at once. A file with nothing but the `distribution`, or nothing but the
-`parameters`, can be checked too. `smpkit schema` prints what is below as JSON Schema.
+`smpkit validate FILE` reports every problem at once, also for a file that holds only the `distribution` or only the
+`parameters`. `smpkit schema` prints all of this as JSON Schema.
 
-Where a value comes from, the later winning: the default, the file, `--set`, which reads its value as YAML.
-`smpkit validate --show-origin FILE` tells which one it was. In a script, the keys of `SM_HP_MP_PARAMETERS` overwrite
-those of the argument of `smp.init` one by one.
+Precedence, lowest first: the default, the file, `--set` (whose value is read as YAML). With `--show-origin`, `validate`
+tells where each value came from. In a script, keys of `SM_HP_MP_PARAMETERS` overwrite those of `smp.init`'s argument.
+
+Keys are shown with their default, if it is fixed. A value is text unless its kind is named, or the default is `true` or
+`false`.
 """
 
 _TITLES: Mapping[str, str] = {
@@ -75,59 +78,60 @@ def reference() -> str:
     """Render the whole reference as Markdown."""
     schema = json_schema("job")
     definitions = schema["$defs"] | {"JobConfig": schema}
-    sections = (_section(title, definitions[name], definitions) for name, title in _TITLES.items())
-    return _INTRODUCTION + "".join(sections)
+    return _INTRODUCTION + "".join(_section(title, definitions[name]) for name, title in _TITLES.items())
 
 
-def _section(title: str, definition: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+def _section(title: str, definition: Mapping[str, Any]) -> str:
     fields = definition if "properties" in definition else definition["anyOf"][-1]
     required = fields.get("required", ())
-    parts = [f"\n## {title}\n\n{definition['description']}\n"]
+    lines = [f"\n## {title}\n\n{definition['description']}\n\n"]
     for name, field in fields["properties"].items():
-        facts = ", ".join(_facts(field, definitions, required=name in required))
-        parts.append(f"\n### `{name}`\n\n*{facts}*\n\n{field['description']}\n")
-    return "".join(parts)
+        default = field.get("default")
+        key = f"{name}: {_plain_value(default)}" if default not in (None, "") else name
+        facts = [_kind(field)] * (not isinstance(default, bool) or "anyOf" in field) + ["required"] * (name in required)
+        shown = ", ".join(filter(None, facts))
+        description = " ".join(field["description"].split())
+        told = "" if "$ref" in field else f": {description}"  # the section that is linked says it
+        lines.append(f"- `{key}`{f' *({shown})*' if shown else ''}{told}\n")
+    return "".join(lines)
 
 
-def _facts(field: Mapping[str, Any], definitions: Mapping[str, Any], *, required: bool) -> Iterator[str]:
-    yield _kind(field, definitions)
-    if field.get("deprecated"):
-        yield "of the past"
-    if required:
-        yield "required"
-    elif field.get("default") not in (None, ""):
-        yield f"default {_value(field['default'])}"
-
-
-def _kind(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Say in words what values a field takes."""
+def _kind(field: Mapping[str, Any]) -> str:
+    """Say in words what values a field takes; nothing of a text."""
     if "anyOf" in field:
-        kinds = [_kind(option, definitions) for option in field["anyOf"] if option.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
+        kinds = [_kind(option) for option in field["anyOf"] if option.get("type") != "null"]
+        return kinds[0] if len(kinds) == 1 else " or ".join(dict.fromkeys(kind or "text" for kind in kinds))
     if "$ref" in field:
-        return "mapping"
+        return _linked("mapping", field)
     if "enum" in field:
-        return " or ".join(map(_value, field["enum"]))
+        *others, last = map(_value, field["enum"])
+        return f"{', '.join(others)} or {last}"
     if "const" in field:
         return _value(field["const"])
-    return _KINDS.get(field.get("type", ""), "anything") + _bounds(field)
+    kind = field.get("type", "")
+    if kind == "array":
+        return _linked("list", field["items"])
+    if kind == "object":
+        return _linked("mapping", field["additionalProperties"])
+    return _KINDS.get(kind, "") + _bounds(field)
 
 
-_KINDS = {
-    "integer": "integer",
-    "number": "number",
-    "string": "text",
-    "boolean": "true or false",
-    "object": "mapping",
-    "array": "list",
-}
+_KINDS = {"integer": "integer", "number": "number", "boolean": "true or false"}
+
+
+def _linked(kind: str, of: object) -> str:
+    """Return the kind, as a link to the section on what is in it."""
+    options = of.get("anyOf", [of]) if isinstance(of, Mapping) else []
+    names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+    title = next((_TITLES[name] for name in names if name in _TITLES), None)
+    return f"[{kind}](#{re.sub('[^a-z_-]', '', title)})" if title else kind
 
 
 def _bounds(field: Mapping[str, Any]) -> str:
     low, high = field.get("minimum"), field.get("maximum")
-    if low is not None and high is not None:
-        return f" from {_plain(low)} to {_plain(high)}"
-    return f" of at least {_plain(low)}" if low is not None else ""
+    if low is None:
+        return ""
+    return f" ≥ {_plain(low)}" if high is None else f", {_plain(low)} to {_plain(high)}"
 
 
 def _plain(number: float) -> str:
@@ -135,7 +139,11 @@ def _plain(number: float) -> str:
 
 
 def _value(value: object) -> str:
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{_plain_value(value)}`"
+
+
+def _plain_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

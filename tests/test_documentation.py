@@ -57,3 +57,15 @@ def test_named_files_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/]+\.py)`", text))
     assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "smpkit/torch" / path).exists()] == []
+
+
+def test_each_test_that_holds_a_feature_exists() -> None:
+    text = (ROOT / "tests/README.md").read_text(encoding="utf-8")
+    held_by = text.partition("## What holds each feature")[2]
+    assert [path for path in re.findall(r"`([\w/]+\.py)`", held_by) if not (ROOT / "tests" / path).is_file()] == []
+
+
+def test_each_feature_that_is_served_is_held() -> None:
+    text = (ROOT / "tests/README.md").read_text(encoding="utf-8")
+    rows = [int(number) for line in re.findall(r"^- ([\d, ]+) ", text, re.MULTILINE) for number in line.split(",")]
+    assert sorted(rows) == [*range(1, 61), 65, 67]

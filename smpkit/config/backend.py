@@ -28,34 +28,34 @@ SbatchOption = Annotated[str, matching(_OPTION, "must be an option of `sbatch`",
 
 
 class Slurm(Section):
-    """How a job runs on a Slurm cluster. What is not given is the cluster's default."""
+    """How a job runs on a Slurm cluster, whose own defaults hold where you set nothing."""
 
     partition: Word | None = None
-    """The partition, or several with commas between."""
+    """The partition, or several, separated by commas."""
 
     account: Word | None = None
-    """The account that is charged."""
+    """The account to charge."""
 
     qos: Word | None = None
     """The quality of service."""
 
     time: Time | None = None
-    """The time limit, as Slurm writes it. Default: `compute.max_run_seconds` if that is given."""
+    """The time limit, as Slurm writes it. Default: `compute.max_run_seconds`, if set."""
 
     gpus_per_node: Annotated[Word | int, instead("must be a number, or a kind with a number")] | None = None
-    """GPUs of each node: a number, or with the type, `a100:8`. The launcher gives each rank one."""
+    """GPUs of each node, one for each rank; with their type: `a100:8`."""
 
     gres: Word | None = None
-    """Generic resources of each node, such as `gpu:8`, on clusters without `--gpus-per-node`."""
+    """On clusters without `--gpus-per-node`: generic resources of each node, such as `gpu:8`."""
 
     cpus_per_node: int | None = Field(default=None, ge=1)
-    """CPUs of each node. All of the node's with `exclusive`."""
+    """CPUs of each node; all of them with `exclusive`."""
 
     memory: Word | None = None
     """Memory of each node, such as `64G`; `0` for all of it."""
 
     constraint: Word | None = None
-    """Features that the nodes must have."""
+    """Features that nodes must have."""
 
     reservation: Word | None = None
     """A reservation to run in."""
@@ -67,27 +67,27 @@ class Slurm(Section):
     """More options of `sbatch`, each as one text."""
 
     setup: list[Line] = Field(default_factory=list, max_length=100)
-    """Lines of shell that run on the first node before the launchers, which inherit their variables, such as
-    `module load cuda`."""
+    """Lines of shell, such as `module load cuda`, to run on the first node before the launchers, which inherit
+    their variables."""
 
     folder: Location | None = None
-    """Where runs are kept: sources, logs, results. Nodes must see it. Default: `SMPKIT_RUNS`, or `~/smpkit-runs`."""
+    """Folder for sources, logs and results, which nodes must see. Default: `SMPKIT_RUNS`, or `~/smpkit-runs`."""
 
     container: Literal["auto", "pyxis", "apptainer", "none"] = "auto"
-    """What starts the job's `image`: pyxis or Apptainer, whichever the cluster has; `none` to run without it, in the
+    """What starts the job's `image`. `auto`: whichever the cluster has; `none`: nothing, and the job runs in the
     environment that submits."""
 
     mounts: list[Word] = Field(default_factory=list, max_length=100)
-    """More folders that the container sees, each `path` or `path:path inside`."""
+    """More folders for the container, each `path` or `path:path inside`."""
 
     interface: Word | None = None
-    """The network interface over which nodes talk. Default: the one over which the launchers reach each other."""
+    """The network interface between nodes. Default: that of the launchers."""
 
     grace_seconds: int | None = Field(default=None, ge=1)
     """How long ranks may save after SIGTERM. Default: a little less than the cluster's `KillWait`, at most 110."""
 
     requeue: bool = True
-    """Let the job start again from its checkpoints when it is preempted or a node fails."""
+    """Restart the job from its checkpoints when it is preempted or a node fails."""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "array": (
@@ -123,11 +123,11 @@ class Slurm(Section):
 
 
 class BackendChoice(Section):
-    """Where `smpkit submit` sends the job. A name alone, `backend: slurm`, is the `name`."""
+    """Where `smpkit submit` sends the job; `backend: slurm` sets only the `name`."""
 
     name: Word | None = None
-    """The back end: `sagemaker`, `slurm`, `kubernetes`, `batch` or one of another package. Default:
-    the one whose options are given, else `sagemaker`. `--backend` goes before it."""
+    """`sagemaker`, `slurm`, `kubernetes`, `batch`, or one of another package; `--backend` overrides it. Default:
+    the one whose options are set, else `sagemaker`."""
 
     slurm: Slurm = Field(default_factory=Slurm)
     """Options of Slurm."""
@@ -139,7 +139,7 @@ class BackendChoice(Section):
     """Options of AWS Batch."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of a back end of another package, which checks them."""
+    """Options of another package's back end, which checks them."""
 
     short_form = "name"
 

@@ -15,10 +15,10 @@ __all__ = ["Batch", "BatchVolume"]
 
 
 class BatchVolume(Section):
-    """Storage that every node mounts: an EFS file system, or a folder of the nodes."""
+    """Storage that every node mounts: `efs` or `host_path`."""
 
     mount: ContainerPath
-    """Where the container sees it. Folders that the job file names (`output`, `checkpoints`, `inputs`) lie in one."""
+    """Where the container sees it. Folders of `output`, `checkpoints` and `inputs` lie in a volume."""
 
     efs: Annotated[str, matching("fs-[0-9a-f]+", "must be the id of a file system", "such as `fs-0123abcd`")] | None = (
         None
@@ -26,10 +26,10 @@ class BatchVolume(Section):
     """The id of an EFS file system, such as `fs-0123456789abcdef0`."""
 
     host_path: ContainerPath | None = None
-    """A folder of the nodes, such as FSx for Lustre that the launch template of the compute environment mounts."""
+    """A folder of the nodes, such as FSx for Lustre that the compute environment's launch template mounts."""
 
     read_only: bool = False
-    """Mount it without the right to write."""
+    """Mount it read-only."""
 
     def broken_rules(self) -> Iterable[Problem]:
         """Require one kind of volume."""
@@ -38,51 +38,50 @@ class BatchVolume(Section):
 
 
 class Batch(Section):
-    """How a job runs on AWS Batch: a multi-node parallel job, on the EC2 machines of the queue."""
+    """How a job runs on AWS Batch: a multi-node parallel job on the queue's EC2 machines."""
 
     queue: Word | None = None
     """The job queue, by name or ARN. Required."""
 
     gpus: int | None = Field(default=None, ge=1)
-    """GPUs of each node. The launcher gives each rank one."""
+    """GPUs of each node, one for each rank."""
 
     cpus: int = Field(default=1, ge=1)
-    """vCPUs of each node. A node is a machine of its own in any case."""
+    """vCPUs of each node, which has a machine of its own in any case."""
 
     memory_mib: int = Field(default=2048, ge=4)
-    """Memory of each node, in MiB; a little less than the machine has."""
+    """Memory of each node, in MiB, a little less than the machine's."""
 
     shared_memory_mib: int | None = Field(default=None, ge=1)
-    """Most that ranks may keep in `/dev/shm`, in MiB. Default: half of `memory_mib`."""
+    """Limit of `/dev/shm`, in MiB. Default: half of `memory_mib`."""
 
     instance_type: Word | None = None
-    """The machines, where the queue's compute environment has several kinds."""
+    """The machine, if the queue has several kinds."""
 
     role: Word | None = None
-    """ARN of the IAM role of the job; it must be able to read what is below `staging`. Default: the job file's
-    `role`."""
+    """ARN of the job's IAM role, which must read what is below `staging`. Default: the job file's `role`."""
 
     staging: BucketUri | None = None
-    """S3 URI below which sources and descriptions are put. Default: the job file's `code_location`."""
+    """S3 URI for sources and descriptions. Default: the job file's `code_location`."""
 
     volumes: list[BatchVolume] = Field(default_factory=list, max_length=20)
     """Storage that every node mounts."""
 
     efa: int = Field(default=0, ge=0, le=32)
-    """Devices of AWS's fast network that the container gets."""
+    """Devices of AWS's fast network."""
 
     privileged: bool = False
     """Give the container all devices of the machine."""
 
     port: int | None = Field(default=None, ge=1024, le=65_000)
-    """The port at which the ranks meet; launchers take the next one. Default: 7777."""
+    """The port at which ranks meet; launchers use the next one. Default: 7777."""
 
     grace_seconds: int = Field(default=25, ge=1, le=110)
-    """How long ranks may save after SIGTERM. ECS kills the container after its `ECS_CONTAINER_STOP_TIMEOUT`, 30 s by
-    default; the compute environment's launch template sets it."""
+    """How long ranks may save after SIGTERM. ECS kills containers after `ECS_CONTAINER_STOP_TIMEOUT`, 30 s unless the
+    launch template sets it."""
 
     retries: int = Field(default=1, ge=1, le=10)
-    """How often the job is tried if its machines are lost (spot), from its checkpoints."""
+    """How often to try the job when machines are lost (spot); it resumes from its checkpoints."""
 
     priority: int | None = Field(default=None, ge=0, le=9999)
     """Priority in a queue with a scheduling policy."""

@@ -36,7 +36,7 @@ class Switched(Section):
     """A block that says itself whether it counts."""
 
     enabled: bool
-    """Must be the literal `true` to count: SageMaker's SDK silently ignores the block for anything else."""
+    """Must be the literal `true`: SageMaker's SDK silently ignores the block for anything else."""
 
     hints: ClassVar[Mapping[str, str]] = {"enabled": "write `enabled: true`; without it SageMaker ignores the block"}
 
@@ -59,9 +59,9 @@ class ModelParallelBlock(Switched):
     """SMP v1, on or off, and its parameters."""
 
     parameters: ModelParallelConfig = Field(default_factory=ModelParallelConfig)
-    """The library's parameters; in a job file also the path of a JSON file in its folder that holds them.
+    """The library's parameters, or in a job file the path of a JSON file beside it that holds them.
 
-    An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
+    Empty: all defaults (SageMaker's SDK switches the library off).
     """
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = misplaced("`parameters`")
@@ -76,7 +76,7 @@ class ModelParallelBlock(Switched):
 
 
 class SmDistributed(Section):
-    """SageMaker's distributed libraries; exactly one may be named, and only `modelparallel` has a successor here."""
+    """SageMaker's distributed libraries, of which smpkit serves `modelparallel`."""
 
     modelparallel: ModelParallelBlock
     """The model-parallel library."""
@@ -104,7 +104,7 @@ class MpiOptions(Switched):
     """Ranks per host. Default: one per GPU, or one."""
 
     custom_mpi_options: str = ""
-    """More options for mpirun, as one text; quotes are understood, nothing is expanded."""
+    """More options for mpirun, in one text; quotes work, nothing is expanded."""
 
     @field_validator("custom_mpi_options", mode="after")
     @classmethod
@@ -121,7 +121,7 @@ class TorchDistributedOptions(Switched):
     """Launch with torchrun."""
 
     processes_per_host: int | None = Field(default=None, ge=1, le=4096)
-    """Ranks per host. Default: one per GPU, or one. An extension of smpkit."""
+    """Ranks per host. Default: one per GPU, or one. *smpkit's own.*"""
 
 
 _SMDISTRIBUTED = ("belongs to `smdistributed`", "write `smdistributed: {modelparallel: ...}`")
@@ -129,20 +129,20 @@ _SAGEMAKER_ONLY = "is a launcher that SageMaker keeps for other frameworks"
 
 
 class Distribution(Section):
-    """How a job is distributed: the dict that SageMaker's estimators take as `distribution`.
+    """How a job is distributed, as SageMaker's estimators take it.
 
-    The bare block `{"enabled": True, "parameters": {...}}` (`smp_options` in many notebooks), beside `mpi` or
-    `torch_distributed`, is accepted too.
+    The bare block `{"enabled": True, "parameters": {...}}` (`smp_options` in many notebooks) may stand beside `mpi` or
+    `torch_distributed`.
     """
 
     smdistributed: SmDistributed | None = None
-    """SageMaker's libraries: `{"modelparallel": {"enabled": True, "parameters": {...}}}`."""
+    """SageMaker's libraries."""
 
     mpi: MpiOptions | None = None
-    """Launch with mpirun: `{"enabled": True, "processes_per_host": 8, "custom_mpi_options": "..."}`."""
+    """Launch with mpirun."""
 
     torch_distributed: TorchDistributedOptions | None = None
-    """Launch with torchrun, which is also what happens if neither launcher is enabled."""
+    """Launch with torchrun, as when neither launcher is enabled."""
 
     foreign: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_groups": INSTANCE_GROUPS,

@@ -77,19 +77,19 @@ class Compute(Section):
     """Disk space of each host, in GB."""
 
     spot: bool = False
-    """Use spare capacity: cheaper, may be interrupted, then starts again from the last checkpoint."""
+    """Use spare capacity: cheaper, but may be interrupted; the job then resumes from its last checkpoint."""
 
     max_run_seconds: int = Field(default=86_400, ge=1)
-    """The job is stopped after running this long, in seconds."""
+    """Stop the job after this long, in seconds."""
 
     max_wait_seconds: int | None = Field(default=None, ge=1)
-    """With `spot`: most time for waiting and running together, in seconds. Default: `max_run_seconds`."""
+    """With `spot`: limit for waiting and running together, in seconds. Default: `max_run_seconds`."""
 
     keep_alive_seconds: int | None = Field(default=None, ge=0, le=21_600)
-    """How long the machines stay reserved for a next job after this one, in seconds (a warm pool)."""
+    """Keep the machines for a next job this long, in seconds (a warm pool)."""
 
     retries: int | None = Field(default=None, ge=1, le=30)
-    """How often SageMaker starts the job again after an error of its own."""
+    """How often SageMaker restarts the job after an error of its own."""
 
     training_plan: Word | None = None
     """ARN of a SageMaker training plan: machines reserved beforehand."""
@@ -128,16 +128,16 @@ class UriSection(Section):
 
 
 class FileSystem(Section):
-    """A file system of AWS that the machines mount: no data is copied before the start. The job needs `network`."""
+    """A file system of AWS that the machines mount, so nothing is copied before the start. Requires `network`."""
 
     id: Word
     """Its id, such as `fs-0123456789abcdef0`."""
 
     type: Literal["FSxLustre", "EFS"]
-    """FSx for Lustre or EFS."""
+    """The kind of file system."""
 
     path: ContainerPath
-    """The folder in it; on FSx for Lustre it begins with the mount name: `/fsx/tokens`."""
+    """The folder in it, with the mount name on FSx for Lustre: `/fsx/tokens`."""
 
     access: Literal["ro", "rw"] = "ro"
     """Read only, or read and write."""
@@ -153,31 +153,31 @@ class Channel(UriSection):
     """A file system in place of a URI."""
 
     mode: InputMode | None = None
-    """How SageMaker brings the data: copied before the start, read on demand, or streamed. Default: `input_mode`."""
+    """Copied before the start, read on demand, or streamed. Default: `input_mode`."""
 
     content_type: str | None = None
-    """MIME type, told to the script and otherwise unused."""
+    """MIME type, for the script only."""
 
     sharded: bool = False
-    """Give each host its share of the objects instead of all of them."""
+    """Give each host a share of the objects instead of all."""
 
     data_type: Literal["S3Prefix", "ManifestFile", "AugmentedManifestFile"] = "S3Prefix"
-    """What `uri` names: the beginning of objects' names, or a file that lists them."""
+    """Whether `uri` is the beginning of objects' names, or a file that lists them."""
 
     compression: Literal["None", "Gzip"] | None = None
-    """Compression of the data, for mode `Pipe`."""
+    """With mode `Pipe`: compression of the data."""
 
     record_wrapping: Literal["None", "RecordIO"] | None = None
-    """Form of the records, for mode `Pipe`."""
+    """With mode `Pipe`: form of the records."""
 
     attribute_names: list[str] = Field(default_factory=list, max_length=16)
     """With `AugmentedManifestFile`: the attributes to read."""
 
     shuffle_seed: int | None = None
-    """Shuffle the objects (or the lines of a manifest) at the start of every epoch, with this seed."""
+    """Shuffle objects, or lines of a manifest, in each epoch with this seed."""
 
     accept_eula: bool | None = None
-    """Accept the licence of the model that `uri` or `hub_content` names; whoever sets it has read it."""
+    """You have read the licence of the model in `uri` or `hub_content`, and accept it."""
 
     hub_content: str | None = None
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
@@ -213,7 +213,7 @@ class Checkpoints(UriSection):
     """A folder, relative to the job file, or an S3 URI."""
 
     local_path: ContainerPath = "/opt/ml/checkpoints"
-    """The folder inside the container that is kept in step with `uri`."""
+    """The container's folder that is kept in step with `uri`."""
 
 
 class Network(Section):
@@ -226,7 +226,7 @@ class Network(Section):
     """Security groups of your VPC, by id."""
 
     isolation: bool = False
-    """Cut the container off from the network, S3 included: SageMaker itself brings the sources."""
+    """Cut the container off from the network, S3 included; SageMaker brings the sources."""
 
     encrypt_traffic: bool = False
     """Encrypt what the hosts send each other; slower."""
@@ -240,7 +240,7 @@ class Network(Section):
 
 
 class Encryption(Section):
-    """Keys of AWS KMS, by id or ARN. Default: what bucket and volume have by themselves."""
+    """Keys of AWS KMS, by id or ARN. Default: those of bucket and volume."""
 
     output_key: Word | None = None
     """Encrypts the results and the sources in S3."""
@@ -250,25 +250,25 @@ class Encryption(Section):
 
 
 class Container(Section):
-    """What is started in the image. Default: the image's own entry point, with the argument `train`."""
+    """What is started in the image. Default: the image's entry point, with the argument `train`."""
 
     entry_point: list[str] = Field(default_factory=list, max_length=100)
-    """Program and arguments to run instead of the image's entry point."""
+    """Program and arguments, instead of the image's entry point."""
 
     arguments: list[str] = Field(default_factory=list, max_length=100)
     """Arguments for the entry point, instead of `train`."""
 
     log_level: int = Field(default=20, ge=0)
-    """Python's number for the least important messages to log: 10 debug, 20 info, 30 warning."""
+    """Python's lowest level to log: 10 debug, 20 info, 30 warning."""
 
     remote_debug: bool | None = None
-    """Allow a shell in the running container through AWS Systems Manager."""
+    """Allow a shell in the container, by AWS Systems Manager."""
 
     registry_access: Literal["Platform", "Vpc"] | None = None
-    """Where the image's registry is: `Platform` for ECR, `Vpc` for a private one that your VPC (`network`) reaches."""
+    """The image's registry: `Platform` for ECR, `Vpc` for a private one that your VPC (`network`) reaches."""
 
     registry_credentials: str | None = Field(default=None, min_length=1, max_length=2048)
-    """ARN of the Lambda function that gives SageMaker the credentials of a private registry."""
+    """ARN of a Lambda function that returns the credentials of a private registry."""
 
     def broken_rules(self) -> Iterable[Problem]:
         """Refuse credentials for a registry that needs none."""
@@ -281,7 +281,7 @@ Label = Annotated[str, matching(r"(?=.{1,120}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*", _LA
 
 
 class Experiment(Section):
-    """The place of a job in SageMaker Experiments. Default: none, or what your account does by itself."""
+    """The place of a job in SageMaker Experiments. Default: your account's, if any."""
 
     name: Label | None = None
     """The experiment."""
@@ -290,27 +290,24 @@ class Experiment(Section):
     """The trial in it."""
 
     display_name: Label | None = None
-    """What the job is called in it."""
+    """The job's name in it."""
 
     run: Label | None = None
     """The run in it."""
 
 
 class Secret(Section):
-    """A value for a variable of the script that neither the job file nor the request holds.
-
-    A text alone is the `entry`.
-    """
+    """A value for a variable of the script, kept out of job file and request. A text alone is the `entry`."""
 
     entry: Word | None = None
-    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN. The job's role needs
-    `secretsmanager:GetSecretValue` for it; the container reads it, and SageMaker never sees its value."""
+    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN. The container reads it, and SageMaker never sees
+    its value; the job's role needs `secretsmanager:GetSecretValue`."""
 
     key: str | None = Field(default=None, min_length=1, max_length=256)
-    """The key to take if the entry holds a JSON object, as those made in the console do. Default: the whole text."""
+    """The key, if the entry holds a JSON object, as the console makes them. Default: the whole text."""
 
     variable: VariableName | None = None
-    """On this machine and in Docker: the variable of your environment to take. Default: the one of the same name."""
+    """On this machine and in Docker: the variable of your environment. Default: the same name."""
 
     short_form = "entry"
 
@@ -319,74 +316,75 @@ _IN_THE_IMAGE = "is decided by the image"
 
 
 class JobConfig(Section):
-    """A job. Only `entry_point` is required."""
+    """The keys of the first level."""
 
     entry_point: Script
     """The training script, relative to `source_dir`.
 
-    A shell script (`.sh`) runs once on each host, without a launcher; hyperparameters are its arguments. Begin its last
-    command with `exec`, so that this receives SIGTERM when the job is stopped.
+    A shell script (`.sh`) runs once on each host, without a launcher. Begin its last command with `exec`, so that it
+    receives SIGTERM when the job is stopped.
     """
 
     source_dir: Location = "."
-    """The folder with the sources, relative to the job file, or an S3 URI. Default: the folder of the job file."""
+    """The folder with the sources, relative to the job file, or an S3 URI."""
 
     dependencies: list[Location] = Field(default_factory=list)
-    """More files and folders, relative to the job file, that are put beside the script under their own names."""
+    """More files and folders, relative to the job file, to put beside the script."""
 
     name: JobName = Field(default_factory=lambda data: name_from(PurePosixPath(data.get("entry_point", "")).stem))
-    """Name of the job, the beginning of its name in the cloud. Default: made of the entry point's name."""
+    """The job's name, with which its name in the cloud begins. Default: from the entry point's."""
 
     hyperparameters: Hyperparameters = Field(default_factory=dict)
-    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`; null an empty text; lists and mappings JSON."""
+    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`; null becomes empty, lists and mappings JSON."""
 
     environment: Variables = Field(default_factory=dict)
-    """Variables for the script. All values are text: put numbers in quotes. Whoever may describe the job reads them."""
+    """Variables for the script. Put numbers in quotes. Whoever may describe the job can read them."""
 
     secrets: dict[VariableName, Secret] = Field(default_factory=dict, max_length=50)
-    """Variables for the script whose values stay out of job files, requests and logs: name -> where the value is."""
+    """Variables for the script that stay out of job files, requests and logs: name → where the value is."""
 
     track: list[Tracker] = Field(default_factory=list, max_length=9)
-    """Trackers that get what the script gives to `smp.log`; each must be installed where the ranks run."""
+    """Trackers that `smp.log` writes to, from: `tensorboard`, `wandb`, `mlflow`, `comet_ml`, `aim`, `clearml`,
+    `dvclive`, `swanlab`, `trackio`. Install them where the ranks run."""
 
     distribution: Distribution = Field(default_factory=Distribution)
-    """SageMaker's `distribution` dict: model parallelism and launcher."""
+    """Model parallelism and launcher."""
 
     backend: BackendChoice = Field(default_factory=BackendChoice)
-    """Where the job is sent, with what only that back end needs."""
+    """Where the job is sent, and options of that back end."""
 
     compute: Compute = Field(default_factory=Compute)
-    """How many machines of which kind, and for how long."""
+    """The machines, and for how long."""
 
     image: Word | None = None
     """The container image; not used on this machine."""
 
     role: Role | None = None
-    """The IAM role (name or ARN) that SageMaker takes; not used on this machine."""
+    """The IAM role for SageMaker, by name or ARN; not used on this machine."""
 
     inputs: dict[ChannelName, Channel] = Field(default_factory=dict)
-    """Input channels: name -> folder or S3 URI, which the script finds in `SM_CHANNEL_<NAME>`."""
+    """Input channels: name → folder or S3 URI, which the script finds in `SM_CHANNEL_<NAME>`."""
 
     input_mode: InputMode = "File"
-    """How SageMaker brings the data of channels that do not say it themselves."""
+    """The default `mode` of channels."""
 
     output: Location | None = None
-    """Folder or S3 URI for the model and other results. Default in the cloud: SageMaker's bucket of your account."""
+    """Folder or S3 URI for model and results. Default on SageMaker: your account's SageMaker bucket."""
 
     compress_output: bool = True
-    """Pack the model into one `model.tar.gz`; false leaves its files as they are."""
+    """Pack the model into one `model.tar.gz`."""
 
     code_location: BucketUri | None = None
-    """S3 URI below which the packed sources are put. Default: the bucket of `output`."""
+    """S3 URI for the packed sources. Default: the bucket of `output`."""
 
     checkpoints: Checkpoints | None = None
     """Where checkpoints are kept."""
 
     tags: dict[TagKey, str] = Field(default_factory=dict, max_length=50)
-    """Tags of the job, for finding it and for the bill."""
+    """Tags of the job."""
 
     metrics: dict[str, Pattern] = Field(default_factory=dict, max_length=40)
-    """Numbers that SageMaker reads from the log: name -> regular expression with one group."""
+    """Numbers that SageMaker reads from the log: name → regular expression with one group."""
 
     network: Network = Field(default_factory=Network)
     """The network of the machines."""
@@ -398,7 +396,7 @@ class JobConfig(Section):
     """What is started in the image."""
 
     experiment: Experiment = Field(default_factory=Experiment)
-    """The place of the job in SageMaker Experiments."""
+    """Its place in SageMaker Experiments."""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         **misplaced("`distribution.smdistributed.modelparallel.parameters`"),

@@ -21,25 +21,25 @@ Quantity = Annotated[str, matching(r"\d+(\.\d+)?([EPTGMk]i?|m)?", _AMOUNT, "`16`
 
 
 class Volume(Section):
-    """Storage that every pod mounts. Exactly one of `claim`, `host_path`, `nfs` and `source` says what it is."""
+    """Storage that every pod mounts: exactly one of `claim`, `host_path`, `nfs` and `source`."""
 
     mount: ContainerPath
-    """Where pods see it. Folders that the job file names (`output`, `checkpoints`, `inputs`) lie in one."""
+    """Where pods see it. Folders of `output`, `checkpoints` and `inputs` lie in a volume."""
 
     claim: Name | None = None
-    """A PersistentVolumeClaim; several hosts need one with the access mode ReadWriteMany."""
+    """A PersistentVolumeClaim, with access mode ReadWriteMany for several hosts."""
 
     host_path: ContainerPath | None = None
-    """A folder of the nodes, such as a parallel file system that all of them mount."""
+    """A folder of the nodes, such as a parallel file system."""
 
     nfs: Annotated[str, matching(r"[^:/\s]+:/\S*", "must be `server:/path`")] | None = None
     """An NFS export, `server:/path`."""
 
     source: dict[str, JsonValue] | None = None
-    """Any other kind of volume, as in a pod's specification: `{csi: {driver: ...}}`."""
+    """Any other volume, as in a pod's specification: `{csi: {driver: ...}}`."""
 
     read_only: bool = False
-    """Mount it without the right to write."""
+    """Mount it read-only."""
 
     def broken_rules(self) -> Iterable[Problem]:
         """Require one kind of volume."""
@@ -51,19 +51,19 @@ class Volume(Section):
 
 
 class Toleration(Section):
-    """A taint of nodes that pods put up with."""
+    """A taint of nodes that pods tolerate."""
 
     key: Word | None = None
-    """The taint; all of them without it."""
+    """The taint. Default: all."""
 
     operator: Literal["Exists", "Equal"] = "Exists"
     """Whether the taint must have `value`."""
 
     value: str | None = None
-    """The value with `operator: Equal`."""
+    """The value, with `operator: Equal`."""
 
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """The effect; all of them without it."""
+    """The effect. Default: all."""
 
     def broken_rules(self) -> Iterable[Problem]:
         """Require key and value with `Equal`, and no value without it."""
@@ -74,25 +74,25 @@ class Toleration(Section):
 
 
 class Kubernetes(Section):
-    """How a job runs on Kubernetes: one pod for each host, of an Indexed Job."""
+    """How a job runs on Kubernetes: an Indexed Job with one pod per host."""
 
     namespace: Name | None = None
-    """The namespace. Default: `--region`, then that of the kubeconfig's context."""
+    """The namespace. Default: `--region`, then the context's."""
 
     context: Word | None = None
-    """The context of the kubeconfig. Default: `--profile`, then the current one."""
+    """The kubeconfig's context. Default: `--profile`, then the current one."""
 
     queue: Name | None = None
-    """Kueue's LocalQueue that the job waits in."""
+    """Kueue's LocalQueue."""
 
     priority_class: Name | None = None
-    """The pods' PriorityClass, and with `queue` also Kueue's WorkloadPriorityClass."""
+    """The pods' PriorityClass; with `queue`, Kueue's WorkloadPriorityClass too."""
 
     gpus: int | None = Field(default=None, ge=1)
-    """GPUs of each pod. The launcher gives each rank one."""
+    """GPUs of each pod, one for each rank."""
 
     gpu_resource: Word = "nvidia.com/gpu"
-    """What the cluster calls them: `nvidia.com/gpu`, `amd.com/gpu`."""
+    """The cluster's name for GPUs, such as `amd.com/gpu`."""
 
     cpus: Quantity | None = None
     """CPUs of each pod, such as `16`."""
@@ -104,13 +104,13 @@ class Kubernetes(Section):
     """More resources of each pod, such as `{rdma/hca: "1"}`."""
 
     shared_memory: Quantity | None = None
-    """Most that ranks may keep in `/dev/shm`. Default: half of the node's memory."""
+    """Limit of `/dev/shm`. Default: half of the node's memory."""
 
     node_selector: dict[Word, str] = Field(default_factory=dict, max_length=20)
     """Labels that nodes must have."""
 
     tolerations: list[Toleration] = Field(default_factory=list, max_length=20)
-    """Taints that pods put up with."""
+    """Taints that pods tolerate."""
 
     volumes: list[Volume] = Field(default_factory=list, max_length=20)
     """Storage that every pod mounts."""
@@ -122,28 +122,28 @@ class Kubernetes(Section):
     """Secrets with the registry's credentials."""
 
     code: ContainerPath | None = None
-    """A folder in the image or in a volume that holds the sources: then none are sent."""
+    """A folder with the sources in the image or a volume, so that none are sent."""
 
     host_network: bool = False
-    """Use the nodes' network and not the cluster's; some fabrics need it."""
+    """Use the nodes' network, as some fabrics need."""
 
     port: int | None = Field(default=None, ge=1024, le=65_000)
-    """The port at which the ranks meet; launchers take the next one. Default: 7777."""
+    """The port at which ranks meet; launchers use the next one. Default: 7777."""
 
     interface: Word | None = None
-    """The network interface over which hosts talk. Default: the one over which the launchers reach each other."""
+    """The network interface between hosts. Default: that of the launchers."""
 
     grace_seconds: int = Field(default=110, ge=1, le=86_400)
     """How long ranks may save after SIGTERM; Kubernetes kills pods ten seconds later."""
 
     restarts: int = Field(default=3, ge=0, le=100)
-    """How often a host is started again because another one was lost. Evicted and preempted pods do not count."""
+    """How often a host restarts because another one was lost. Evicted and preempted pods do not count."""
 
     keep_seconds: int | None = Field(default=None, ge=0)
-    """How long the job is kept after its end. Default: until somebody deletes it."""
+    """How long to keep the job after its end. Default: until it is deleted."""
 
     labels: dict[Word, str] = Field(default_factory=dict, max_length=20)
-    """More labels of everything that is created."""
+    """More labels, of all objects."""
 
     annotations: dict[Word, str] = Field(default_factory=dict, max_length=20)
     """Annotations of the pods."""

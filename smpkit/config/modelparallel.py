@@ -63,165 +63,159 @@ def _active_microbatches(data: Mapping[str, Any]) -> int:
 
 
 class ModelParallelConfig(Section):
-    """The parameters of SageMaker's model-parallel library v1 for PyTorch, as in `smp.init(config)`.
+    """The parameters of SMP v1 for PyTorch, as in `smp.init(config)`.
 
-    Types are strict, as in v1: `true` is not an integer, `"4"` neither, but an integer is fine where a number is asked.
+    Types are strict, as in v1: `true` and `"4"` are no integers. Keys that v1 lacks are marked *smpkit's own*;
+    `sdp_` stands for sharded data parallelism.
     """
 
     pipeline_parallel_degree: int = Field(default=1, ge=1)
-    """Number of pipeline partitions: how many ranks a model is cut over. `partitions` is its older name."""
+    """How many pipeline ranks the model is cut over."""
 
     microbatches: int = Field(default=1, ge=1)
-    """Number of microbatches that a batch is split into; the batch size must be divisible by it. 1 = no pipelining."""
+    """How many microbatches a batch is split into; must divide the batch size. 1: no pipelining."""
 
     virtual_pipeline_degree: int = Field(default=1, ge=1)
-    """Number of chunks of the model that each pipeline rank holds (virtual stages). An extension of smpkit.
+    """How many chunks of the model each pipeline rank holds (virtual stages). *smpkit's own.*
 
-    The model is cut into `virtual_pipeline_degree × pipeline_parallel_degree` parts, and part k is on pipeline rank
-    k mod `pipeline_parallel_degree`: filling the pipeline takes that much less time, and more messages are sent.
+    The pipeline fills that much faster, and sends that many more messages.
     """
 
     active_microbatches: int = Field(default_factory=_active_microbatches, ge=1)
     """Most microbatches in flight. Default: `pipeline_parallel_degree + 2`, at most `microbatches`.
 
-    With virtual stages it is `2 × pipeline_parallel_degree` (more where that does not divide `microbatches`), which
-    their order needs.
+    With virtual stages: `2 × pipeline_parallel_degree`, more where that does not divide `microbatches`.
     """
 
     pipeline: Literal["simple", "interleaved", "zero_bubble", "_only_forward"] = "interleaved"
-    """Schedule: `simple` = all forwards, then all backwards; `interleaved` = a backward as soon as one is possible.
+    """Schedule. `simple`: all forwards, then all backwards; `interleaved`: each backward as soon as possible.
 
-    `zero_bubble`, an extension of smpkit, is `interleaved` with the backward split in two where that is faster: the
-    gradients of inputs, for which other ranks wait, first, and those of weights later, where the rank would be idle.
-    `_only_forward`, v1's undocumented third value, is for evaluation: `model.backward` is an error. `simple` becomes
-    `interleaved` where `active_microbatches` differs from `microbatches`, as in v1.
+    `zero_bubble` (*smpkit's own*): `interleaved`, with gradients of weights later than those of inputs where that is
+    faster. `_only_forward` (undocumented in v1): for evaluation; `model.backward` is an error. As in v1, `simple`
+    becomes `interleaved` where `active_microbatches` differs from `microbatches`.
     """
 
     ddp: bool = False
-    """Data parallelism, process groups, tensor parallelism and sharded data parallelism; off: none of them."""
+    """Data parallelism. Tensor parallelism, sharded data parallelism and process groups need it."""
 
     ddp_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the rendezvous. Default: `MASTER_PORT`. Requires `ddp`."""
 
     ddp_dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Backend of torch.distributed: `auto` takes nccl with GPUs and gloo without.
+    """Backend of torch.distributed: `auto` takes nccl with GPUs, gloo without.
 
-    v1 had `nccl` as the default before release 1.13 and documented `auto` since. `gloo` is an extension of smpkit.
+    v1's default was `nccl` before release 1.13. `gloo` is *smpkit's own*.
     """
 
     tensor_parallel_degree: int = Field(default=1, ge=1)
-    """Number of ranks that distributed modules are split over. Above 1 requires `ddp`."""
+    """How many ranks divided modules are split over. Above 1 requires `ddp`."""
 
     prescaled_batch: bool = False
-    """The ranks of a tensor-parallel group get the same batch, already enlarged."""
+    """The ranks of a tensor-parallel group get one common batch."""
 
     optimize: Literal["speed", "memory"] = Field(
         default_factory=lambda data: "speed" if data.get("prescaled_batch") else "memory"
     )
-    """How transformer layers are distributed by tensor parallelism.
+    """What tensor-parallel ranks hold between transformer layers.
 
-    With `speed` the ranks of a tensor-parallel group hold the same values between layers, so there are fewer messages;
-    with `memory` no rank holds what another does. v1 refused `memory` with `prescaled_batch`;
-    here it divides sequences.
-
-    Sources disagree on the default: v1's schema said `speed`, its documentation `memory`, which is taken here, except
-    that `prescaled_batch` without `optimize` means `speed`: published configurations rely on it.
+    `speed`: the same values, with fewer messages; `memory`: no two ranks the same values. v1 refused `memory` with
+    `prescaled_batch`; here it divides sequences. Default: `memory`, as v1's documentation says (its schema said
+    `speed`), but `speed` with `prescaled_batch`, on which published configurations rely.
     """
 
     memory_weight: float = Field(
         default_factory=lambda data: 0.2 if data.get("optimize") == "speed" else 0.8, ge=0.0, le=1.0
     )
-    """Weight of memory balance against compute balance in automatic partitioning: 0 = only compute, 1 = only memory.
+    """What automatic partitioning balances: 0: compute only, 1: memory only.
 
-    Default: 0.2 if `optimize` is `speed`, else 0.8, as documented (v1's schema said 0.8 always).
+    Default: 0.2 with `optimize: speed`, else 0.8, as v1's documentation says (its schema said 0.8 always).
     """
 
     auto_partition: bool = True
-    """Cut the model automatically, ignoring `smp.partition` contexts. False requires `default_partition`."""
+    """Cut the model automatically and ignore `smp.partition`. False requires `default_partition`."""
 
     default_partition: int = Field(default=0, ge=0)
-    """Partition of modules in no `smp.partition` context, if `auto_partition` is false.
-
-    Default 0, as documented (v1's schema had none).
+    """Partition of modules outside of `smp.partition`, if `auto_partition` is false. Default as in v1's
+    documentation; its schema had none.
     """
 
     placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"] = "cluster"
     """Which ranks are neighbours: the right-most letter varies fastest over the global ranks.
 
-    D = reduced data parallel, P = pipeline, T = tensor; `cluster` = `DPT`, `spread` = `TPD`. (The SageMaker SDK refuses
-    the letters, the library never did.)
+    D: reduced data parallel, P: pipeline, T: tensor; `cluster`: `DPT`, `spread`: `TPD`. SageMaker's SDK refuses the
+    letters; v1 did not.
     """
 
     offload_activations: Annotated[bool | Literal["auto"], instead("must be `true`, `false` or `auto`")] = False
-    """Move the activations of checkpointed layers to host memory until backward needs them.
+    """Move what checkpointed layers keep to host memory until backward needs it.
 
-    `auto` is an extension of smpkit: only of those layers where that is faster than what else fits, by times and bytes
-    that the first steps measure. On a CPU it offloads nothing.
+    `auto` (*smpkit's own*): only of the layers for which that is the fastest way to fit, as the first steps measure; on
+    a CPU, of none.
     """
 
     memory_budget_gib: float | None = Field(default=None, gt=0)
-    """What everything on a rank's device may take where layers are chosen for, in GiB. An extension of smpkit.
+    """Memory that a rank may take on its device, in GiB. *smpkit's own.*
 
-    Read with `strategy="auto"` of `smp.set_activation_checkpointing` and with `offload_activations: auto`. None: 95 %
-    of the device; ranks on CPUs share the memory of their host.
+    Read with `offload_activations: auto` and `strategy="auto"` of `smp.set_activation_checkpointing`. Default: 95 % of
+    the device; ranks on CPUs share their host's memory.
     """
 
     activation_loading_horizon: Annotated[
         Annotated[int, Field(ge=1)] | Literal["auto"], instead("must be an integer of at least 1, or `auto`")
     ] = 4
-    """How many pipeline tasks ahead of its backward an offloaded activation is brought back; at least 1.
+    """At most how many pipeline tasks before its backward an offloaded activation is loaded.
 
-    `auto` is an extension of smpkit: as far ahead as the measured speeds ask for.
+    `auto` (*smpkit's own*): as early as measured speeds require.
     """
 
     shard_offloaded_activations: bool = Field(default=True, alias="_shard_offloaded_activations")
-    """Internal to v1: shard offloaded activations over the tensor-parallel ranks."""
+    """Internal to v1: shard offloaded activations over tensor-parallel ranks."""
 
     fp16: bool = False
     """Train in float16 with float32 master weights and a loss scale. Not with `bf16`."""
 
     fp16_params: bool = False
-    """Create the parameters of distributed modules in float16; replaced by `fp16` in release 1.10."""
+    """Create divided modules in float16; `fp16` replaced it in release 1.10."""
 
     bf16: bool = False
-    """Train in bfloat16 with float32 master weights; v1 has it with sharded data parallelism only. Not with `fp16`."""
+    """Train in bfloat16 with float32 master weights; in v1 only with sharded data parallelism. Not with `fp16`."""
 
     fp32_grad_accumulation: bool = Field(default=False, alias="_fp32_grad_accumulation")
     """Internal to v1: accumulate gradients of float16 parameters in float32. Requires `fp16` or `fp16_params`."""
 
     shard_optimizer_state: bool = False
-    """Every data-parallel rank keeps and updates its share of the optimizer state. Requires `ddp` to have an effect."""
+    """Each data-parallel rank keeps and updates a share of the optimizer state. No effect without `ddp`."""
 
     skip_tracing: bool = False
-    """Partition without a tracing pass."""
+    """Partition by sizes of parameters, without tracing a step."""
 
     tensor_parallel_seed: int = Field(default=0, ge=0)
-    """Seed of the random numbers of tensor parallelism: initialisation and dropout of distributed modules."""
+    """Seed for initialisation and dropout of divided modules."""
 
     delayed_parameter_initialization: bool = False
-    """Create parameters without memory and fill them where they belong, after partitioning."""
+    """Create parameters without memory, and fill each on the rank that holds it."""
 
     sharded_data_parallel_degree: int = Field(default=1, ge=1)
-    """Number of ranks that parameters, gradients and optimizer state are sharded over. Above 1 requires `ddp`.
+    """How many ranks parameters, gradients and optimizer state are sharded over. Above 1 requires `ddp`.
 
-    It must divide the data-parallel size, excludes a pipeline and `shard_optimizer_state`, and with tensor parallelism
+    Must divide the data-parallel size; excludes pipelines and `shard_optimizer_state`; with tensor parallelism,
     requires `prescaled_batch`.
     """
 
     sdp_reduce_bucket_size: int = Field(default=500_000_000, ge=1)
-    """Sharded data parallelism: size of the reduce buckets, in elements. No effect: a block is reduced at once."""
+    """Elements of a reduce bucket. No effect: a block is reduced at once."""
 
     sdp_param_persistence_threshold: int = Field(default=1_000_000, ge=0)
-    """Sharded data parallelism: blocks with fewer elements stay gathered from forward to backward."""
+    """Blocks of fewer elements stay gathered from forward to backward."""
 
     sdp_max_live_parameters: int = Field(default=1_000_000_000, ge=1)
-    """Sharded data parallelism: warn where more gathered elements than this are alive at a time."""
+    """Warn if more elements are gathered at a time."""
 
     sdp_hierarchical_allgather: bool = True
-    """Sharded data parallelism: gather within a host first. No effect: the communication library chooses."""
+    """Gather within a host first. No effect: NCCL chooses."""
 
     sdp_gradient_clipping: float = Field(default=1.0, ge=0.0)
-    """Sharded data parallelism: global L2 norm that `optimizer.step()` clips gradients to; 0 does not clip."""
+    """L2 norm that `optimizer.step()` clips to; 0 does not clip."""
 
     load_partition: bool = False
     """Internal to v1: reuse a saved partition decision."""
@@ -230,22 +224,22 @@ class ModelParallelConfig(Section):
     """Internal to v1: the file of the saved partition decision."""
 
     checkpoint_attentions: bool = False
-    """Internal to v1: checkpoint only the attention blocks of distributed transformers. Off with a pipeline."""
+    """Internal to v1: checkpoint only attention in divided transformers. Off with a pipeline."""
 
     match_weights: bool = Field(default=False, alias="_match_weights")
-    """In scripts of v1: distributed modules keep the weights of the originals instead of drawing fresh ones."""
+    """In v1's scripts: divided modules keep the original weights instead of drawing new ones."""
 
     static_mode: bool = False
-    """Internal to v1, and without effect here: schedules are always static."""
+    """Internal to v1. No effect: schedules are always static."""
 
     fast_mode: bool = False
-    """Internal to v1, and without effect here: values always go straight to the rank that needs them."""
+    """Internal to v1. No effect: values always go straight to the rank that needs them."""
 
     herring: bool = False
-    """Internal to v1, and without effect here: another data-parallel back end. Not with `ddp`."""
+    """Internal to v1: another data-parallel back end. No effect. Not with `ddp`."""
 
     timeout_seconds: int = Field(default=600, ge=1)
-    """Deadline of every collective and every wait between ranks, in seconds. An extension of smpkit."""
+    """Deadline of every wait between ranks, in seconds. *smpkit's own.*"""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         key: ("is unknown to v1", f"a key of SMP v2: {what_to_do}") for key, what_to_do in V2_KEYS.items()

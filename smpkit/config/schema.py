@@ -36,13 +36,13 @@ def json_schema(kind: str) -> dict[str, Any]:
 
 
 def _aliases_and_old_keys(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
-    text = "The older name of `pipeline_parallel_degree`. If both are given they must be equal."
+    text = "Older name of `pipeline_parallel_degree`, which it must equal where both are set."
     schema["properties"]["partitions"] = {"type": "integer", "minimum": 1, "description": text}
     for key, default in TENSORFLOW_DEFAULTS.items():
-        text = "TensorFlow only: nothing but its default is accepted, and means nothing."
+        text = "For TensorFlow: only its default is accepted, without effect."
         schema["properties"][key] = {"const": default, "deprecated": True, "description": text}
     for key, reason in HISTORIC.items():
-        text = f"Accepted, and means nothing any more: {reason}."
+        text = f"Accepted without effect: {reason}."
         schema["properties"][key] = {"deprecated": True, "description": text}
 
 
@@ -54,7 +54,7 @@ def _or_path(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
 
 def _or_bare_block(schema: dict[str, Any], definitions: Mapping[str, Any]) -> None:
     for key, block in definitions["ModelParallelBlock"]["properties"].items():
-        text = f"Short form of `smdistributed.modelparallel.{key}`. {block['description']}"
+        text = f"Short form of `smdistributed.modelparallel.{key}`."
         schema["properties"][key] = deepcopy(block) | {"description": text}
 
 
