@@ -26,7 +26,7 @@ def test_the_dockerfile_at_the_root_is_that_of_the_image() -> None:
     assert (ROOT / "Dockerfile").read_text() == packaged.read_text(), f"cp {packaged.relative_to(ROOT)} Dockerfile"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-pipeline.md", "scripts/_environment"])
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/install.md", "scripts/_environment"])
 def test_the_small_build_of_torch_is_named_where_it_is_installed(page: str) -> None:
     assert "https://download.pytorch.org/whl/cpu" in (ROOT / page).read_text()
 

@@ -6,7 +6,7 @@ Memory is the most that a rank's process held beyond what it held before the mod
 optimizer states and activations of the steps. What Python and torch load on first use is loaded before. Time is
 processor time of a step, summed over ranks, so other work on the machine changes it little; waits are not in it.
 
-`--write` puts the table into README.md and into docs/how-to/cut-memory.md; a test keeps the two the same.
+`--write` puts the table into README.md.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
-ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = (ROOT / "benchmarks/memory/README.md", ROOT / "docs/how-to/cut-memory.md")
+PAGE: Final = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 256, 8, 3
 MIB: Final = 2**20
@@ -193,7 +192,7 @@ def rows(names: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`")
-    parser.add_argument("--write", action="store_true", help="put the table into its pages")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -202,9 +201,8 @@ def main() -> None:
     table = "\n".join([*rows(names), "", f"{machine}."])
     sys.stdout.write(table + "\n")
     if options.write:
-        for page in PAGES:
-            head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-            page.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
