@@ -35,8 +35,7 @@ class Tied(nn.Module):
         self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.block(self.embed(tokens)))
-        return result
+        return self.head(self.block(self.embed(tokens)))
 
 
 def test_tied_tensors_are_one_and_loose_ones_are_on_every_rank() -> None:
@@ -118,8 +117,7 @@ class Headed(nn.Module):
 
     def _scores(self, value: torch.Tensor) -> torch.Tensor:
         norm, scores = list(self.head)[:2]
-        result: torch.Tensor = scores(norm(value))
-        return result
+        return scores(norm(value))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.layers(value)

@@ -12,6 +12,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 OVER_TWO_RANKS: list[dict[str, Any]] = [
     {"ddp": True},
@@ -21,13 +22,6 @@ OVER_TWO_RANKS: list[dict[str, Any]] = [
     {"pipeline_parallel_degree": 2, "microbatches": 2},
     {"pipeline_parallel_degree": 2, "microbatches": 2, "offload_activations": True, "fp16": True},
 ]
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).float().pow(2).mean()
-    model.backward(loss)
-    return loss
 
 
 def still_there(config: dict[str, Any]) -> list[str]:

@@ -29,8 +29,7 @@ def used() -> list[str]:
     assert spec is not None
     loader.exec_module(measure := module_from_spec(spec))
     files = [path for folder in measure.PRODUCT for path in (top / folder).rglob("*.py")]
-    names: list[str] = measure.private_names(path.read_text(encoding="utf-8") for path in files)
-    return names
+    return measure.private_names(path.read_text(encoding="utf-8") for path in files)
 
 
 def listed() -> dict[str, list[str]]:

@@ -35,8 +35,7 @@ class Counted(nn.Sequential):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.calls.append("call")
-        result: torch.Tensor = super().forward(value)
-        return result
+        return super().forward(value)
 
 
 step_calls: list[str] = []
@@ -52,13 +51,11 @@ def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 @smp.step
 def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).square().mean()
-    return loss
+    return model(batch).square().mean()
 
 
 def plan_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())
-    return found
+    return json.loads((folder / "plan.json").read_text())
 
 
 def train(folder: Path | None, config: dict[str, Any], *, evaluates: bool = False) -> tuple[list[float], int, int]:

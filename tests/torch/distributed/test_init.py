@@ -11,13 +11,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
-
-
-@smp.step
-def one_step(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
+from tests.torch.steps import train_step
 
 
 def start_over_and_over(times: int) -> list[int]:
@@ -26,7 +20,7 @@ def start_over_and_over(times: int) -> list[int]:
     for _ in range(times):
         smp.init({"pipeline_parallel_degree": 2, "ddp": True})
         model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        one_step(model, torch.ones(2, 2))
+        train_step(model, torch.ones(2, 2))
         smp.shutdown()
         end = time.monotonic() + 10  # one that has been joined is still listed for a moment
         while (found := gloo_threads()) > max(counts[1:2], default=found) and time.monotonic() < end:

@@ -66,8 +66,7 @@ class Part(nn.Module):
         self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.used(value)
-        return result
+        return self.used(value)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

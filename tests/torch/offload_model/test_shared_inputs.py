@@ -35,8 +35,7 @@ class Chain(nn.Module):
 
     def forward(self, *values: Tensor) -> Values:
         first, second, third = self.layers
-        handed: Values = third(*second(*first(*values)))
-        return handed
+        return third(*second(*first(*values)))
 
 
 @pytest.mark.parametrize(("in_place", "checkpoint"), [(False, False), (False, True), (True, False)])

@@ -12,6 +12,7 @@ import smpkit.torch as smp
 from smpkit import OffloadModel
 from smpkit.errors import UsageError
 from smpkit.testing import run_ranks
+from tests.torch.steps import train_step
 
 NO_BACKWARD = "no backward has run: no weight would change"
 
@@ -24,13 +25,7 @@ def make(config: dict[str, Any] | None = None) -> tuple[Any, Any]:
 
 @smp.step
 def forward_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = model(x).sum()
-    return result
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x).sum())
+    return model(x).sum()
 
 
 X = torch.ones(4, 4)

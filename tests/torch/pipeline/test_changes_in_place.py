@@ -60,8 +60,7 @@ class Between(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.function(self, self.first(x)))
-        return result
+        return self.last(self.function(self, self.first(x)))
 
 
 def between(function: Callable[[Any, Tensor], Tensor], middle: Callable[[], nn.Module] = Changes) -> Case:
@@ -69,8 +68,7 @@ def between(function: Callable[[Any, Tensor], Tensor], middle: Callable[[], nn.M
 
 
 def gone_on_with(model: Any, x: Tensor) -> Tensor:
-    result: Tensor = model.far(x)
-    return result
+    return model.far(x)
 
 
 def changed_where_it_lies(model: Any, x: Tensor) -> Tensor:
@@ -78,16 +76,14 @@ def changed_where_it_lies(model: Any, x: Tensor) -> Tensor:
     y = model.far(x) + 1
     near = model.near(x)
     x += 1
-    result: Tensor = model.far(x) + near + y + x
-    return result
+    return model.far(x) + near + y + x
 
 
 def changed_after_a_while(model: Any, x: Tensor) -> Tensor:
     """Change a value in a later segment of its rank than the one that made it."""
     y = model.near(model.far(x))
     x += y
-    result: Tensor = model.far(x) + x
-    return result
+    return model.far(x) + x
 
 
 def written_out(model: Any, x: Tensor) -> Tensor:
@@ -95,8 +91,7 @@ def written_out(model: Any, x: Tensor) -> Tensor:
     y = model.far(scale)
     with torch.no_grad():
         torch.add(scale, 1.0, out=scale)
-    result: Tensor = x + model.far(scale) + y
-    return result
+    return x + model.far(scale) + y
 
 
 class Residual(nn.Module):
@@ -112,8 +107,7 @@ class Residual(nn.Module):
         out = self.relu(self.norm1(self.linear1(x)))
         out = self.norm2(self.linear2(out))
         out += x
-        result: Tensor = self.relu(out)
-        return result
+        return self.relu(out)
 
 
 def resnet() -> nn.Module:
@@ -189,52 +183,44 @@ class ChangesLater(Shifts):
 
 
 def residual(model: Any, x: Tensor) -> Tensor:
-    result: Tensor = x + model.far(x)
-    return result
+    return x + model.far(x)
 
 
 def added_after(model: Any, x: Tensor) -> Tensor:
     y = model.far(x) + 1
-    result: Tensor = y + x
-    return result
+    return y + x
 
 
 def averaged(model: Any, x: Tensor) -> Tensor:
-    result: Tensor = model.far(x, model.first.bias)
-    return result
+    return model.far(x, model.first.bias)
 
 
 def seen_before(model: Any, x: Tensor) -> Tensor:
     row = x[0]
-    result: Tensor = model.far(x) + row
-    return result
+    return model.far(x) + row
 
 
 def changed_through_a_view(model: Any, x: Tensor) -> Tensor:
     y = model.far(x)
     x[0].mul_(2.0)
-    result: Tensor = y + model.far(x)
-    return result
+    return y + model.far(x)
 
 
 def graph_left_behind(model: Any, x: Tensor) -> Tensor:
     row = x[0]
     x += model.near(model.far(x))
-    result: Tensor = x + row
-    return result
+    return x + row
 
 
 def returned_input(model: Any, x: Tensor) -> Tensor:
     y = model.far(x)
     y += 1
-    result: Tensor = x + y
-    return result
+    return x + y
 
 
 def changed_batch(model: Any, x: Tensor) -> Tensor:
     batch = torch.ones(2, WIDTH, dtype=x.dtype)
-    result: Tensor = x + model.far(batch)
-    return result
+    return x + model.far(batch)
 
 
 def running_mean(model: Any, x: Tensor) -> Tensor:
@@ -248,8 +234,7 @@ def viewed_before(model: Any, x: Tensor) -> Tensor:
     fresh = torch.zeros(2, WIDTH, dtype=x.dtype)
     row = fresh[0]
     fresh.add_(model.far(x))
-    result: Tensor = x + row
-    return result
+    return x + row
 
 
 def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -316,15 +301,13 @@ class Three(nn.Module):
 
 def viewed_there(model: Any, x: Tensor) -> Tensor:
     view = model.view(x)
-    result: Tensor = model.middle(x) + model.last(view)
-    return result
+    return model.middle(x) + model.last(view)
 
 
 def sent_before(model: Any, x: Tensor) -> Tensor:
     row = x[0]
     before = model.last(row)
-    result: Tensor = model.middle(x) + model.last(row) + before
-    return result
+    return model.middle(x) + model.last(row) + before
 
 
 VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}

@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
@@ -28,14 +27,13 @@ from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline import channels as rings
 from smpkit.torch.pipeline import gpu_link, host_link
-from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
-from smpkit.torch.pipeline.gpu_link import GpuLink
+from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.message_order import Message, P2PTransfer, timetable_of
+from smpkit.torch.pipeline.message_order import P2PTransfer, timetable_of
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
-from tests.nccl_model import Deadlock, World
+from tests.nccl_model import World
 
 CPU = torch.device("cpu")
 Make = Callable[[World, int], Transport]
@@ -265,110 +263,3 @@ def test_no_order_of_events_hangs_where_ranks_leave_the_channels(seeds: range) -
 
 
 # --- the order of commit 64bb8eb ----------------------------------------------------------------------------------
-
-
-class LanesOfBefore(P2PChannels):
-    """A communicator for each direction, and memory that is allocated where a receive begins."""
-
-    def __init__(self, world: World, rank: int, *, allocates: bool) -> None:
-        super().__init__(world.group(rank, "up"), range(world.size), rank, CPU)
-        self._world = world
-        self._allocates = allocates
-        self._both = world.group(rank, "up"), world.group(rank, "down")
-
-    def send(self, tensor: torch.Tensor, target: int) -> tuple[dist.Work, torch.Tensor]:
-        self._group = self._both[target < self._rank]
-        return super().send(tensor, target)
-
-    def receive(self, num_bytes: int, source: int) -> PendingReceive:
-        self._group = self._both[source > self._rank]
-        if self._allocates and self.is_connected_to(source):
-            self._world.synchronize(f"its GPU, to allocate memory for what rank {source} has sent")
-        return super().receive(num_bytes, source)
-
-    def _order_next_after(self, work: dist.Work) -> dist.Work:
-        return work
-
-
-class LinkOfBefore(GpuLink):
-    """Sends at once, and begins to receive when a value is needed."""
-
-    def _begin_receives_until(self, position: int) -> None:
-        pass
-
-    def begin_receive(self, message: Message) -> bool:
-        tag = self._hosts.tag_of(message)
-        while tag not in self._begun:
-            announced, num_bytes = self._receive_header(message.sender, message)
-            received = (0, self.channels.receive(num_bytes, message.sender)) if num_bytes > 0 else None
-            self._begun[announced] = received
-        return True
-
-    def end_step(self) -> None:
-        self._expected.clear()
-        super().end_step()
-
-
-def before(*, allocates: bool) -> Make:
-    def make(world: World, rank: int) -> Transport:
-        channels = LanesOfBefore(world, rank, allocates=allocates)
-        transport = Transport(world.hosts(rank), range(world.size), CPU, channels)
-        transport.gpus = LinkOfBefore(channels, transport.hosts, rank, CPU)
-        return transport
-
-    return make
-
-
-def one_f_one_b(make: Make, seed: int, *, one_kernel: bool) -> None:
-    """Run two ranks with six microbatches, which wait for nothing but messages and memory."""
-    spec = TensorSpec((2,), (1,), torch.float64, requires_grad=True)
-    transfers, world = [P2PTransfer(0, 0, 1, 0, 0, spec)], World(2, seed, one_kernel=one_kernel)
-    schedule = interleaved(SegmentGraph.chain(2), 6, 2)
-
-    def program(rank: int) -> None:
-        transport = make(world, rank)
-        transport.connect(transfers)
-        driver = Driver(world, transport, schedule, transfers, rank)
-        with mock.patch.object(driver, "_may_wait", world.pause):
-            driver.step(None)
-
-    with over(world):
-        world.run(program)
-
-
-def hanging(make: Make, *, one_kernel: bool) -> str:
-    """Return what the first of some seeds that hangs says; nothing if none does."""
-    for seed in range(20):
-        with suppress_deadlock() as found:
-            one_f_one_b(make, seed, one_kernel=one_kernel)
-        if found:
-            return found[0]
-    return ""
-
-
-@contextmanager
-def suppress_deadlock() -> Iterator[list[str]]:
-    found: list[str] = []
-    try:
-        yield found
-    except Deadlock as error:
-        found.append(str(error))
-
-
-def test_memory_that_is_allocated_between_a_send_and_a_receive_hangs_the_order_of_before() -> None:
-    text = hanging(before(allocates=True), one_kernel=False)
-    assert "rank 0 waits for its GPU, to allocate memory for what rank 1 has sent" in text
-    assert "rank 1 waits for its GPU, to allocate memory for what rank 0 has sent" in text
-    # Nothing else does: without it, and with kernels side by side, that order comes to its end.
-    assert not hanging(before(allocates=False), one_kernel=False)
-
-
-def test_one_kernel_at_a_time_hangs_the_order_of_before() -> None:
-    text = hanging(before(allocates=False), one_kernel=True)
-    assert "rank 0 waits for a message" not in text, "the hosts have come to their ends"
-    assert all(f"GPU {rank}, which " in text for rank in (0, 1))
-    assert text.count(" holds up") == 2
-
-
-def test_one_kernel_at_a_time_does_not_hang_one_order() -> None:
-    assert not hanging(channels_of, one_kernel=True)

@@ -16,6 +16,7 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.speed import Speed
 from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 WIDTH = 8
 SPEED = Speed(1e12, LinkSpeed(1e10, 1e10))
@@ -26,13 +27,6 @@ def made() -> tuple[nn.Module, torch.Tensor]:
     widths = [WIDTH, 64, 64, WIDTH, WIDTH, WIDTH, WIDTH]
     layers = [nn.Linear(before, after) for before, after in pairwise(widths)]
     return nn.Sequential(*layers), torch.zeros(2, WIDTH)
-
-
-@smp.step
-def train_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    loss = model(inputs).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def run(options: dict[str, Any]) -> tuple[dict[str, int], str]:

@@ -13,26 +13,18 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.torch.core.runtime import state
-from smpkit.torch.pipeline import step_plan as step_plan_module
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.message_order import Message
 from smpkit.torch.pipeline.messages import Tag
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 WIDTH = 8
 
 
 @smp.step
-def train_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    loss = model(inputs).square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
 def evaluate(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = model(inputs)
-    return result
+    return model(inputs)
 
 
 class Tied(nn.Module):
@@ -120,34 +112,6 @@ def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
         assert ran == [str(action) for action in schedule.actions[rank]]
         assert max(peaks) == schedule.peak_live_microbatches[rank]
         assert max(peaks) <= more.get("active_microbatches", degree + 2)
-
-
-def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
-    """Return how many receives of the fourth step are on their way when its first one is waited for."""
-    if ahead_bytes is not None:
-        step_plan_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
-    model = start(2, microbatches)
-    inputs = torch.randn(4 * microbatches, WIDTH)
-    for _ in range(3):
-        train_step(model, inputs)
-    hosts, found = executor().stage.transport.hosts, []
-    receive = hosts.receive
-
-    def noting(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        found.append(len(hosts._posted))
-        return receive(*args, **kwargs)
-
-    hosts.receive = noting  # type: ignore[method-assign]
-    train_step(model, inputs)
-    assert not hosts._posted
-    smp.shutdown()
-    return found[0]
-
-
-@pytest.mark.parametrize(("num_bytes", "most"), [(None, 6), (3 * 4 * WIDTH * 4, 3), (0, 2)])
-def test_small_receives_are_posted_before_the_first_wait(num_bytes: int | None, most: int) -> None:
-    for found in run_ranks(posted_before_waiting, 2, 6, num_bytes):
-        assert found == most if num_bytes is None else 1 <= found <= most
 
 
 def count(degree: int, microbatches: int) -> list[dict[str, Any]]:
@@ -271,20 +235,3 @@ def test_every_rank_gets_what_the_step_returned() -> None:
     expected = module(torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)).tolist()
     for found in run_ranks(outputs, 3, 3):
         assert found == [pytest.approx(row) for row in expected]
-
-
-def diverge() -> None:
-    model = start(2, 2)
-
-    @smp.step
-    def step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model(inputs)
-        return result.abs() if smp.pp_rank() == 1 else result.exp()
-
-    with torch.no_grad():
-        step(model, torch.zeros(4, WIDTH))
-
-
-def test_ranks_that_go_different_ways_hear_of_it() -> None:
-    with pytest.raises(RankFailed, match="took another way through microbatch 0 than pipeline rank 0"):
-        run_ranks(diverge, 2)

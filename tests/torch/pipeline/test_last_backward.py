@@ -10,8 +10,9 @@ import torch
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
-from tests.torch.pipeline.test_executor import WIDTH, evaluate, executor, start, train_step
+from tests.torch.pipeline.test_executor import WIDTH, evaluate, executor, start
 from tests.torch.pipeline.test_rerecorded import own_way
+from tests.torch.steps import train_step
 
 
 @smp.step

@@ -50,8 +50,7 @@ class Around(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.function(self, self.first(x)))
-        return result
+        return self.last(self.function(self, self.first(x)))
 
 
 def transposed(model: Any, x: Tensor) -> Tensor:
@@ -69,8 +68,7 @@ def on_both(model: Any, x: Tensor) -> Tensor:
     """Add transposed values here, then one of here and one of there: what comes out lies alike."""
     turned = x.t()
     there = model.far(x).t()
-    result: Tensor = (turned + turned * 2).t() + (turned + there).t()
-    return result
+    return (turned + turned * 2).t() + (turned + there).t()
 
 
 def changed_there(model: Any, x: Tensor) -> Tensor:
@@ -78,8 +76,7 @@ def changed_there(model: Any, x: Tensor) -> Tensor:
     y = model.far(turned)
     turned += 1
     functional.relu(turned, inplace=True)
-    result: Tensor = (y + model.far(turned) + turned).t()
-    return result
+    return (y + model.far(turned) + turned).t()
 
 
 CASES = {

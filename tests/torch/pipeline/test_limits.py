@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,10 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from smpkit.torch.pipeline import executor as executor_module
 from smpkit.torch.pipeline import microbatch
+from tests.models import Case, mse_step
 from tests.ranks import run_ranks
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().sum()
-    model.backward(loss)
-    return loss
+from tests.torch.steps import BY_HAND, train_step
+from tests.train import Way, same
 
 
 @smp.step
@@ -48,7 +45,7 @@ def asking_step(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def begin() -> Any:
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "auto_partition": False, "default_partition": 0})
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, **BY_HAND})
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     smp.set_partition(module[1], 1)
@@ -79,6 +76,11 @@ def test_a_mask_of_another_count_in_each_step_leaves_the_table_bounded_and_the_l
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def pairs(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    x, y = torch.randn(2, size, 2, generator=generator, dtype=torch.float64)
+    return x, y
+
+
 class BackAndForth(nn.Module):
     """A loop over time, each turn of which goes to another rank and back."""
 
@@ -93,38 +95,16 @@ class BackAndForth(nn.Module):
         return x
 
 
-def many_transfers(turns: int) -> int:
-    """Train, and compare gradients with plain PyTorch's; return how many values one microbatch has sent."""
-    smp.init(
-        {"pipeline_parallel_degree": 2, "ddp": True, "auto_partition": False, "default_partition": 0, "microbatches": 2}
-    )
-    torch.manual_seed(0)
-    module, plain = BackAndForth(turns).double(), BackAndForth(turns).double()
-    plain.load_state_dict(module.state_dict())
-    smp.set_partition(module.second, 1)
-    model = smp.DistributedModel(module)
-    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
-    train_step(model, x)  # the first microbatch is recorded, the second follows the schedule
-    for part in x.chunk(2):
-        (plain(part).square().sum() / 2).backward()
-    for parameter, mine in zip(plain.parameters(), module.parameters(), strict=True):
-        if mine.grad is not None:
-            assert torch.allclose(mine.grad, cast("torch.Tensor", parameter.grad), rtol=1e-12)
-    assert sum(parameter.grad is not None for parameter in module.parameters()) == 1
-    executor = cast("Any", model.pipeline)._executor
-    assert executor.last_schedule is not None
-    return len(executor.stage.microbatches[-1].transfers)
-
-
 @pytest.mark.slow
-def test_thousands_of_values_between_ranks_follow_a_schedule() -> None:
+def test_thousands_of_values_between_ranks_train_as_in_one_process() -> None:
     # Twelve bits for the number of a value, as tags of messages had once, are for 4,095 of them.
-    assert run_ranks(many_transfers, 2, 2049, timeout=300) == [4097, 4097]
+    case = Case(functools.partial(BackAndForth, 2049), pairs, mse_step)
+    same(case, Way(pipeline=2, microbatches=2, batches=(4,), placement=-1), tolerance=1e-12)
 
 
 def too_many_transfers() -> str:
     microbatch.TRANSFERS_PER_MICROBATCH = 1  # type: ignore[attr-defined]
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "auto_partition": False, "default_partition": 0})
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, **BY_HAND})
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     smp.set_partition(module[1], 1)
     with pytest.raises(UnsupportedError) as caught:

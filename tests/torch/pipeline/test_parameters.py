@@ -42,8 +42,7 @@ def build() -> nn.Sequential:
 
 def loss_of(module: Any, x: Tensor) -> Tensor:
     x = module[:3](x)
-    result: Tensor = x.square().mean() + (x @ module[3].weight.T).mean(0).sum()
-    return result
+    return x.square().mean() + (x @ module[3].weight.T).mean(0).sum()
 
 
 @smp.step
@@ -210,8 +209,7 @@ class Penalised(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x)
-        return result
+        return self.layers(x)
 
 
 def penalised_step(model: Any, x: Tensor, y: Tensor) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from smpkit.torch.core import devices
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
@@ -104,32 +101,3 @@ def test_an_evaluation_leaves_the_generators_to_the_user() -> None:
         streams.begin_microbatch(0)
         streams.skip("layers.0")
         assert torch.rand(2).tolist() == expected
-
-
-class Counting:
-    """A device's generator, and which of its methods were called."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls.append(name)
-        return getattr(self.generator, name)
-
-
-def test_a_device_s_generator_is_led_without_torch_s_detours(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Counting()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda _: True)
-    monkeypatch.setattr(devices, "default_generator", lambda _: device)
-    streams = RandomStreams(3, CPU)
-    before = device.generator.get_state()
-    with streams.training_step(training=True):
-        streams.begin_microbatch(0)
-        first = device.generator.initial_seed()
-        device.calls.clear()
-        seeds = streams.run("layer", True, lambda: (device.generator.initial_seed(), torch.initial_seed()), (), {})
-        assert seeds == (first, first)
-        assert device.calls == ["manual_seed"]
-        assert device.generator.initial_seed() == torch.initial_seed() != first
-    assert torch.equal(device.generator.get_state(), before)

@@ -40,8 +40,7 @@ class Custom(nn.Module):
         self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Double.apply(self.first(x), self.weight)
-        return result
+        return Double.apply(self.first(x), self.weight)
 
 
 class SideBySide(nn.Module):
@@ -72,8 +71,7 @@ class Recurrent(nn.Module):
         self.cell = nn.LSTM(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.cell(x)[0]
-        return result
+        return self.cell(x)[0]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from tests.models import MODELS
 from tests.ranks import run_ranks
+from tests.torch.steps import announced
 from tests.train import (
     OPTIMIZERS,
     TOLERANCE,
@@ -197,23 +197,8 @@ def test_a_full_checkpoint_of_a_pipeline_loads_into_the_plain_model(tmp_path: Pa
     torch.testing.assert_close(dict(module.state_dict()), plain_state(ONE_BATCH), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def announce_partition() -> list[str]:
-    lines: list[str] = []
-    logger = logging.getLogger("smpkit.announce")
-    logger.addHandler(Kept(lines))
-    logger.setLevel(logging.INFO)
-    with world(ONE_BATCH):
+    with announced() as lines, world(ONE_BATCH):
         script = Training(CASE, ONE_BATCH)
         script.run(0)
         script.run(0)

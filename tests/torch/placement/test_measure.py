@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
 from tests.ranks import run_ranks
+from tests.torch.steps import announced, train_step
 from tests.transparency.test_pipeline_failures import told
 
 WIDTH = 16
@@ -116,25 +116,14 @@ def test_a_trial_that_fails_leaves_no_trace_either() -> None:
 # --- over a pipeline --------------------------------------------------------------------------------------------------
 
 
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def partition(module: str, wishes: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    lines: list[str] = []
-    logger = logging.getLogger("smpkit.announce")
-    logger.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.setLevel(logging.INFO)
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
-    torch.manual_seed(3)
-    # Every replica is given batches of another size.
-    x = torch.ones(4 * (1 + smp.dp_rank()), WIDTH)
-    model = smp.DistributedModel(globals()[module](), **wishes)
-    train_step(model, x)
+    with announced() as lines:
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
+        torch.manual_seed(3)
+        # Every replica is given batches of another size.
+        x = torch.ones(4 * (1 + smp.dp_rank()), WIDTH)
+        model = smp.DistributedModel(globals()[module](), **wishes)
+        train_step(model, x)
     assert model.pipeline is not None
     assert model.pipeline.assignment is not None
     return model.pipeline.assignment.partition_of, lines

@@ -42,8 +42,7 @@ class Block(nn.Module):
         heads = self.packed(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], dropout_p=0.1, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        grown: Tensor = x + self.dropout(self.down(functional.gelu(self.up(x))))
-        return grown
+        return x + self.dropout(self.down(functional.gelu(self.up(x))))
 
 
 class Language(nn.Module):
@@ -89,8 +88,7 @@ class Grouped(nn.Module):
         key, value = self.pair(x).unflatten(-1, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
         mask = x.new_zeros(x.shape[1], x.shape[1])
         mixed = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-        made: Tensor = self.layer(mixed.transpose(1, 2).flatten(2))
-        return made
+        return self.layer(mixed.transpose(1, 2).flatten(2))
 
 
 def vision() -> nn.Sequential:
@@ -303,8 +301,7 @@ def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dty
 
     def body(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss: Tensor = blocks(x)
-            return loss
+            return blocks(x)
 
     costs = costs_of(blocks, x, body)
     counted = sum(cost.postponed_bytes for cost in costs)
@@ -335,8 +332,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.blocks
-        made: Tensor = second(first(first(x) * 2))
-        return made
+        return second(first(first(x) * 2))
 
 
 def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobody_counts() -> None:
@@ -371,8 +367,7 @@ class Saving(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, value: torch.Tensor, source: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(value) * source + bias
-        return result
+        return self.linear(value) * source + bias
 
 
 def test_inputs_that_a_unit_does_not_save_first_are_counted_for_a_rank_that_receives_them() -> None:

@@ -13,6 +13,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 HALF = torch.float16
 
@@ -222,13 +223,6 @@ def test_without_half_precision_gradients_can_be_clipped_all_the_same() -> None:
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
-
-
-@smp.step
-def train_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    loss = model(inputs).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def spoil_one_rank(config: dict[str, Any], spoiled: int) -> tuple[bool, float, bool]:

@@ -28,8 +28,7 @@ class Block(nn.Module):
         self.inner = layer()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.inner(x)
-        return result
+        return x + self.inner(x)
 
 
 def saved(call: Any) -> int:

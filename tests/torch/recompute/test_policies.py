@@ -75,8 +75,7 @@ class Model(nn.Module):
         return x
 
     def selectively(self, layer: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(layer, x, use_reentrant=False, context_fn=self.contexts)
-        return result
+        return checkpoint(layer, x, use_reentrant=False, context_fn=self.contexts)
 
 
 class Operators(TorchDispatchMode):

@@ -11,13 +11,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from tests.ranks import run_ranks
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+from tests.torch.steps import train_step
 
 
 @smp.step

@@ -18,6 +18,7 @@ from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2
 
@@ -30,8 +31,7 @@ class Own(nn.Module):
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.dropout(self.linear(x))
-        return made
+        return self.dropout(self.linear(x))
 
 
 class Model(nn.Module):
@@ -50,19 +50,10 @@ class Model(nn.Module):
             x = checkpoint(self._layers, x, use_reentrant=False)
         else:
             x = self._layers(x)
-        made: torch.Tensor = self.last(x)
-        return made
+        return self.last(x)
 
     def _layers(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.stack((x, None))[0]
-        return made
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().sum()
-    model.backward(loss)
-    return loss
+        return self.stack((x, None))[0]
 
 
 def plain_step(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -218,8 +209,7 @@ class DrawsOfItsOwn(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         torch.rand(1 + smp.tp_rank())
-        made: torch.Tensor = self.last(self._layers(x))
-        return made
+        return self.last(self._layers(x))
 
 
 def losses() -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,8 @@ from smpkit.torch.tensor_parallel.linear import DistributedLinear
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.models_of_others import DIVISIBLE
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
+from tests.torch.steps import announced
 
 
 def start(**config: Any) -> None:
@@ -48,19 +48,6 @@ def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> No
         assert torch.equal(ours[name], tensor), name
 
 
-class Lines(logging.Handler):
-    """What was announced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("smpkit.announce").addHandler(self)
-        logging.getLogger("smpkit.announce").setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 # --- what is replaced -------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +62,12 @@ class Tied(nn.Module):
 
 def choose() -> list[str]:
     start()
-    heard = Lines()
+    with announced() as lines:
+        replace_in_models()
+    return lines
+
+
+def replace_in_models() -> None:
     tied = distribute(marked(Tied()))
     assert type(tied.embedding) is nn.Embedding
     assert type(tied.head) is nn.Linear
@@ -103,7 +95,6 @@ def choose() -> list[str]:
     assert type(distribute(marked(nn.Sequential(Special(4, 4))))[0]) is Special
     distribute(nn.Sequential(nn.Linear(4, 4)))
     distribute(marked(nn.Sequential(nn.Linear(4, 4)), no_such_argument=1))
-    return heard.lines
 
 
 def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None:
@@ -302,30 +293,13 @@ def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def other_models() -> None:
+def refusals() -> None:
     start()
-    distribute(marked(nn.Sequential(nn.Linear(4, 4 + 2 * smp.rank()))))
-
-
-def test_ranks_with_other_models_hear_what_differs() -> None:
-    with pytest.raises(
-        RankFailed, match=r"`parameter 0.weight \[4, 4\] torch.float32` against `parameter 0.weight \[6, 4\]"
-    ):
-        run_ranks(other_models, 2)
-
-
-def other_marks() -> None:
-    start()
-    distribute(marked(nn.Sequential(nn.Linear(4, 4)), enabled=smp.rank() == 0))
-
-
-def test_ranks_with_other_marks_hear_what_differs() -> None:
-    with pytest.raises(RankFailed, match="the model differs between ranks 0 and 1 of a tensor-parallel group"):
-        run_ranks(other_marks, 2)
-
-
-def translate_wrongly() -> None:
-    start()
+    lines = r"`parameter 0.weight \[4, 4\] torch.float32` against `parameter 0.weight \[6, 4\]"
+    with pytest.raises(UsageError, match=lines):
+        distribute(marked(nn.Sequential(nn.Linear(4, 4 + 2 * smp.rank()))))
+    with pytest.raises(UsageError, match="the model differs between ranks 0 and 1 of a tensor-parallel group"):
+        distribute(marked(nn.Sequential(nn.Linear(4, 4)), enabled=smp.rank() == 0))
     for made, said in (
         (("scale", torch.zeros(3)), r"a translation made `scale` of Halved \[3\], not \[4\]"),
         (("other", torch.zeros(4)), "a translation made `other`, which Halved does not have"),
@@ -340,8 +314,8 @@ def translate_wrongly() -> None:
         smp.set_tensor_parallelism(smp.DistributedModel(nn.Linear(4, 4)).module)
 
 
-def test_wrong_translations_and_late_marks_are_named() -> None:
-    run_ranks(translate_wrongly, 2)
+def test_other_models_and_wrong_translations_are_named() -> None:
+    run_ranks(refusals, 2)
 
 
 # --- what was set before wrapping -------------------------------------------------------------------------------------
