@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -631,80 +632,15 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **chances, bos_token_id=0, eos_token_id=0))
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def made_by_transformers(name: str, task: str, sizes: dict[str, Any]) -> nn.Module:
+    """Make a model of a small configuration, with random weights and without dropout."""
+    import transformers
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-        )
-    )
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            **dict[str, Any](
-                vocab_size=11,
-                hidden_size=8,
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                intermediate_size=16,
-                max_position_embeddings=16,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
-    )
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            **dict[str, Any](
-                vocab_size=11,
-                d_model=8,
-                d_kv=4,
-                d_ff=16,
-                num_layers=2,
-                num_heads=2,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-            )
-        )
-    )
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            **dict[str, Any](
-                image_size=8,
-                patch_size=4,
-                num_channels=1,
-                hidden_size=8,
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                intermediate_size=16,
-                num_labels=5,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
-    )
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    for chance in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
+        setattr(config, chance, 0.0)
+    model: nn.Module = getattr(transformers, f"{name}{task}")(config)
+    return model
 
 
 def images(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -759,13 +695,40 @@ CASES: dict[str, Case] = {
     "changes in place": Case(InPlace, vectors, mse_step),
     "operators and functions": Case(Loop, vectors, mapping_step),
 }
+LAYERS = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+TEXT = {**LAYERS, "vocab_size": TOKENS, "max_position_embeddings": 16}
+LLAMA = partial(
+    made_by_transformers, "Llama", "ForCausalLM", {**TEXT, "num_hidden_layers": 4, "num_key_value_heads": 1}
+)
+BERT = partial(made_by_transformers, "Bert", "ForMaskedLM", TEXT)
+T5 = partial(
+    made_by_transformers,
+    "T5",
+    "ForConditionalGeneration",
+    {
+        "vocab_size": TOKENS,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    },
+)
+VIT = partial(
+    made_by_transformers,
+    "ViT",
+    "ForImageClassification",
+    {**LAYERS, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5},
+)
 HUGGING_FACE: dict[str, Case] = {
     "GPT-2": Case(gpt2, tokens, loss_inside_step),
     "GPT-2, loss outside": Case(gpt2, tokens, loss_outside_step),
-    "Llama": Case(llama, tokens, loss_inside_step),
-    "Llama, loss outside": Case(llama, tokens, loss_outside_step),
-    "BERT": Case(bert, tokens, loss_inside_step),
-    "T5": Case(t5, tokens, loss_inside_step),
-    "ViT": Case(vit, images, image_step),
+    "Llama": Case(LLAMA, tokens, loss_inside_step),
+    "Llama, loss outside": Case(LLAMA, tokens, loss_outside_step),
+    "BERT": Case(BERT, tokens, loss_inside_step),
+    "T5": Case(T5, tokens, loss_inside_step),
+    "ViT": Case(VIT, images, image_step),
 }
 MODELS: dict[str, Case] = {**CASES, **HUGGING_FACE}

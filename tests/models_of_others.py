@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import LENGTH, TOKENS, Case, tokens
+from tests.models import LENGTH, TOKENS, Case, made_by_transformers, tokens
 from tests.vision_libraries import import_torchvision
 
 SIDE, LARGE, CLASSES = 32, 64, 5
@@ -160,17 +160,6 @@ TEXTNET |= {"conv_layer_kernel_sizes": [[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]]}
 HGNET: Sizes = {**FOUR_STAGES, "embedding_size": 4, "stem_channels": [3, 4, 4], "stage_in_channels": [4, 4, 4, 8]}
 HGNET |= {"stage_mid_channels": [4, 4, 4, 4], "stage_out_channels": [4, 4, 8, 8]}
 HGNET |= {"stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2]}
-
-
-def made_by_transformers(name: str, task: str, sizes: Sizes) -> nn.Module:
-    """Make a model of a small configuration, with random weights and without dropout."""
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    for chance in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
-        setattr(config, chance, 0.0)
-    model: nn.Module = getattr(transformers, f"{name}{task}")(config)
-    return model
 
 
 def family(name: str, task: str, batch: Batch, step: Callable[..., Any], sizes: Sizes) -> Case:

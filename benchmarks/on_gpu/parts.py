@@ -46,11 +46,11 @@ def _tests(name: str, title: str, seconds: float, files: Sequence[str], *more: s
 
 _PLUGIN: Final = "benchmarks.on_gpu.journal"
 _DEVICE_TESTS: Final = {
-    "partition": ("cut as on the CPU; a rank that is killed", 150, "partition tracing killed_rank wrong_labels"),
+    "partition": ("cut as on the CPU; a label that is no class", 150, "tracing wrong_labels"),
     "engine": ("bits, streams, captured graphs, pinned memory", 150, "activation_offload pinned_memory"),
     "pipeline": ("two ranks on the GPU over gloo", 200, "pipeline"),
     "checkpoint": ("random numbers of layers that are recomputed", 200, "checkpoint_random"),
-    "parallel": ("tensor and data parallelism, mixed precision", 170, "tensor_parallel data_parallel amp"),
+    "parallel": ("mixed precision", 170, "amp"),
     "model": ("OffloadModel; fused optimizers; torch.compile", 170, "offload_model optimizers"),
     "ambient": ("what a script may do around us; forks", 120, "ambient host_syncs fork"),
     "overlap": ("overlap, peaks and throughput, measured", 150, "overlap peaks throughput"),
@@ -81,7 +81,14 @@ def _benchmark(name: str, title: str, seconds: float, command: str, full: str, d
     return Part(name, title, seconds, full_command, dry_command, environment=environment)
 
 
-_TRANSPARENCY: Final = ("pipeline_schedules", "tensor_parallel", "data_parallel", "checkpointing", "sharded_state")
+_TRANSPARENCY: Final = (
+    "pipeline_schedules",
+    "pipeline_failures",
+    "tensor_parallel",
+    "data_parallel",
+    "checkpointing",
+    "sharded_state",
+)
 _WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")
 
 PARTS: Final[tuple[Part, ...]] = (
@@ -153,7 +160,6 @@ def over_nccl(library: str) -> Part:
     Args:
         library: a libnccl.so.2, loaded in place of torch's.
     """
-    files = [f"tests/device/test_{name}.py" for name in ("pipeline", "killed_rank", "data_parallel")]
-    part = _tests("nccl", "two ranks on the GPU over NCCL", 200, files, alone=True)
+    part = _tests("nccl", "two ranks on the GPU over NCCL", 200, ["tests/device/test_pipeline.py"], alone=True)
     nccl = {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     return Part(part.name, part.title, part.seconds, part.command, part.dry, environment={**nccl, NCCL: "1"})

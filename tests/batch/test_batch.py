@@ -367,14 +367,7 @@ META = {"ResponseMetadata": {"RequestId": "1"}}
 
 
 def expect_job(stub: Stubber, **facts: Any) -> None:
-    queue = {
-        "jobQueueName": QUEUE,
-        "jobQueueArn": "arn",
-        "state": "ENABLED",
-        "priority": 1,
-        "computeEnvironmentOrder": [],
-    }
-    stub.add_response("describe_job_queues", {"jobQueues": [queue], **META}, {})
+    stub.add_response("describe_job_queues", {"jobQueues": [QUEUES], **META}, {})
     named = [{"name": "JOB_NAME", "values": ["job"]}]
     listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1}], **META}
     stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": named})
@@ -385,14 +378,7 @@ def test_the_list_says_that_a_job_was_stopped() -> None:
     """What Batch lists does not say it: a job that somebody ended has failed there."""
     session = StubbedSession()
     with session.stub as stub:
-        queue = {
-            "jobQueueName": QUEUE,
-            "jobQueueArn": "a",
-            "state": "ENABLED",
-            "priority": 1,
-            "computeEnvironmentOrder": [],
-        }
-        stub.add_response("describe_job_queues", {"jobQueues": [queue], **META}, {})
+        stub.add_response("describe_job_queues", {"jobQueues": [QUEUES], **META}, {})
         listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1, "status": "FAILED"}], **META}
         stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": ANY})
         created = round(datetime.now(timezone.utc).timestamp() * 1000)
@@ -414,16 +400,9 @@ def test_stop_terminates_a_job_that_runs_and_leaves_one_that_is_over() -> None:
 
 def test_log_streams_of_all_attempts_belong_to_their_nodes() -> None:
     session = StubbedSession()
-    nodes = [
-        {**JOB, "jobId": "1#0", "status": "RUNNING", "container": {"logStreamName": "job/default/c"}},
-        {
-            **JOB,
-            "jobId": "1#1",
-            "status": "RUNNING",
-            "container": {"logStreamName": "job/default/d"},
-            "attempts": [{"container": {"logStreamName": "job/default/b"}}],
-        },
-    ]
+    first, last, before = ({"container": {"logStreamName": f"job/default/{name}"}} for name in "cdb")
+    running = {**JOB, "status": "RUNNING"}
+    nodes = [{**running, "jobId": "1#0", **first}, {**running, "jobId": "1#1", **last, "attempts": [before]}]
     with session.stub as stub:
         hosts = _Hosts({**JOB}, AwsBatch(session)._described)
         stub.add_response("describe_jobs", {"jobs": nodes, **META}, {"jobs": ["1#0", "1#1"]})

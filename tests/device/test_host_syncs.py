@@ -14,15 +14,11 @@ from tests.device.device import (
     IS_SIMULATED,
     current_stream,
     gpu,
-    new_stream,
-    on_stream,
-    sleep,
-    synchronize,
     waiting_is_an_error,
     waits_of,
 )
 from tests.device.ranks import run_on_gpu
-from tests.models import DROPOUT, WIDTH, DroppingLayer
+from tests.models import DROPOUT, DroppingLayer
 from tests.train import KINDS, batch, training
 
 _WARM = Sampling().first + 2
@@ -127,43 +123,3 @@ def test_an_offload_model_waits_for_its_gradients_and_norms_alone(checkpoint: bo
     with waiting_is_an_error():  # the gradients are waited for by events, at the end of backward
         model(x).square().mean().backward()
     assert waits_of(optimizer.step, place) == ["engine.norms"]  # all slices' at once
-
-
-def refilled() -> list[float]:
-    """Return the loss of a step on a batch, and that of one whose memory is written to right after the call."""
-    losses = []
-    for refill in (False, True):
-        with training(*KINDS["plain"]) as trained:
-            trained.step(*on("cpu", 0))
-            x, y = (each.pin_memory() for each in on("cpu", 1))
-            sleep(1_000_000_000)  # the copy comes behind this, half a second late
-            loss = trained.step(x, y).reduce_mean()
-            if refill:
-                x.fill_(float("nan"))
-            losses.append(loss.item())
-    return losses
-
-
-def test_a_pinned_batch_may_be_refilled_as_soon_as_the_call_is_over() -> None:
-    (losses,) = run_on_gpu(refilled, size=1)
-    assert losses[0] == losses[1]
-
-
-def on_a_side_stream(side: bool) -> list[float]:
-    """Return the losses of a pipeline with virtual stages, called on a stream that is far behind the default one."""
-    losses = []
-    stream = new_stream() if side else current_stream()
-    with training(*KINDS["interleaved"]) as trained, on_stream(stream):
-        for number in range(_WARM):
-            x = torch.zeros(8, WIDTH, device=gpu(), dtype=torch.float64)
-            sleep(100_000_000)
-            on_host, y = on("cpu", number)
-            x.copy_(on_host.pin_memory(), non_blocking=True)
-            losses.append(trained.step(x, y).reduce_mean())
-        synchronize()
-        return [loss.item() for loss in losses]
-
-
-def test_parked_microbatches_run_on_the_caller_s_stream() -> None:
-    for side, plain in zip(run_on_gpu(on_a_side_stream, True), run_on_gpu(on_a_side_stream, False), strict=True):
-        assert side == plain

@@ -35,15 +35,6 @@ def train(make: Any, device: torch.device | str, dtype: torch.dtype) -> list[Ten
     return [each.detach().cpu() for each in weights]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_fused_adam_is_torchs(dtype: torch.dtype) -> None:
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    ours = train(lambda weights: smp.optimizers.FusedAdam(weights, **options), gpu(), dtype)
-    theirs = train(lambda weights: torch.optim.AdamW(weights, **options), gpu(), dtype)
-    for left, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(left, right)
-
-
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 def test_they_do_on_a_gpu_what_they_do_on_a_cpu(name: str) -> None:
     make = getattr(smp.optimizers, name)

@@ -1,4 +1,8 @@
-"""Training over two ranks on the GPU equals training in one process there: every schedule, values through gloo."""
+"""Training over two ranks on the GPU equals training in one process there: every schedule, and replicas.
+
+Values go through gloo, or NCCL where it lets ranks share a GPU (`scripts/gpu --nccl`). Over gloo, whole files of
+tests/transparency run on the GPU, too.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.on_gpu.parts import NCCL
+from smpkit.testing import RankFailed
 from smpkit.torch.offload.link import AcceleratorLink
-from tests.device.device import gpu, sleep
+from tests.device.device import IS_SIMULATED, gpu, sleep
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
-from tests.models import CASES, Case, token_step, tokens
-from tests.train import Trace, Way, check_same, train, train_plainly, whole
+from tests.models import CASES, MODELS, Case, token_step, tokens
+from tests.train import Trace, Way, check_same, reference, train, train_plainly, whole
 from tests.transparency.test_checkpointing import Stacked, checkpoint_stack
+from tests.transparency.test_data_parallel import row
 from tests.transparency.test_pipeline_schedules import SHAPES
+from tests.transparency.test_sharded_data_parallel import checkpoint, way_of
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
 
@@ -113,3 +121,20 @@ def test_offloaded_boundaries_of_checkpointed_layers(dropout: float) -> None:
     for rank in ranks:
         for found in rank[1:]:
             check_same(found, expected, 0)
+
+
+REPLICAS = {
+    "replicas": row("frozen and unused parameters", True, accumulation=2),
+    "sharded parameters": ("tied by a function", way_of(accumulation=2, batches=(8,) * 4, prepare=checkpoint)),
+}
+
+
+@pytest.mark.parametrize("kind", REPLICAS)
+def test_replicas_equal_plain_pytorch(kind: str) -> None:
+    name, way = REPLICAS[kind]
+    if kind == "sharded parameters" and os.environ.get(NCCL) != "1" and not IS_SIMULATED:
+        with pytest.raises(RankFailed, match="only gloo carries tensors of cuda"):
+            run_on_gpu(train, MODELS[name], way, timeout=150)
+        return
+    for trace in run_on_gpu(train, MODELS[name], way, timeout=150):
+        check_same(trace, reference(MODELS[name], way)[trace.replica], 1e-8)  # the reference's float64 is the CPU's

@@ -58,27 +58,46 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def placed(kind: str) -> tuple[str, str, list[str]]:
+def placed(kind: str, delayed: bool, half: bool, options: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Return where units lie, the device, and what was said at the level of a warning or above."""
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("smpkit").addHandler(handler)
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
     torch.manual_seed(0)
-    model = smp.DistributedModel({"Language": Language, "Checkpointed": Checkpointed}[kind]())
-    train_step(model, tokens())
+    with smp.delay_param_initialization(delayed):
+        module = {"Language": Language, "Checkpointed": Checkpointed}[kind]()
+    model = smp.DistributedModel(module)
+    with torch.autocast(state.device.type, torch.bfloat16, enabled=half):
+        train_step(model, tokens())
     assert model.pipeline is not None
     assert model.pipeline.assignment is not None
-    return model.pipeline.assignment.to_json(), state.device.type, [each for each in records if "traced" in each]
+    said = [each for each in records if "traced" in each or "tracing" in each]
+    return model.pipeline.assignment.to_json(), state.device.type, said
 
 
-@pytest.mark.parametrize("kind", ["Language", "Checkpointed"])
-def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str) -> None:
-    on_gpu = run_on_gpu(placed, kind, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-    on_cpu = run_ranks(placed, 2, kind, env={**CPU_ONLY, "SMPKIT_CUDA_ON_CPU": "1"})
+@pytest.mark.parametrize(
+    ("kind", "delayed", "options"),
+    [
+        ("Language", False, {}),
+        ("Language", True, {"memory_weight": 1.0, "optimize": "memory"}),
+        ("Checkpointed", False, {}),
+    ],
+    ids=["language", "delayed, for memory", "checkpointed"],
+)
+def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, delayed: bool, options: dict[str, Any]) -> None:
+    arguments = (kind, delayed, False, options)
+    on_gpu = run_on_gpu(placed, *arguments, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    on_cpu = run_ranks(placed, 2, *arguments, env={**CPU_ONLY, "SMPKIT_CUDA_ON_CPU": "1"})
     assert (on_gpu[0][1], on_cpu[0][1]) == (gpu().type, "cpu")
     assert on_gpu[0][0] == on_cpu[0][0]
     assert on_gpu[0][2] == []
+
+
+def test_the_tracing_pass_works_under_autocast() -> None:
+    for _, _, said in run_on_gpu(placed, "Language", False, True, {}):
+        assert said == []
 
 
 # --- times-----------------------------------------------------------------------------------------------------------

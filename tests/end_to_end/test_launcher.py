@@ -50,7 +50,7 @@ def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
 
 @pytest.fixture(params=["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def make_any_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
-    """Make a job for one of the launchers, for what is the same code for both; test_failing_ranks.py takes torchrun."""
+    """Make a job for one of the launchers, for what is the same code for both."""
     return lambda source, **settings: Job(tmp_path / "base", request.param, source, **settings)
 
 
@@ -126,24 +126,7 @@ if __name__ == "__main__":
     assert done.lines(0) == ["spawn 42", "fork 42", "exit handler ran"]
 
 
-TAKEN = (
-    "log",
-    "local",
-    "master",
-    "node",
-    "rdzv",
-    "nproc",
-    "start",
-    "run",
-    "max",
-    "h",
-    "np",
-    "x",
-    "host",
-    ":",
-    "a b",
-    "*",
-)
+TAKEN = [*"log local master node rdzv nproc start run max h np x host : *".split(), "a b"]  # noqa: SIM905
 """Options of torchrun or mpirun, or beginnings of some."""
 
 

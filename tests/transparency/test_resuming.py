@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tests.train import (
     batch,
     check_same,
     flat,
+    same,
     trace_of,
     train_plainly,
     training,
@@ -97,8 +99,14 @@ LAYOUTS = {
     "dp4": divided(1, 1, 4),
     "pp2 tp2 dp2": divided(2, 2, 2),
     "sharded data": divided(1, 1, 2, sharded_data_parallel_degree=2, sdp_gradient_clipping=0.0),
+    "sharded data, of four": divided(1, 1, 4, sharded_data_parallel_degree=4, sdp_gradient_clipping=0.0),
 }
-FEW = [("pp2 tp2", "sharded data"), ("sharded data", "tp2, sharded states"), ("tp2, sharded states", "pp2")]
+FEW = [
+    ("pp2 tp2", "sharded data"),
+    ("sharded data", "tp2, sharded states"),
+    ("tp2, sharded states", "pp2"),
+    ("sharded data, of four", "sharded data"),
+]
 
 
 @pytest.mark.parametrize(("saved", "now"), FEW)
@@ -123,6 +131,43 @@ def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: 
 def test_buffers_and_shared_weights_resume_on_another_pipeline(model: str, tmp_path: Path) -> None:
     one, two = replace(PLAIN, pipeline=1), replace(PLAIN, pipeline=2)
     check(MODELS[model], two, one, tmp_path, TOLERANCE, is_plain=True)
+
+
+# --- states that are loaded as they were saved, without a checkpoint --------------------------------------------------
+
+
+def train_twice(case: Case, way: Way, parts: bool) -> Trace:
+    """Train on the last batch, go back to the states before it, whole or in parts, and train on it again."""
+    last = len(way.batches) - 1
+    with training(case, way) as trained:
+        model, optimizer = trained.model, trained.optimizer
+        outputs = [trained.run(number) for number in range(last)]
+        saved = [each.local_state_dict() if parts else each.state_dict() for each in (model, optimizer)]
+        weights, states = copy.deepcopy(saved)  # they refer to what training goes on to change
+        trained.run(last)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        return trace_of([*outputs, trained.run(last)], model)
+
+
+def mark(module: Any) -> None:
+    smp.set_tensor_parallelism(module.layers)
+
+
+SHARDED_WAY = Way(replicas=2, microbatches=2, optimizer="AdamW")
+SHARDED_CONFIGS: list[dict[str, Any]] = [{"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2}]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "config", "parts"),
+    [(1, 0, True), (1, 1, False), (2, 0, False), (2, 1, True)],
+    ids=["states", "data", "states, tp2", "data, tp2"],
+)
+def test_states_that_are_loaded_are_those_that_were_saved(tensor: int, config: int, parts: bool) -> None:
+    way = replace(SHARDED_WAY, config=SHARDED_CONFIGS[config])
+    if tensor > 1:
+        way = replace(way, tensor=tensor, clip=0.3, config={**way.config, "prescaled_batch": True}, prepare=mark)
+    same(MODELS["tied by a function"], way, by=functools.partial(train_twice, parts=parts))
 
 
 # --- other precisions -------------------------------------------------------------------------------------------------

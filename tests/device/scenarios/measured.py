@@ -18,9 +18,10 @@ import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
+from smpkit.torch import calibrate
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
-from smpkit.torch.offload import link
+from smpkit.torch.offload import link as offload_link
 from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.trace import TrialStep
 from smpkit.torch.recording import recorder
@@ -142,7 +143,7 @@ def stalls_of_recorded_steps() -> None:
     model = layers()
     x = torch.zeros(64, WIDTH)
     smp.set_activation_checkpointing(model)
-    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
+    with mock.patch.object(offload_link.AcceleratorLink, "min_bytes", 0):
         wrapped: Any = smp.DistributedModel(model)
     with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)):
         for _ in range(8):
@@ -195,3 +196,39 @@ def pipeline() -> None:
 
 
 add("measured, a pipeline", pipeline, ranks=2)
+
+
+def calibration() -> None:
+    """Measure kernels, messages, steps and the link, as `smpkit calibrate`: each ends long after it was begun."""
+    rate, slot = 1e9, 20 * _FORWARD
+
+    def work(*_: Any) -> None:
+        simulated_device.sleep(_FORWARD)
+
+    smp.init({})
+    with (
+        in_virtual_time(out=rate, back=rate, latency=1e-6, launch=1e-6),
+        mock.patch.object(calibrate, "_MIB", 1 << 14),
+        mock.patch.object(calibrate, "_step", work),
+    ):
+        measurement = calibrate._Measurement(0.0)
+        measurement._slot = slot
+        model: Any = None
+        inputs: Any = None
+        found = [
+            measurement._run(work),
+            measurement._run_step(model, inputs),
+            measurement._in_step(work, (0,)),  # a run of all ranks
+        ]
+        assert found == pytest.approx([_FORWARD] * 3, rel=0.05)
+        began = simulated_device.now()
+        measurement._in_step(work, (0,))
+        assert simulated_device.now() - began < 2 * slot, "it makes more runs than there is time for"
+        measurement._slot = 0
+        link = measurement._link()
+        rates = [link.out_bytes_per_second, link.back_bytes_per_second, link.both_bytes_per_second]
+        assert rates == pytest.approx([rate, rate, 2 * rate], rel=0.05)
+    smp.shutdown()
+
+
+add("calibration", calibration, is_quick=True)

@@ -20,19 +20,13 @@ from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, prese
 from tests.device.scenarios.steps import broken
 
 
-def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0, normalized: bool = False) -> nn.Sequential:
+def make_chain(*, tied: bool = False, frozen: int = 0) -> nn.Sequential:
     """Return layers for an OffloadModel."""
     with torch.device("cpu"):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()) for _ in range(6)]
     if tied:
         layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
-    if unused:
-        layers[3][0].weight.requires_grad_(False)
-    if normalized:
-        with torch.device("cpu"):
-            for layer in layers:
-                layer.append(nn.LayerNorm(WIDTH))
     for layer in layers[:frozen]:
         layer.requires_grad_(False)
     return nn.Sequential(*layers)
@@ -70,33 +64,29 @@ def offload_model(
     *,
     overlap: str = "torch",
     rule: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    steps: int = 3,
     backwards: int = 1,
     clip: float | None = None,
     dtype: torch.dtype | None = None,
     tied: bool = False,
-    unused: bool = False,
     evaluates: bool = False,
     evaluates_late: bool = False,
     idles: bool = False,
-    reads: bool = False,
     writes: str = "",
     frozen: int = 0,
-    normalized: bool = False,
-    saves: bool = False,
     fails: bool = False,
     optimizer_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Compare an OffloadModel with the plain model on the device, whose dropout draws the same numbers."""
-    plain = make_chain(tied=tied, unused=unused, frozen=frozen, normalized=normalized)
+    plain = make_chain(tied=tied, frozen=frozen)
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
     if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
         one, other = (next(plain[index].children()) for index in (1, 4))
         other.register_parameter("weight", one.get_parameter("weight"))
     rates = {"lr": 0.01} | dict(optimizer_options or {})
-    is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
+    is_alike = dtype is None and options.get("num_microbatches", 1) == 1
+    is_exact = is_alike and overlap == "torch" and clip is None
     theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
     model = OffloadModel(source, DEVICE, dtype=dtype, **{"num_slices": 3} | options)
     held = [each for each in model.parameters() if not frozen or not each.requires_grad]
@@ -108,9 +98,9 @@ def offload_model(
     cast = partial(torch.autocast, "sim", dtype) if dtype is not None else contextlib.nullcontext
 
     halved = [each for each in plain.parameters() if not frozen or not each.requires_grad] if writes else []
-    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip, halved=halved)
+    losses = _train_plain(plain, theirs, cast, backwards=backwards, clip=clip, halved=halved)
     found = []
-    for number in range(steps):
+    for number in range(3):
         if evaluates:  # a forward whose loads no backward follows
             _evaluate(model, dtype)
         if fails and number == 1:
@@ -127,18 +117,24 @@ def offload_model(
         if evaluates_late:
             _evaluate(model, dtype, with_graph=idles)
         ours.step()
-        _use_between(model, ours, held, reads=reads, writes="" if frozen else writes, saves=saves)
+        if writes and not frozen:
+            _evaluate(model, None)
+            _halve(held, writes, model)
     model.synchronize()
     torch.accelerator.synchronize()
+    _compare([*found, *weights_of(model)], [*losses, *weights_of(plain)], is_exact=is_exact, is_alike=is_alike)
+
+
+def _compare(found: list[Tensor], expected: list[Tensor], *, is_exact: bool, is_alike: bool) -> None:
     if is_exact:
-        assert_same([*found, *weights_of(model)], [*losses, *weights_of(plain)])
+        assert_same(found, expected)
         return
-    if options.get("num_microbatches", 1) > 1 or dtype is not None:
+    if not is_alike:
         # Dropout draws other numbers for pieces of a batch, and autocast rounds elsewhere. What is early or late is
         # poisoned memory, which is NaN.
-        assert all(each.isfinite().all() for each in [*found, *weights_of(model)])
+        assert all(each.isfinite().all() for each in found)
         return
-    for left, right in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
+    for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
@@ -148,34 +144,18 @@ def _evaluate(model: OffloadModel, dtype: torch.dtype | None, *, with_graph: boo
         model(inputs_of(99, dtype or torch.float32))
 
 
-def _use_between(
-    model: OffloadModel, ours: Any, held: Sequence[nn.Parameter], *, reads: bool, writes: str, saves: bool
-) -> None:
-    """Use the weights as users do between two steps."""
-    if writes:
-        _evaluate(model, None)
-        _halve(held, writes, model)
-    if reads:
-        assert all(each.isfinite().all() for each in weights_of(model))
-    if saves:
-        saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
-        model.load_state_dict(saved[0])
-        ours.load_state_dict(saved[1])
-
-
 def _train_plain(
     model: nn.Module,
     optimizer: Any,
     cast: Callable[[], Any],
     *,
-    steps: int,
     backwards: int,
     clip: float | None,
     halved: Sequence[nn.Parameter],
 ) -> list[Tensor]:
     """Return the losses of the plain model."""
     losses = []
-    for number in range(steps):
+    for number in range(3):
         torch.manual_seed(number)
         with cast():
             losses.append(plain_step(model, optimizer, number, backwards=backwards).cpu())
@@ -198,70 +178,48 @@ def _halve(parameters: Sequence[nn.Parameter], how: str, model: Any) -> None:
         parameter.mul_(0.5)
 
 
-QUICK = {
-    "OffloadModel, graph, backward",
-    "OffloadModel, checkpointed, backward",
-    "OffloadModel, checkpointed, forward, evaluated between",
-    "OffloadModel, checkpointed, forward, bfloat16",
-    "OffloadModel, checkpointed, forward, two backwards",
-    "OffloadModel, checkpointed, forward, evaluated before the step",
-    "OffloadModel, checkpointed, forward, written in place, asked for",
-    "OffloadModel, checkpointed, torch, an exception",
-    "OffloadModel, checkpointed, torch, frozen and written",
-    "OffloadModel, checkpointed, torch, little host memory",
-    "OffloadModel, frozen between backwards",
-    "OffloadModel, gone",
+_GRAPH, _CHECKPOINTED = {"checkpoint_activation": False}, {"checkpoint_activation": True}
+_ROWS: dict[str, dict[str, Any]] = {
+    "graph, backward": {**_GRAPH, "overlap": "backward"},
+    "checkpointed, backward": {**_CHECKPOINTED, "overlap": "backward"},
+    "checkpointed, forward, evaluated between": {"evaluates": True},
+    "checkpointed, forward, bfloat16": {"dtype": torch.bfloat16},
+    "checkpointed, forward, two backwards": {"backwards": 2},
+    "checkpointed, forward, evaluated before the step": {"evaluates_late": True},
+    "checkpointed, forward, written in place, asked for": {"writes": "in place, asked for"},
+    "checkpointed, torch, an exception": {"overlap": "torch", "fails": True},
+    "checkpointed, torch, frozen and written": {"overlap": "torch", "writes": "in place", "frozen": 2},
+    "checkpointed, torch, little host memory": {"overlap": "torch", "host_budget_bytes": 2048},
 }
 """What the default suite runs: one for each place at which a copy or its user has to wait."""
+_MORE: dict[str, dict[str, Any]] = {
+    "checkpointed, backward, tied": {"overlap": "backward", "tied": True},
+    "checkpointed, torch, written in place": {"overlap": "torch", "writes": "in place"},
+    "checkpointed, forward, written in place, synchronized": {"writes": "in place, synchronized"},
+    "checkpointed, forward, clipped": {"clip": 0.1},
+    "checkpointed, forward, momentum": {
+        "rule": torch.optim.SGD,
+        "optimizer_options": {"lr": 0.1, "momentum": 0.9},
+    },
+    "checkpointed, torch, 4 microbatches": {"overlap": "torch", "num_microbatches": 4},
+    "graph, forward, a forward without a backward before the step": {
+        **_GRAPH,
+        "evaluates_late": True,
+        "idles": True,
+    },
+    "graph, torch, 6 slices": {**_GRAPH, "overlap": "torch", "num_slices": 6},
+    "graph, forward, no prefetch": {**_GRAPH, "prefetch": False},
+    "graph, torch, two backwards": {**_GRAPH, "overlap": "torch", "backwards": 2},
+}
+for _name, _options in (_ROWS | _MORE).items():
+    _run = partial(offload_model, **{**_CHECKPOINTED, "overlap": "forward", **_options})
+    add(f"OffloadModel, {_name}", _run, is_quick=_name in _ROWS)
 
 
-def _add(name: str, run: Callable[[], None]) -> None:
-    add(name, run, is_quick=name in QUICK)
-
-
-for _is_checkpointed in (False, True):
-    _kind = "checkpointed" if _is_checkpointed else "graph"
-    _options: dict[str, Any] = {"checkpoint_activation": _is_checkpointed}
-    for _overlap in ("torch", "forward", "backward"):
-        _common = partial(offload_model, overlap=_overlap, **_options)
-        _title = f"OffloadModel, {_kind}, {_overlap}"
-        _add(_title, _common)
-        _add(f"{_title}, evaluated between", partial(_common, evaluates=True))
-        _add(f"{_title}, read between", partial(_common, reads=True))
-        _add(f"{_title}, saved between", partial(_common, saves=True))
-        _add(f"{_title}, tied", partial(_common, tied=True))
-        _add(f"{_title}, partly frozen", partial(_common, unused=True))
-        _add(f"{_title}, 6 slices", partial(_common, num_slices=6))
-        _add(f"{_title}, no prefetch", partial(_common, prefetch=False))
-        _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
-        _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
-        _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16))
-        _add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
-        if _overlap != "backward":  # which has updated some slices when others raise
-            _add(f"{_title}, an exception", partial(_common, fails=True))
-            _add(f"{_title}, clipped", partial(_common, clip=0.1))
-            _add(f"{_title}, two backwards", partial(_common, backwards=2))
-        if _overlap != "torch":
-            _sgd = {"lr": 0.1, "momentum": 0.9}
-            _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
-        _add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
-        if _overlap != "torch":
-            _add(
-                f"{_title}, a forward without a backward before the step",
-                partial(_common, evaluates_late=True, idles=True),
-            )
-        _add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
-        for _how in ("in place, synchronized", "in place, asked for"):
-            _add(f"{_title}, written {_how}", partial(_common, writes=_how))
-    _torch = partial(offload_model, **_options)
-    _add(f"OffloadModel, {_kind}, torch, written in place", partial(_torch, writes="in place"))
-    _add(f"OffloadModel, {_kind}, torch, frozen and written", partial(_torch, writes="in place", frozen=2))
-
-
-def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list[Any]]:
+def updated_model(**options: Any) -> tuple[OffloadModel, Any, list[Any]]:
     """Return a model and its optimizer right after a step, and what its threads still do."""
     model = OffloadModel(make_chain(), DEVICE, num_slices=3, checkpoint_activation=True, **options)
-    ours: Any = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, num_threads=1, lr=0.01)  # type: ignore[arg-type]
+    ours: Any = OffloadOptimizer(model, torch.optim.AdamW, overlap="forward", num_threads=1, lr=0.01)
     torch.manual_seed(0)
     plain_step(model, ours, 0, dtype=options.get("dtype"))
     ours.step()
@@ -290,10 +248,10 @@ def _synchronized(model: OffloadModel, held: list[nn.Parameter]) -> list[nn.Para
     return held
 
 
-def read_at_once(how: str, overlap: str) -> None:
+def read_at_once(how: str) -> None:
     """Read something right after a step; threads still update it."""
     with slow_updates():
-        model, ours, updates = updated_model(overlap)
+        model, ours, updates = updated_model()
         held = list(model._engine.parameters)
         found = _values(_READS[how](model, ours, held))
         for each in updates:
@@ -304,7 +262,7 @@ def read_at_once(how: str, overlap: str) -> None:
 def loaded_at_once() -> None:
     """Load a state of the optimizer right after a step; threads still write it."""
     with slow_updates():
-        model, ours, updates = updated_model("forward")
+        model, ours, updates = updated_model()
         saved = copy.deepcopy(ours.state_dict())
         torch.manual_seed(1)
         plain_step(model, ours, 1)
@@ -321,7 +279,7 @@ def replaced_at_once(*, is_dropped: bool) -> None:
     found = []
     for waits in (True, False):
         with slow_updates():
-            model, ours, updates = updated_model("forward", dtype=torch.bfloat16)
+            model, ours, updates = updated_model(dtype=torch.bfloat16)
             if waits:
                 for each in updates:
                     each.result()
@@ -338,11 +296,10 @@ def replaced_at_once(*, is_dropped: bool) -> None:
 
 
 for _how in _READS:
-    for _overlap in ("forward", "backward"):
-        _add(f"OffloadOptimizer, {_overlap}, {_how} read at once", partial(read_at_once, _how, _overlap))
-_add("OffloadOptimizer, a state loaded at once", loaded_at_once)
-_add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
-_add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
+    add(f"OffloadOptimizer, forward, {_how} read at once", partial(read_at_once, _how))
+add("OffloadOptimizer, a state loaded at once", loaded_at_once)
+add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
+add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
 
 
 def freed_between_backwards() -> None:
@@ -365,15 +322,15 @@ def freed_between_backwards() -> None:
     assert_same(found[1], found[0])
 
 
-_add("OffloadModel, frozen between backwards", freed_between_backwards)
+add("OffloadModel, frozen between backwards", freed_between_backwards, is_quick=True)
 
 
 def gone() -> None:
     """Let go of a model, whose memory is unpinned then."""
     for _ in range(2):
-        updated_model("forward")
+        updated_model()
         gc.collect()
         torch.accelerator.synchronize()  # raises what the device has to say of the memory
 
 
-_add("OffloadModel, gone", gone)
+add("OffloadModel, gone", gone, is_quick=True)

@@ -17,7 +17,7 @@ from smpkit.torch.offload import link
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
 from tests.models import Case
 from tests.torch.pipeline import test_channel_order
-from tests.train import KINDS, Way, batch, checkpoint_layers, training
+from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, training
 
 Kind = tuple[Case, Way]
 
@@ -67,11 +67,17 @@ def with_config(kind: Kind, **config: Any) -> Kind:
     return case, replace(way, config={**way.config, **config})
 
 
-def trained_offloaded(horizon: int | str) -> list[Tensor]:
+def trained_offloaded(kind: Kind, horizon: int | str, steps: int = 3) -> list[Tensor]:
     """Return what a small training over a pipeline gives whose activations leave the device."""
-    case, way = with_config(KINDS["pipeline"], offload_activations=True, activation_loading_horizon=horizon)
+    case, way = with_config(kind, offload_activations=True, activation_loading_horizon=horizon)
     with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
-        return trained((case, replace(way, prepare=checkpoint_layers)))
+        prepare = divide_and_checkpoint if way.tensor > 1 else checkpoint_layers
+        return trained((case, replace(way, prepare=prepare)), steps=steps)
+
+
+def divide_and_checkpoint(module: Any) -> None:
+    divide_layers(module)
+    checkpoint_layers(module)
 
 
 class Halves(nn.Module):
@@ -177,7 +183,9 @@ for _kind in ("pipeline", "interleaved"):
 _run = partial(same_as_in_order, trained_with_waits_of_others)
 add("ranks, pipeline, waits of others", _run, ranks=2)
 for _horizon in (2, "auto"):
-    _trains = partial(trained_offloaded, _horizon)
-    _run = partial(same_as_in_order, _trains)
-    add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2)
+    _trains = partial(trained_offloaded, _of_pipelines, _horizon)
+    add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)
+_everything = _of_pipelines[0], replace(_of_pipelines[1], replicas=2, tensor=2)
+_trains = partial(trained_offloaded, _everything, 2, steps=1)
+add("ranks, pipeline and tensor, offloaded", partial(same_as_in_order, _trains), ranks=4, is_quick=True)
 add("ranks, pipeline, over a model of NCCL", over_a_model_of_nccl)

@@ -23,7 +23,6 @@ import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import link
-from tests.device.calibration import measures_what_the_device_does
 from tests.device.scenarios.activations import make, train_step
 from tests.device.scenarios.common import WIDTH, add, assert_same, rows
 
@@ -223,4 +222,3 @@ def saved_in_the_background() -> None:
 
 
 add("saved in the background", saved_in_the_background, is_quick=True)
-add("calibration", measures_what_the_device_does, is_quick=True)

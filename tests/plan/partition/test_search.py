@@ -37,16 +37,6 @@ def test_llama_8b_is_cut_evenly(num_partitions: int, worst: float) -> None:
     assert partition(llama_8b(), num_partitions, 0.2).compute_imbalance == pytest.approx(worst, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_partitions", "expected"),
-    [(4, 2, "0011"), (5, 2, "00111"), (7, 3, "0011222"), (3, 3, "012"), (3, 1, "000")],
-)
-def test_equal_layers_are_dealt_evenly_and_the_rest_to_later_ranks(
-    num_layers: int, num_partitions: int, expected: str
-) -> None:
-    assert places(partition(layers(num_layers), num_partitions, 0.5)) == expected
-
-
 def test_memory_weight_decides_between_memory_and_compute() -> None:
     units = [UnitCost("embed", 30, 0, 0.0), *layers(3), UnitCost("head", 0, 0, 3.0)]
     assert places(partition(units, 2, 1.0)) == "01111"

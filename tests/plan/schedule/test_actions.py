@@ -43,12 +43,6 @@ def test_a_split_backward_is_input_and_weight_part(weight: float | None, halves:
     assert costs.seconds(Kind.WEIGHT, Segment(0, 0), split_backward=True) == halves[1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_1f1b_holds_p_minus_rank_microbatches(num_ranks: int) -> None:
-    schedule = one_f_one_b(num_ranks, 2 * num_ranks)
-    assert schedule.peak_live_microbatches == tuple(num_ranks - rank for rank in range(num_ranks))
-
-
 def test_a_microbatch_is_live_from_its_first_action_to_its_last() -> None:
     actions = tuple(map(Action.parse, ["F0", "F1", "F0.1", "B0.1", "B0", "F1.1", "B1.1", "B1"]))
     schedule = Schedule("test", SegmentGraph.path([Segment(0, 0), Segment(0, 1)]), 2, (actions,), (2,))

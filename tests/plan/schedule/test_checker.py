@@ -7,16 +7,11 @@ import pytest
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import ScheduleError, SegmentGraph
-from smpkit.plan.schedule.templates import one_f_one_b
 
 
 def schedule(*lists: str, caps: tuple[int, ...] = (9, 9)) -> Schedule:
     actions = tuple(tuple(map(Action.parse, text.split())) for text in lists)
     return Schedule("test", SegmentGraph.chain(2), 2, actions, caps)
-
-
-def test_1f1b_is_proven() -> None:
-    check(one_f_one_b(4, 8))
 
 
 @pytest.mark.parametrize(

@@ -109,34 +109,10 @@ def test_with_enough_memory_a_chain_loses_one_round_of_links_only(latency_second
     assert seconds == (32 + 7) * 3 + 14 * latency_seconds == lower_bounds(graph, costs).step_seconds(32)
 
 
-def test_virtual_stages_fill_the_pipe_faster() -> None:
-    graph, costs = SegmentGraph.loop(4, 2), Costs(0.5, 1.0)
-    found = interleaved(graph, 16, 8, costs)
-    check(found)
-    # 16 microbatches of 3, and a filling that is half of the 9 of a chain.
-    assert simulate(found, costs).makespan_seconds == 52.5
-    assert simulate(interleaved(SegmentGraph.chain(4), 16, 8), Costs()).makespan_seconds == 57
-
-
 def test_the_loop_template_hides_links() -> None:
     costs = Costs(0.5, 1.0, latency_seconds=0.1)
     found = interleaved(SegmentGraph.loop(4, 2), 16, 8, costs)
     assert simulate(found, costs).makespan_seconds == pytest.approx(52.5 + 14 * 0.1)
-
-
-def test_the_loop_template_is_left_out_where_it_holds_too_much() -> None:
-    found = interleaved(SegmentGraph.loop(4, 2), 16, 4, Costs(0.5, 1.0))
-    assert max(found.peak_live_microbatches) <= 4
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 8), (3, 3), (4, 12)])
-def test_the_loop_template_is_proven(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
-    check(looped(SegmentGraph.loop(num_ranks, num_chunks), num_microbatches))
-
-
-def test_a_loop_of_one_chunk_is_1f1b() -> None:
-    assert looped(SegmentGraph.chain(4), 8).actions == one_f_one_b(4, 8).actions
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
-from smpkit.plan.schedule.search import interleaved, simple
+from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.simulate import Cause, IdleInterval, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
-from tests.plan.graphs import IDLE_RANK, NAMED, SETTINGS, costs_of, graphs
+from tests.plan.graphs import IDLE_RANK, SETTINGS, costs_of, graphs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 8), (4, 8), (8, 16), (8, 32), (4, 2)])
@@ -22,12 +22,6 @@ def test_the_bubble_of_simple_and_of_1f1b_is_the_known_share(num_ranks: int, num
         timeline = simulate(schedule)
         assert timeline.bubble == pytest.approx(share)
         assert timeline.makespan_seconds == (num_microbatches + num_ranks - 1) * 3
-
-
-def test_every_idle_second_has_a_cause() -> None:
-    timeline = simulate(one_f_one_b(3, 4), Costs(latency_seconds=0.25))
-    for rank in range(3):
-        assert sum(timeline.stall_seconds(rank).values()) == pytest.approx(timeline.idle_seconds[rank])
 
 
 def test_stalls_name_what_was_waited_for() -> None:
@@ -75,12 +69,6 @@ def test_a_schedule_that_stands_still_is_refused() -> None:
     wrong = replace(schedule, actions=(schedule.actions[0][::-1], schedule.actions[1]))
     with pytest.raises(ScheduleError, match="rank 0 stands still before B0"):
         simulate(wrong)
-
-
-@pytest.mark.parametrize("graph", NAMED.values(), ids=NAMED)
-def test_depth_one_holds_one_microbatch(graph: SegmentGraph) -> None:
-    few = simulate(interleaved(graph, 6, 1))
-    assert max(few.peak_live_microbatches) == 1
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5))
