@@ -19,6 +19,7 @@ from tests.device.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep,
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
+from tests.torch.steps import train_step
 from tests.torch.tensor_parallel import test_dropout as dropouts
 
 SLEEP_SECONDS = 0.2
@@ -170,7 +171,7 @@ def forward_without_waits(in_step: bool) -> dict[str, int]:
     for p in (0.0, 0.25):
         model = dropouts.wrapped(p, "smp", prescaled_batch=True)
         x = dropouts.batch(prescaled=True).to(gpu())
-        step = dropouts.train_step if in_step else dropouts.plain_step
+        step = train_step if in_step else dropouts.plain_step
         for _ in range(2):
             step(model, x)
         found[str(p)] = len(waits_of(functools.partial(step, model, x), lambda _frames, what: what))
