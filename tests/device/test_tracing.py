@@ -19,7 +19,6 @@ from tests.device.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep,
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
-from tests.torch.steps import train_step
 from tests.torch.tensor_parallel import test_dropout as dropouts
 
 SLEEP_SECONDS = 0.2
