@@ -42,8 +42,8 @@ distribution:
 Precedence, lowest first: the default, the file, `--set` (whose value is read as YAML). With `--show-origin`, `validate`
 tells where each value came from. In a script, keys of `SM_HP_MP_PARAMETERS` overwrite those of `smp.init`'s argument.
 
-Keys are shown with their default, if it is fixed. A value is text unless its kind is named, or the default is `true` or
-`false`.
+Keys are shown with their default, if it is fixed. A value is of the kind of its default, else text, unless a
+kind is named. Integers are at least 1 unless a range is named.
 """
 
 _TITLES: Mapping[str, str] = {
@@ -88,8 +88,9 @@ def _section(title: str, definition: Mapping[str, Any]) -> str:
     for name, field in fields["properties"].items():
         default = field.get("default")
         key = f"{name}: {_plain_value(default)}" if default not in (None, "") else name
-        facts = [_kind(field)] * (not isinstance(default, bool) or "anyOf" in field) + ["required"] * (name in required)
-        shown = ", ".join(filter(None, facts))
+        kind = _kind(field)
+        obvious = default is not None and kind in ("integer", "boolean")
+        shown = ", ".join(filter(None, ["" if obvious else kind, "required" if name in required else ""]))
         description = " ".join(field["description"].split())
         told = "" if "$ref" in field else f": {description}"  # the section that is linked says it
         lines.append(f"- `{key}`{f' *({shown})*' if shown else ''}{told}\n")
@@ -113,10 +114,12 @@ def _kind(field: Mapping[str, Any]) -> str:
         return _linked("list", field["items"])
     if kind == "object":
         return _linked("mapping", field["additionalProperties"])
+    if kind == "integer" and "minimum" not in field:
+        return "any integer"
     return _KINDS.get(kind, "") + _bounds(field)
 
 
-_KINDS = {"integer": "integer", "number": "number", "boolean": "true or false"}
+_KINDS = {"integer": "integer", "number": "number", "boolean": "boolean"}
 
 
 def _linked(kind: str, of: object) -> str:
@@ -129,7 +132,7 @@ def _linked(kind: str, of: object) -> str:
 
 def _bounds(field: Mapping[str, Any]) -> str:
     low, high = field.get("minimum"), field.get("maximum")
-    if low is None:
+    if low is None or (high is None and low == 1):
         return ""
     return f" ≥ {_plain(low)}" if high is None else f", {_plain(low)} to {_plain(high)}"
 

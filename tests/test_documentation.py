@@ -52,7 +52,7 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert [page for page in pages if f'"{page}"' not in navigation] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/internals.md"])
 def test_named_files_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/]+\.py)`", text))

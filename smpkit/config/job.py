@@ -177,7 +177,7 @@ class Channel(UriSection):
     """Shuffle objects, or lines of a manifest, in each epoch with this seed."""
 
     accept_eula: bool | None = None
-    """You have read the licence of the model in `uri` or `hub_content`, and accept it."""
+    """You have read and accept the licence of the model."""
 
     hub_content: str | None = None
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
@@ -259,7 +259,7 @@ class Container(Section):
     """Arguments for the entry point, instead of `train`."""
 
     log_level: int = Field(default=20, ge=0)
-    """Python's lowest level to log: 10 debug, 20 info, 30 warning."""
+    """Lowest level to log: 10 debug, 20 info, 30 warning."""
 
     remote_debug: bool | None = None
     """Allow a shell in the container, by AWS Systems Manager."""
@@ -300,8 +300,8 @@ class Secret(Section):
     """A value for a variable of the script, kept out of job file and request. A text alone is the `entry`."""
 
     entry: Word | None = None
-    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN. The container reads it, and SageMaker never sees
-    its value; the job's role needs `secretsmanager:GetSecretValue`."""
+    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN, which the container reads. The job's role needs
+    `secretsmanager:GetSecretValue`."""
 
     key: str | None = Field(default=None, min_length=1, max_length=256)
     """The key, if the entry holds a JSON object, as the console makes them. Default: the whole text."""
@@ -329,13 +329,13 @@ class JobConfig(Section):
     """The folder with the sources, relative to the job file, or an S3 URI."""
 
     dependencies: list[Location] = Field(default_factory=list)
-    """More files and folders, relative to the job file, to put beside the script."""
+    """More files and folders, relative to the job file, put beside the script."""
 
     name: JobName = Field(default_factory=lambda data: name_from(PurePosixPath(data.get("entry_point", "")).stem))
-    """The job's name, with which its name in the cloud begins. Default: from the entry point's."""
+    """The beginning of the job's name. Default: from `entry_point`."""
 
     hyperparameters: Hyperparameters = Field(default_factory=dict)
-    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`; null becomes empty, lists and mappings JSON."""
+    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`; null: empty; lists, mappings: JSON."""
 
     environment: Variables = Field(default_factory=dict)
     """Variables for the script. Put numbers in quotes. Whoever may describe the job can read them."""

@@ -233,7 +233,7 @@ class ModelParallelConfig(Section):
     """Internal to v1. No effect: schedules are always static."""
 
     fast_mode: bool = False
-    """Internal to v1. No effect: values always go straight to the rank that needs them."""
+    """Internal to v1. No effect: values go straight to the rank that needs them."""
 
     herring: bool = False
     """Internal to v1: another data-parallel back end. No effect. Not with `ddp`."""
