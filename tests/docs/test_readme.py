@@ -56,6 +56,13 @@ def test_the_script_trains_as_before_over_two_ranks(tmp_path: Path) -> None:
     assert len(loss_of(cut)) == 1
     report = json.loads(run(tmp_path, sys.executable, "-m", "smpkit", "report", "--json"))
     assert [curve["name"] for curve in report["curves"]] == ["loss"]
+    (tmp_path / "plain.py").unlink()
+    assert commands(INDEX, "smpkit init") == ["smpkit", "init"]
+    assert commands(INDEX, "smpkit plan job.yaml") == ["smpkit", "plan", "job.yaml"]
+    assert commands(INDEX, "smpkit run job.yaml") == ["smpkit", "run", "job.yaml"]
+    for words in (["init"], ["plan", "job.yaml"]):
+        run(tmp_path, sys.executable, "-m", "smpkit", *words)
+    assert loss_of(run(tmp_path, sys.executable, "-m", "smpkit", "run", "job.yaml")) == loss_of(plain)
     [told] = re.findall(r"With torchrun.*?`(smp\.init\(.*?\))`", INDEX.read_text(encoding="utf-8"))
     (tmp_path / "train.py").write_text(script("+").replace("smp.init()", told), encoding="utf-8")
     assert loss_of(
