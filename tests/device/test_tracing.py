@@ -18,6 +18,7 @@ from smpkit.torch.recording import recorder
 from tests.device.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep, synchronize, waits_of
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
+from tests.torch import steps
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
 from tests.torch.tensor_parallel import test_dropout as dropouts
 
@@ -170,7 +171,7 @@ def forward_without_waits(in_step: bool) -> dict[str, int]:
     for p in (0.0, 0.25):
         model = dropouts.wrapped(p, "smp", prescaled_batch=True)
         x = dropouts.batch(prescaled=True).to(gpu())
-        step = train_step if in_step else dropouts.plain_step
+        step = steps.train_step if in_step else dropouts.plain_step
         for _ in range(2):
             step(model, x)
         found[str(p)] = len(waits_of(functools.partial(step, model, x), lambda _frames, what: what))
