@@ -1,4 +1,7 @@
-"""Fine-tune a causal language model of Hugging Face from a local folder: `smpkit run examples/finetune/job.yaml`."""
+"""Fine-tune a causal language model of Hugging Face from a local folder: `smpkit run examples/finetune/job.yaml`.
+
+With `--lora RANK` its weights stay as they are, and adapters of peft learn: `smpkit run examples/finetune/lora.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import argparse
 import itertools
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from data import Blocks, split
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=os.environ.get("SM_CHANNEL_MODEL", "runs/model"))
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"), help="folder of Python files")
     parser.add_argument("--files", type=int, default=20, help="of the folder, at most")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank; 0: all weights")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=8, help="sequences per replica and step")
     parser.add_argument("--context", type=int, default=128)
@@ -56,6 +63,24 @@ def evaluate(model: smp.DistributedModel, loader: DataLoader[torch.Tensor]) -> f
     return float(torch.tensor(smp.allgather(losses, smp.DP_GROUP)).mean())
 
 
+def with_adapters(llama: nn.Module, rank: int) -> nn.Module:
+    """Freeze the model, and give each of its linear layers an adapter of peft's."""
+    import peft
+
+    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama, adapters)
+
+
+def save_adapters(model: smp.DistributedModel, trained: Sequence[nn.Parameter], folder: Path) -> None:
+    """Save the adapters of all ranks, as peft alone would: it sees the weights of one rank only."""
+    whole = model.state_dict(gather_to_rank0=True)  # all ranks call this
+    share = sum(weight.numel() for weight in trained) / sum(weight.numel() for weight in model.parameters())
+    say(f"{share:.1%} of the weights were trained")
+    if smp.rank() == 0:
+        adapted: Any = model.get_module()
+        adapted.save_pretrained(folder, state_dict=whole)
+
+
 def say(text: str) -> None:
     if smp.rank() == 0:
         print(text, flush=True)
@@ -74,9 +99,10 @@ def main() -> None:
     test = DataLoader(test_blocks, arguments.batch, sampler=share(test_blocks, shuffle=False), drop_last=True)
 
     llama = AutoModelForCausalLM.from_pretrained(arguments.model, use_cache=False)
-    model = smp.DistributedModel(llama)
+    model = smp.DistributedModel(with_adapters(llama, arguments.lora) if arguments.lora else llama)
     smp.set_activation_checkpointing(llama.model.layers, strategy="each")
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(trained, lr=arguments.learning_rate))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, arguments.steps)
 
     step = 0
@@ -92,7 +118,7 @@ def main() -> None:
         for tokens in itertools.islice(train, done, None):
             optimizer.zero_grad()
             loss = train_step(model, tokens).reduce_mean()
-            norm = smp.clip_grad_norm_(model.parameters(), 1.0)
+            norm = smp.clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the gradients of all ranks
             optimizer.step()
             scheduler.step()
             step += 1
@@ -108,7 +134,10 @@ def main() -> None:
                 break
 
     say(str(smp.offload_report()))
-    smp.save_pretrained(arguments.output)  # all ranks; the weights are bfloat16, as they were trained
+    if arguments.lora:
+        save_adapters(model, trained, arguments.output)
+    else:
+        smp.save_pretrained(arguments.output)  # all ranks; the weights are bfloat16, as they were trained
     if smp.rank() == 0:
         tokenizer.save_pretrained(arguments.output)
 

@@ -1,4 +1,7 @@
-"""Load the fine-tuned model with transformers alone, test it on the same held-out text, and let it write."""
+"""Load what was fine-tuned without smpkit, test it on the same held-out text, and let it write.
+
+`python use.py MODEL` takes transformers alone, `python use.py ADAPTERS --base MODEL` peft as well.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--base", type=Path, help="the model that the folder's adapters belong to")
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"), help="folder of Python files")
     parser.add_argument("--files", type=int, default=20)
     parser.add_argument("--context", type=int, default=128)
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.base or arguments.folder).eval()
+    if arguments.base:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, arguments.folder).merge_and_unload()
     _, held_out = split(arguments.text, arguments.files)
     with torch.no_grad():
         losses = [

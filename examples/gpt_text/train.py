@@ -1,4 +1,4 @@
-"""Train a small GPT on real text with the SMP v1 API; run it with `smpkit run examples/gpt_text/job.yaml`."""
+"""Train a small GPT on real text with the SMP v1 API: `smpkit run examples/gpt_text/job.yaml`, or `job_3d.yaml`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def learning_rate(step: int, steps: int) -> float:
     return warmup * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
+def num_parameters(shape: Shape) -> int:
+    with torch.device("meta"):  # takes no memory, and draws no random numbers
+        return sum(weight.numel() for weight in GPT(shape).parameters())
+
+
 def say(text: str) -> None:
     if smp.rank() == 0:
         print(text, flush=True)
@@ -79,7 +84,8 @@ def main() -> None:
     train = Batches(text[:-held_out], arguments.batch, shape.context, seed=smp.dp_rank())
     test = Batches(text[-held_out:], arguments.batch, shape.context, seed=1000 + smp.dp_rank())
 
-    gpt = GPT(shape)
+    with smp.model_creation(tensor_parallelism=True):  # at degree 1 nothing is replaced
+        gpt = GPT(shape)
     model = smp.DistributedModel(gpt)
     if arguments.recompute != "none":
         smp.set_activation_checkpointing(gpt.blocks, strategy=arguments.recompute)
@@ -97,7 +103,7 @@ def main() -> None:
         smp.save_checkpoint(arguments.checkpoints, f"step_{step}", user_content=content, num_kept_partial_checkpoints=2)
 
     before, started = evaluate(model, test), step
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes of text")
+    say(f"{num_parameters(shape):,} parameters, {len(text):,} bytes of text")
     say(f"held-out loss {before:.2f} at step {step}")
     bar = smp.progress(range(step + 1, arguments.steps + 1), initial=step, total=arguments.steps)
     for step in bar:
@@ -106,6 +112,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         bar.set_postfix(loss=loss.item(), refresh=False)
+        smp.log({"loss": loss, "learning rate": scheduler.get_last_lr()[0]}, step, mean_over=smp.DP_GROUP)
         if step == arguments.stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         stops = smp.stop_requested()

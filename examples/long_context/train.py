@@ -53,12 +53,13 @@ def main() -> None:
     module = LongLlama(SMALL if arguments.model == "small" else Shape(), recompute=bool(arguments.recompute))
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate))
-    began, losses = time.perf_counter(), []
+    began, losses = time.perf_counter(), list[float]()
     for step in range(arguments.steps):
         optimizer.zero_grad()
         tokens = texts[step * smp.dp_size() + smp.dp_rank()][None].to(smp.state.device)
         losses.append(train_step(model, tokens).reduce_mean().item())
         optimizer.step()
+        smp.log({"loss": losses[-1]}, step, mean_over=smp.DP_GROUP)
     seconds = (time.perf_counter() - began) / arguments.steps
 
     host = smp.offload_report().peak_host_bytes if smp.state.cfg.offload_activations else 0

@@ -16,6 +16,7 @@ from budget import MIB, choose_layers, choose_slices, planned_device_bytes, plan
 from model import make_model, num_parameters
 from torch.nn import functional
 
+import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import OffloadedModel
 
@@ -36,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    smp.init()  # for `smp.log` alone
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     warm_up(device)
     before = resident_bytes()
@@ -81,6 +83,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        smp.log({"loss": loss, "gradient norm": optimizer.grad_norm}, step)
         if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.3f}  gradient norm {optimizer.grad_norm:.2f}")
     model.synchronize()

@@ -79,6 +79,7 @@ def main() -> None:
         loss = train_step(model, tokens).reduce_mean()
         optimizer.step()
         step += 1
+        smp.log({"loss": loss}, step, mean_over=smp.DP_GROUP)
         if smp.rank() == 0 and step % 50 == 0:
             print(f"step {step}  loss {loss.item():.3f}", flush=True)
         if step % arguments.save_every == 0:

@@ -67,7 +67,7 @@ def test_where_addresses_are_known_pages_can_be_edited_and_versions_chosen(
     assert 'id="smpkit.torch.DistributedModel.backward"' in (newest / "reference/python/runtime.html").read_text()
     assert "--pipeline-parallel-degree" in (newest / "reference/cli.html").read_text()
     assert (newest / "search.json").is_file()
-    sources = {"glossary": "docs/glossary.md", "examples/lora/index": "examples/lora/README.md"}
+    sources = {"glossary": "docs/glossary.md", "examples/finetune/index": "examples/finetune/README.md"}
     for page, source in sources.items():
         text = (newest / f"{page}.html").read_text()
         assert f'href="https://code.example/smpkit/edit/main/{source}"' in text

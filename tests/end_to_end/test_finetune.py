@@ -1,4 +1,4 @@
-"""The fine-tuning example: it learns, resumes where it was, and exports what transformers alone reads."""
+"""The fine-tuning example: it learns, resumes where it was, and exports what transformers or peft alone reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.example_job import EXAMPLES, launched, on_forked_ranks, run_file
@@ -48,6 +49,21 @@ def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str,
     loss = re.search(r"held-out loss ([\d.]+), weights in torch.bfloat16\ndef __init__\(self,", said)
     assert loss is not None, said
     assert float(loss[1]) == pytest.approx(after, abs=0.02)
+
+
+def test_adapters_alone_learn_and_peft_reads_those_of_both_stages(small: dict[str, Any]) -> None:
+    told = on_forked_ranks(EXAMPLE / "lora.yaml", {**small, "steps": 3})
+    (_, before), (_, after) = [(int(step), float(loss)) for step, loss in HELD_OUT.findall(told)]
+    assert after < before
+    assert "6.2% of the weights were trained" in told
+
+    adapters = load_file(Path(small["output"]) / "adapter_model.safetensors")
+    assert {name.split(".")[4] for name in adapters} == {"0", "1", "2", "3"}, "of the layers of both stages"
+    assert all(weight.isfinite().all() and weight.any() for weight in adapters.values())
+    folders = (small["output"], "--base", small["model"], "--text", small["text"], "--context", "64")
+    read = re.search(r"held-out loss ([\d.]+)", run_file(EXAMPLE / "use.py", *folders))
+    assert read is not None
+    assert float(read[1]) == pytest.approx(after, abs=0.02)
 
 
 @pytest.mark.slow

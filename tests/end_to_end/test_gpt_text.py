@@ -113,6 +113,20 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
 
 
 @pytest.mark.slow
+def test_three_dimensions_as_they_are_run(job: Path) -> None:
+    """Every rank holds its part of the model, and the model learns."""
+    output, _ = run(job.with_name("job_3d.yaml"), 3)
+    before, after, steps = learned(output)
+    assert steps == 3
+    assert after < before
+    assert "865,024 parameters" in output, "those of the whole model"
+    rows = re.findall(r"^\[rank 0\] +([0-7]) +([\d.]+) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ ", output, re.MULTILINE)
+    assert [rank for rank, _ in rows] == [*"01234567"]
+    whole = 865_024 * 4 / 2**20
+    assert all(float(weights) < 0.3 * whole for _, weights in rows), "a quarter each, and what is on several ranks"
+
+
+@pytest.mark.slow
 def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
     losses = []
     for recompute in ("none", "each"):
