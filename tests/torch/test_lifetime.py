@@ -7,56 +7,31 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import smpkit.torch as smp
+from tests.models import DROPOUT
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.train import KINDS, Way, batch, training
 
-OVER_TWO_RANKS: list[dict[str, Any]] = [
-    {"ddp": True},
-    {"ddp": True, "shard_optimizer_state": True},
-    {"ddp": True, "sharded_data_parallel_degree": 2, "bf16": True},
-    {"tensor_parallel_degree": 2, "ddp": True},
-    {"pipeline_parallel_degree": 2, "microbatches": 2},
-    {"pipeline_parallel_degree": 2, "microbatches": 2, "offload_activations": True, "fp16": True},
-]
+ALL = {**KINDS, "data, sharded": (DROPOUT, Way(replicas=2, config={"sharded_data_parallel_degree": 2, "bf16": True}))}
 
 
-def still_there(config: dict[str, Any]) -> list[str]:
-    """Train a model and drop it; return what outlives that."""
-    smp.init(config)
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    smp.set_tensor_parallelism(module)
-    model = smp.DistributedModel(module)
-    if "offload_activations" in config:
-        smp.set_activation_checkpointing(module[0])
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        optimizer.zero_grad()
-        train_step(model, torch.ones(4, 8))
-        optimizer.step()
-    watched: dict[str, weakref.ref[Any]] = {
-        "model": weakref.ref(model),
-        "module": weakref.ref(module),
-        "optimizer": weakref.ref(optimizer),
-    }
-    smp.shutdown()
-    del model, module, optimizer
+def still_there(names: list[str]) -> list[str]:
+    """Train a model of each kind and drop it; return what outlives that."""
+    watched: dict[str, weakref.ref[Any]] = {}
+    for name in names:
+        case, way = ALL[name]
+        with training(case, way) as trained:
+            for number in range(2):
+                trained.step(*batch(case, number, 8))
+            for part in (trained.model, trained.model.get_module(), trained.optimizer):
+                watched[f"{name}: {type(part).__name__}"] = weakref.ref(part)
+            del trained, part
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]
 
 
-def still_there_of_all(configs: list[dict[str, Any]]) -> list[list[str]]:
-    return [still_there(config) for config in configs]
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("config", [{}, {"microbatches": 2, "bf16": True}], ids=str)
-def test_on_one_rank(config: dict[str, Any]) -> None:
-    assert not still_there(config)
-
-
-def test_on_two_ranks() -> None:
-    assert run_ranks(still_there_of_all, 2, OVER_TWO_RANKS) == [[[]] * len(OVER_TWO_RANKS)] * 2
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_of_a_model_outlives_it(ranks: int) -> None:
+    names = [name for name, (_, way) in ALL.items() if way.ranks == ranks]
+    assert len(names) >= 3
+    assert run_ranks(still_there, ranks, names) == [[]] * ranks

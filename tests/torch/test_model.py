@@ -198,34 +198,26 @@ def test_trap_10_an_optimizer_that_is_loaded_by_a_hook_of_a_hook_resumes_exactly
     ],
     ids=["trace_device", "trace_execution_times", "backward_passes", "bucket_cap"],
 )
-def test_arguments_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+def test_rejects_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         wrap(**options)
 
 
-def test_wrapping_twice_is_refused() -> None:
-    model = wrap()
-    with pytest.raises(UsageError, match="DistributedModel already"):
-        smp.DistributedModel(model)
-    with pytest.raises(UsageError, match="a script has one"):
-        smp.DistributedModel(Net())
-
-
-def test_wrapping_what_is_no_module_or_before_init_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"smp\.init\(\)"):
-        smp.DistributedModel(Net())
-    with pytest.raises(UsageError, match="got function"):
-        wrap(lambda x: x)  # type: ignore[arg-type]
-
-
-def test_a_communication_hook_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"model\.register_comm_hook would replace the all-reduce of gradients"):
-        wrap().register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-
-
-def test_join_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"model\.join\(\) lets replicas take different numbers of steps"):
-        wrap().join()
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: smp.DistributedModel(wrap()), UsageError, "DistributedModel already"),
+        (lambda: [wrap(), smp.DistributedModel(Net())], UsageError, "a script has one"),
+        (lambda: smp.DistributedModel(Net()), UsageError, r"smp\.init\(\)"),
+        (lambda: wrap(lambda x: x), UsageError, "got function"),  # type: ignore[arg-type]
+        (lambda: wrap().register_comm_hook(None, print), UnsupportedError, "would replace the all-reduce of gradients"),
+        (lambda: wrap().join(), UnsupportedError, r"model\.join\(\) lets replicas take different numbers of steps"),
+    ],
+    ids=["wrapped", "a second model", "before init", "no module", "communication hook", "join"],
+)
+def test_rejects_what_it_does_not_do(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_at_tensor_degree_1_nothing_is_distributed() -> None:

@@ -52,38 +52,6 @@ def test_trap_9_it_may_be_made_before_or_after_the_model_is_wrapped(wrap_first: 
     assert module.weight.item() == before - 1
 
 
-def test_trap_9_a_plain_object_with_the_right_members_may_be_wrapped() -> None:
-    class FP16Optimizer:
-        """As scripts before 1.10 had: not a torch optimizer."""
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-            self.loss_scale = 128.0
-            self.stepped = 0
-
-        @property
-        def param_groups(self) -> list[dict[str, Any]]:
-            return self.optimizer.param_groups
-
-        @property
-        def state(self) -> Any:
-            return self.optimizer.state
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            self.optimizer.zero_grad(set_to_none)
-
-        def step(self) -> None:
-            self.stepped += 1
-
-    smp.init()
-    plain = FP16Optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    optimizer = smp.DistributedOptimizer(plain)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert (plain.stepped, optimizer.loss_scale, optimizer.optimizer) == (1, 128.0, plain)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 class OwnHalfPrecision:
     """As the optimizers that scripts of 2021 and 2022 brought along, after Apex: no torch optimizer."""
 
@@ -208,17 +176,6 @@ def test_param_groups_state_and_hooks_are_shared_with_the_optimizer_inside() -> 
 def test_step_passes_a_closure_on() -> None:
     _, optimizer = make()
     assert optimizer.step(lambda: 3.0) == 3.0
-
-
-def test_loss_scale_arguments_are_accepted_as_scripts_pass_them() -> None:
-    smp.init()
-    inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    smp.DistributedOptimizer(
-        inner,
-        static_loss_scale=None,
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 2**32, "scale_window": 1000},
-    )
 
 
 def test_it_copies_and_prints() -> None:

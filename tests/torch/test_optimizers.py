@@ -43,52 +43,49 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> l
 # --- the plain algorithms ---------------------------------------------------------------------------------------------
 
 
+OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
+
+
 def adam_by_hand(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
+    decay: float = 0.0,
     *,
-    decoupled: bool,
-    correct: bool,
-    averaging: bool = True,
-    max_norm: float = 0.0,
-    lamb: bool = False,
-    nvlamb: bool = False,
+    adam_w_mode: bool,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    max_grad_norm: float = 0.0,
+    use_nvlamb: bool | None = None,
 ) -> list[torch.Tensor]:
+    """Return the weights after some steps; `use_nvlamb` is None for Adam, which has no ratio of trust."""
+    lr, betas, eps = OPTIONS.values()
     weights = [parameter.detach() for parameter in tensors()]
     first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     for step in range(1, STEPS + 1):
         given = gradients(step - 1)
         norm = math.sqrt(sum(float(g.square().sum()) for g in given))
-        divisor = max(1.0, norm / max_norm) if max_norm else 1.0
+        divisor = max(1.0, norm / max_grad_norm) if max_grad_norm else 1.0
         for i, weight in enumerate(weights):
-            gradient = given[i] / divisor + (0.0 if decoupled else decay) * weight
-            first[i] = betas[0] * first[i] + ((1 - betas[0]) if averaging else 1.0) * gradient
+            gradient = given[i] / divisor + (0.0 if adam_w_mode else decay) * weight
+            first[i] = betas[0] * first[i] + ((1 - betas[0]) if grad_averaging else 1.0) * gradient
             second[i] = betas[1] * second[i] + (1 - betas[1]) * gradient**2
-            m = first[i] / (1 - betas[0] ** step) if correct else first[i]
-            v = second[i] / (1 - betas[1] ** step) if correct else second[i]
-            update = m / (v.sqrt() + eps) + (decay if decoupled else 0.0) * weight
-            ratio = 1.0
-            if lamb and (nvlamb or decay):
-                w, u = float(weight.norm()), float(update.norm())
-                ratio = w / u if w > 0 and u > 0 else 1.0
-            weights[i] = weight - lr * ratio * update
+            m = first[i] / (1 - betas[0] ** step) if bias_correction else first[i]
+            v = second[i] / (1 - betas[1] ** step) if bias_correction else second[i]
+            update = m / (v.sqrt() + eps) + (decay if adam_w_mode else 0.0) * weight
+            w, u = float(weight.norm()), float(update.norm())
+            trusts = use_nvlamb is not None and (use_nvlamb or decay) and w > 0 and u > 0
+            weights[i] = weight - lr * (w / u if trusts else 1.0) * update
     return weights
 
 
 def novograd_by_hand(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
     *,
-    inside: bool,
-    correct: bool,
-    averaging: bool,
+    bias_correction: bool,
+    reg_inside_moment: bool,
+    grad_averaging: bool,
     norm_type: int,
     init_zero: bool,
+    weight_decay: float,
 ) -> list[torch.Tensor]:
+    lr, betas, eps = OPTIONS.values()
     weights = [parameter.detach() for parameter in tensors()]
     momenta: list[Any] = [torch.zeros_like(w) for w in weights]
     averages: list[float | None] = [None for _ in weights]
@@ -103,15 +100,15 @@ def novograd_by_hand(
             else:
                 new = betas[1] * old + (1 - betas[1]) * norm
             averages[i] = new
-            divisor = new / (math.sqrt(1 - betas[1] ** step) if correct else 1.0) + eps
-            share = (1 - betas[0]) if averaging else 1.0
-            correction = (1 - betas[0] ** step) if correct else 1.0
-            if inside:
-                momenta[i] = betas[0] * momenta[i] + share * (gradient / divisor + decay * weight)
+            divisor = new / (math.sqrt(1 - betas[1] ** step) if bias_correction else 1.0) + eps
+            share = (1 - betas[0]) if grad_averaging else 1.0
+            correction = (1 - betas[0] ** step) if bias_correction else 1.0
+            if reg_inside_moment:
+                momenta[i] = betas[0] * momenta[i] + share * (gradient / divisor + weight_decay * weight)
                 weights[i] = weight - lr * momenta[i] / correction
             else:
                 momenta[i] = betas[0] * momenta[i] + share * gradient
-                weights[i] = weight - lr * (momenta[i] / correction / divisor + decay * weight)
+                weights[i] = weight - lr * (momenta[i] / correction / divisor + weight_decay * weight)
     return weights
 
 
@@ -120,81 +117,35 @@ def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def both() -> Iterator[tuple[bool, bool]]:
-    return itertools.product([True, False], [True, False])
+def choices(*names: str) -> Iterator[dict[str, bool]]:
+    """Return all ways to set some options."""
+    for values in itertools.product([True, False], repeat=len(names)):
+        yield dict(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adam(decay: float) -> None:
-    for decoupled in (True, False):
+    for options in choices("adam_w_mode"):
         parameters = tensors()
-        optimizer = smp.optimizers.FusedAdam(
-            parameters, 0.1, True, (0.8, 0.9), 1e-3, adam_w_mode=decoupled, weight_decay=decay
-        )
-        plain = adam_by_hand(0.1, (0.8, 0.9), 1e-3, decay, decoupled=decoupled, correct=True)
-        assert_close(train(optimizer, parameters), plain)
+        optimizer = smp.optimizers.FusedAdam(parameters, weight_decay=decay, **OPTIONS, **options)
+        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lamb(decay: float) -> None:
-    for (decoupled, correct), (averaging, nvlamb) in itertools.product(both(), both()):
-        parameters = tensors()
-        optimizer = smp.optimizers.FusedLAMB(
-            parameters,
-            0.1,
-            correct,
-            (0.8, 0.9),
-            1e-3,
-            decay,
-            adam_w_mode=decoupled,
-            grad_averaging=averaging,
-            max_grad_norm=2.0,
-            use_nvlamb=nvlamb,
-        )
-        plain = adam_by_hand(
-            0.1,
-            (0.8, 0.9),
-            1e-3,
-            decay,
-            decoupled=decoupled,
-            correct=correct,
-            averaging=averaging,
-            max_norm=2.0,
-            lamb=True,
-            nvlamb=nvlamb,
-        )
-        assert_close(train(optimizer, parameters), plain)
+    for chosen in choices("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb"):
+        parameters, options = tensors(), {**chosen, "max_grad_norm": 2.0}
+        optimizer = smp.optimizers.FusedLAMB(parameters, weight_decay=decay, **OPTIONS, **options)
+        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
     assert smp.optimizers.FusedLamb is smp.optimizers.FusedLAMB
 
 
 @pytest.mark.parametrize("norm_type", [2, 0])
 def test_novograd(norm_type: int) -> None:
-    for (inside, correct), (averaging, init_zero) in itertools.product(both(), both()):
-        parameters = tensors()
-        optimizer = smp.optimizers.FusedNovoGrad(
-            parameters,
-            0.1,
-            correct,
-            (0.8, 0.9),
-            1e-3,
-            0.1,
-            reg_inside_moment=inside,
-            grad_averaging=averaging,
-            norm_type=norm_type,
-            init_zero=init_zero,
-        )
-        plain = novograd_by_hand(
-            0.1,
-            (0.8, 0.9),
-            1e-3,
-            0.1,
-            inside=inside,
-            correct=correct,
-            averaging=averaging,
-            norm_type=norm_type,
-            init_zero=init_zero,
-        )
-        assert_close(train(optimizer, parameters), plain)
+    for chosen in choices("reg_inside_moment", "bias_correction", "grad_averaging", "init_zero"):
+        parameters, options = tensors(), {**chosen, "norm_type": norm_type, "weight_decay": 0.1}
+        optimizer = smp.optimizers.FusedNovoGrad(parameters, **OPTIONS, **options)
+        assert_close(train(optimizer, parameters), novograd_by_hand(**options))
 
 
 KINDS: list[Any] = [smp.optimizers.FusedAdam, smp.optimizers.FusedLAMB, smp.optimizers.FusedNovoGrad]
@@ -241,7 +192,7 @@ def test_parameters_without_gradient_wait_and_count_their_own_steps(kind: Any) -
     assert not kept.param_groups[0]["params"][0].grad.any()
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_rejects_wrong_options() -> None:
     with pytest.raises(UnsupportedError, match="FusedAdam has no amsgrad"):
         smp.optimizers.FusedAdam(tensors(), amsgrad=True)
     with pytest.raises(UsageError, match="`lr` of FusedLAMB must be at least 0, got -1"):

@@ -5,8 +5,6 @@ import collections
 import json
 import os
 import resource
-import signal
-import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +19,8 @@ from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from smpkit.torch.distributed.init import shutdown
-from tests.forked import Script
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[3]
 FILES = [
     *("index.json", "model_0_0_0.safetensors", "optimizer_0_0_0.pt", "optimizer_0_0_0.safetensors", "user_content.pt"),
 ]
@@ -428,42 +424,6 @@ def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
     names = [name for names in written for name in names if not name.startswith(".")]
     assert sorted(names) == sorted(path.name for path in (tmp_path / "one_partial").iterdir())
     assert all(f"model_0_0_{rank}.safetensors" in written[rank] for rank in range(4))
-
-
-KILLED = """
-import os, signal, sys
-import torch
-from torch import nn
-import smpkit.torch as smp
-from smpkit.torch.checkpoints import folder as checkpoint_files
-
-def dies(*arguments):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-smp.init()
-smp.DistributedModel(nn.Linear(2, 2))
-smp.save_checkpoint(sys.argv[1], "good", user_content={"step": 1})
-setattr(*{"part": (checkpoint_files.os, "fsync"), "publish": (checkpoint_files, "publish_folder"),
-          "newest": (checkpoint_files, "atomic_write")}[sys.argv[2]], dies)
-smp.save_checkpoint(sys.argv[1], "bad", user_content={"step": 2})
-"""
-
-
-@pytest.mark.parametrize(("moment", "step"), [("part", 1), ("publish", 1), ("newest", 2)])
-def test_a_job_killed_while_saving_resumes_from_a_whole_checkpoint(moment: str, step: int, tmp_path: Path) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
-    script.write_text(KILLED)
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = Script(script, str(folder), moment, env=environment)
-    job.communicate(timeout=150)
-    assert job.returncode == -signal.SIGKILL
-    smp.init()
-    smp.DistributedModel(nn.Linear(2, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resume_from_checkpoint(folder) == {"step": step}
-    save_checkpoint(folder, "next")
-    assert list(folder.glob(".*")) == []
 
 
 # --- what others read -------------------------------------------------------------------------------------------------

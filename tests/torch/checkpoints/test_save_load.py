@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,19 +99,6 @@ def test_an_object_that_needs_code_is_refused_until_the_caller_trusts_the_file(
     assert 'pickle_load_args={"weights_only": False}' in str(caught.value.hint)
     assert isinstance(load(tmp_path / "f", pickle_load_args={"weights_only": False})["x"], NotPlain)
     assert isinstance(load(tmp_path / "f", pickle_module=pickle)["x"], NotPlain)
-
-
-def test_what_scripts_keep_beside_tensors_needs_no_trust(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
-    smp.init()
-    save(
-        {"args": argparse.Namespace(lr=0.1), "rng": np.random.RandomState(0).get_state(), "loss": np.float32(2)},
-        tmp_path / "f",
-    )
-    loaded = load(tmp_path / "f")
-    assert loaded["args"].lr == 0.1
-    assert (loaded["rng"][1] == np.random.RandomState(0).get_state()[1]).all()
-    assert loaded["loss"] == 2
 
 
 def test_a_failed_save_leaves_the_older_file_and_nothing_else(tmp_path: Path) -> None:

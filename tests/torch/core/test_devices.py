@@ -136,23 +136,6 @@ def test_memory_that_a_driver_does_not_take_is_a_spent_budget(
     assert Arena(None, partial(pinned_bytes, XPU)).take(100) is None
 
 
-def test_memory_that_no_driver_registers_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    asked, zeros = list[bool](), torch.zeros
-
-    def pin(num_bytes: int, *, pin_memory: bool, **options: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        if num_bytes > 1 << 20:
-            raise RuntimeError("out of memory")
-        return zeros(num_bytes, **options)
-
-    monkeypatch.setattr(torch, "zeros", pin)
-    tensor = pinned_bytes(XPU, 5000)
-    assert (tensor.nbytes, int(tensor.sum()), asked) == (5000, 0, [True])
-    with pytest.raises(OSError, match="could not pin 2097152 bytes of the host: out of memory"):
-        pinned_bytes(XPU, 2 << 20)
-
-
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 

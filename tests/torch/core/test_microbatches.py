@@ -95,13 +95,6 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     assert calls[1].kwargs["scale"] is rows
 
 
-def test_gradients_flow_back_into_the_whole_input() -> None:
-    value = torch.ones(4, requires_grad=True)
-    torch.cat([piece * 3 for piece in pieces(value)]).sum().backward()
-    assert value.grad is not None
-    assert value.grad.tolist() == [3, 3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("value", "options", "message"),
     [

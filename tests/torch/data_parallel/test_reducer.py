@@ -1,4 +1,4 @@
-"""Gradients are averaged over ranks, whatever backward reached and in whatever order."""
+"""Gradients are averaged over ranks, in buckets, whatever backward reached and in whatever order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from tests.models import Case
+from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
+from tests.models import MODELS, Case
 from tests.ranks import RankFailed, run_ranks
-from tests.train import Trace, Training, Way, batch, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, same, trace_of, training, world
 
 
 class Branches(nn.Module):
@@ -292,3 +293,64 @@ def count_messages_per_step() -> list[int]:
 @pytest.mark.also_on("sim:copies:0")
 def test_accumulation_sends_nothing_until_its_last_step() -> None:
     assert run_ranks(count_messages_per_step, 2) == [[0, 4, 0, 4]] * 2
+
+
+TARGET = ReduceTarget(mock.sentinel.group)
+FLOAT, DOUBLE = torch.float32, torch.float64
+MEGABYTE = 256 * 1024
+"""Elements of float32."""
+
+
+def planned(*kinds: tuple[Any, torch.dtype], cap: int = 1000) -> list[Bucket]:
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds]
+    return plan_buckets(params, cap, lambda _: TARGET)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cap", "numels"),
+    [
+        ([(size, FLOAT) for size in (4, 4, 4, 100, 1)], 32, [[4, 4], [4], [100], [1]]),
+        ([(1, FLOAT), (2, DOUBLE), (3, FLOAT), (4, DOUBLE)], 1000, [[1, 3], [2, 4]]),
+        # The first is small, so that its reduction starts early.
+        ([(MEGABYTE, FLOAT)] * 4, 25 * 1024 * 1024, [[MEGABYTE], [MEGABYTE] * 3]),
+        ([], 100, []),
+    ],
+    ids=["below the cap", "one dtype each", "a small first one", "none"],
+)
+def test_buckets_keep_the_order(kinds: list[Any], cap: int, numels: list[list[int]]) -> None:
+    assert [[param.numel() for param in bucket.params] for bucket in planned(*kinds, cap=cap)] == numels
+
+
+def test_packing_and_unpacking_is_exact_for_every_shape_and_stride() -> None:
+    (bucket,) = planned(*((shape, FLOAT) for shape in ((2, 3), (), (0,), (4,))))
+    for param in bucket.params:
+        param.grad = torch.randn(param.shape)
+    bucket.params[0].grad = torch.randn(3, 2).t()
+    wanted = [param.grad / 2 for param in bucket.params if param.grad is not None]
+    with mock.patch.object(dist, "get_world_size", return_value=2):
+        bucket.pack(bucket.ids)
+    last = bucket.params[-1]
+    for earlier in ({}, {id(last): torch.ones(4)}):
+        torch.optim.SGD(bucket.params).zero_grad()
+        bucket.unpack(bucket.ids, earlier)
+        wanted[-1] += earlier.get(id(last), 0)
+        for param, expected in zip(bucket.params, wanted, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, expected)
+
+
+def trained(replicas: int) -> tuple[float, list[list[float]]]:
+    """Train on the batches of this rank's replica; return the last loss, and the parameters of the root."""
+    case = MODELS["parameters of the root"]
+    with training(case, Way(2, replicas=replicas, config={"ddp": False})) as of_rank:
+        for number in range(3):
+            loss = of_rank.step(*batch(case, number, 4, smp.rdp_rank())).reduce_mean().item()
+        return loss, [each.tolist() for name, each in sorted(of_rank.parameters()) if "." not in name]
+
+
+def test_a_parameter_of_the_root_trains_with_its_own_replica() -> None:
+    alone = run_ranks(trained, 2, 1)
+    both = run_ranks(trained, 4, 2)
+    assert len(alone[0][1]) == 3
+    assert both[:2] == alone
+    assert both[2] == both[3] != alone[0]

@@ -1,3 +1,5 @@
+"""Who waits for whom is named when a wait fails, whether a rank is late, has failed, has ended or is dead."""
+
 from __future__ import annotations
 
 import os
@@ -7,8 +9,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 import smpkit.torch as smp
 from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.distributed.failure_store import RankStatus
+from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
@@ -434,3 +438,35 @@ def other_errors_pass() -> list[str]:
 def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
     expected = ["ValueError('connection')", "RuntimeError('a mere bug')", "KeyboardInterrupt()"]
     assert run_ranks(other_errors_pass, 2) == [expected, expected]
+
+
+def test_a_server_that_ended_a_moment_ago_is_named_by_its_address() -> None:
+    """Its client knows only that a socket was closed, and says so with a page of C++ frames."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    store = FailureStore(client, 1, 2, timedelta(seconds=5), list, server="rank 0", serves_store=False)
+    store.write("key", "text")  # the server was seen just now, so nobody asks whether it is still there
+    port = server.port
+    del server
+    with pytest.raises(dist.DistStoreError, match=f"^nobody listens at 127.0.0.1:{port} any more$"):
+        store.read("key")
+
+
+def test_a_server_that_is_being_killed_is_not_asked() -> None:
+    """The kernel accepts connections for it until it is dead, and its client would log a page about the request."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    store = FailureStore(client, 1, 2, timedelta(seconds=5), list, server="rank 0", serves_store=False)
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        store._address = dying.getsockname()
+
+        def accept_and_close() -> None:
+            dying.accept()[0].close()
+
+        closing = threading.Thread(target=accept_and_close)
+        closing.start()
+        with pytest.raises(dist.DistStoreError, match=r"^nobody listens at 127\.0\.0\.1:"):
+            store.read("key")
+        closing.join()
+    store._address = ("127.0.0.1", server.port)
+    assert store.read("key") is None

@@ -18,7 +18,9 @@ from smpkit.torch.offload.link import Copies, Event, Link
 from tests.torch.offload.chains import (
     BATCH,
     BOUNDARY_BYTES,
+    ELEMENTS,
     WIDTH,
+    ClockLink,
     assert_idle,
     assert_same,
     call,
@@ -28,9 +30,9 @@ from tests.torch.offload.chains import (
     forward,
     gradients,
     inputs,
+    run_actions,
     slow,
 )
-from tests.torch.offload.clock import ELEMENTS, ClockLink, run_actions
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5, 99, "auto"])

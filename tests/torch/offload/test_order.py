@@ -7,7 +7,7 @@ import pytest
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Action
 from smpkit.torch.offload.order import BackwardOrder, LeadTuner, check_lead
-from tests.torch.offload.clock import ClockLink
+from tests.torch.offload.chains import ClockLink
 
 
 def follow(order: BackwardOrder, text: str) -> None:

@@ -12,8 +12,7 @@ from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, au
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.report import StepReport
-from tests.torch.offload.chains import engine_on
-from tests.torch.offload.clock import ELEMENTS, ClockLink, Copied, run_actions, value_of
+from tests.torch.offload.chains import ELEMENTS, ClockLink, Copied, engine_on, run_actions, value_of
 
 _BYTES = 4 * ELEMENTS
 _LAYERS = 3

@@ -1,4 +1,4 @@
-"""Borders of slices on the host, and memory that goes with what held it."""
+"""What crosses the link and when, borders of slices on the host, and memory that goes with what held it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.torch.offload.link import Copies, Event, Link
+from smpkit.torch.offload_model import engine, model, optimizer
 from smpkit.torch.offload_model import model as module
 
 CPU = torch.device("cpu")
@@ -116,3 +119,88 @@ def test_a_deleted_model_leaves_no_memory_and_no_threads() -> None:
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() <= before
+
+
+class NotedLink(Link):
+    """A link that notes what comes from the host, and how many bytes go there."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+        self._numbers: dict[int, int] = {}
+        """Of what has come, by its address on the host."""
+        self.fetched = self.sent = 0
+
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        number = self._numbers.setdefault(copies[0][0].data_ptr(), len(self._numbers))
+        self._order.append(f"fetch {number}")
+        self.fetched += sum(source.nbytes for source, _ in copies)
+        return super().fetch(copies, after)
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        self.sent += sum(target.nbytes for _, target in copies)
+        return super().send(copies, after)
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the CPU play a device; return the order of loads and runs."""
+    noted: list[str] = []
+    monkeypatch.setattr(model, "is_the_host", lambda _: False)
+    monkeypatch.setattr(engine, "link_for", lambda *_: NotedLink(noted))
+    return noted
+
+
+def noted(order: list[str], number: int) -> nn.Linear:
+    """Return a layer that notes when it runs, and when it runs again in backward."""
+
+    class Noted(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            order.append(f"run {number}")
+            return super().forward(value)
+
+    return Noted(4, 4)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_weights_of_the_next_slice_come_while_one_computes(order: list[str], num_microbatches: int) -> None:
+    layers = nn.Sequential(*[noted(order, number) for number in range(4)])
+    offloaded = OffloadModel(layers, CPU, CPU, 4, True, num_microbatches)
+    output = offloaded(torch.randn(2, 4))
+    run = [f"run {number}" for number in range(4) for _ in range(num_microbatches)]
+    assert [each for each in order if each.startswith("run")] == run
+    loads = {each: position for position, each in enumerate(order)}
+    assert all(loads[f"fetch {number}"] < order.index(f"run {number - 1}") for number in range(1, 4))
+    order.clear()
+    output.sum().backward()
+    first = [each for position, each in enumerate(order) if each != order[position - 1] or position == 0]
+    # The last two are there already, and all microbatches of a slice come before the slice before it.
+    assert first == ["run 3", "fetch 1", "run 2", "fetch 0", "run 1", "run 0"]
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_traffic(order: list[str], num_slices: int, dtype: torch.dtype) -> None:
+    """Weights in twice, but the last two slices once; gradients out once, in float32."""
+    width, steps = 64, 3
+    plain = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(8)])
+    offloaded = OffloadModel(plain, CPU, num_slices=num_slices, checkpoint_activation=True, dtype=dtype)
+    adamw = OffloadOptimizer(offloaded)
+    for _ in range(steps):
+        offloaded(torch.randn(8, width, dtype=dtype)).float().square().mean().backward()
+        adamw.step()
+    sizes = [sum(parameter.numel() for parameter in piece.parameters()) for piece in offloaded.model_slices]
+    link: Any = offloaded._engine.link
+    assert link.fetched == (2 * sum(sizes) - sum(sizes[-2:])) * dtype.itemsize * steps
+    assert link.sent == sum(sizes) * 4 * steps
+
+
+def test_the_thread_has_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it makes a context on the first GPU, half a GiB for each other rank of the host."""
+    began: list[torch.device] = []
+    monkeypatch.setattr(optimizer, "make_current", began.append)
+    offloaded = OffloadModel(nn.Sequential(nn.Linear(4, 4)), CPU)
+    sgd = OffloadOptimizer(offloaded, torch.optim.SGD, lr=0.1)
+    offloaded(torch.randn(2, 4)).sum().backward()
+    sgd.step()
+    offloaded.synchronize()
+    assert began == [CPU]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
@@ -71,82 +71,6 @@ def test_slow_links_and_jitter_change_nothing(
     train((plain, model), step)
     close(plain, model)
     link.close()
-
-
-@everywhere
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_gradients_of_several_backwards_add_up(clip: float | None) -> None:
-    plain, model = make_pair()
-    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    actual = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=clip, **ADAMW)
-
-    def step(_: int) -> None:
-        if clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-        if clip is not None:
-            assert actual.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-
-    train((plain, model), step, backwards=3)
-    close(plain, model)
-
-
-@everywhere
-def test_groups_and_schedules() -> None:
-    plain, model = make_pair()
-
-    def groups(network: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(network.parameters())
-        return [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.5},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-3},
-        ]
-
-    expected = torch.optim.AdamW(groups(plain), lr=1e-3)
-    actual = OffloadOptimizer(model, torch.optim.AdamW, groups(model), lr=1e-3)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(each, max_lr=[1e-2, 2e-2], total_steps=6) for each in (expected, actual)
-    ]
-
-    def step(_: int) -> None:
-        for each, schedule in zip((expected, actual), schedules, strict=True):
-            each.step()
-            schedule.step()
-            each.zero_grad()
-
-    train((plain, model), step)
-    close(plain, model, 1e-5)
-
-
-@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD])
-def test_groups_that_maximize(rule: Any) -> None:
-    plain, model = make_pair()
-
-    def groups(network: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(network.parameters())
-        return [{"params": parameters[::2], "maximize": True}, {"params": parameters[1::2]}]
-
-    optimizers = (
-        rule(groups(plain), lr=1e-2, weight_decay=0.1),
-        OffloadOptimizer(model, rule, groups(model), lr=1e-2, weight_decay=0.1),
-    )
-    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in optimizers])
-    close(plain, model)
-
-
-def test_momentum_of_some_groups_only() -> None:
-    """Without momentum torch's SGD takes no notice of dampening."""
-    plain, model = make_pair()
-
-    def groups(network: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(network.parameters())
-        return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:], "dampening": 0.5}]
-
-    optimizers = torch.optim.SGD(groups(plain), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, groups(model), lr=0.1)
-    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in optimizers])
-    close(plain, model)
 
 
 @pytest.mark.parametrize("limit", [5e-6, 1.0])
@@ -242,68 +166,6 @@ def test_a_norm_is_that_of_the_gradients_that_the_script_has_left() -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("rule", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
-def test_any_rule_of_torch(rule: Any) -> None:
-    plain, model = make_pair()
-    optimizers = rule(plain.parameters(), lr=0.01), OffloadOptimizer(model, rule, lr=0.01)
-    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in optimizers])
-    close(plain, model)
-
-
-@everywhere
-def test_frozen_and_unused_parameters_are_left_alone() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, value: Tensor) -> Tensor:
-            return self.used(value)
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(Part(), nn.Linear(6, 6), nn.Linear(6, 6))
-    plain[1].requires_grad_(False)
-    model = OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=True)
-    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    actual = OffloadOptimizer(model, torch.optim.AdamW, **ADAMW)
-
-    def step(_: int) -> None:
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
-    close(plain, model)
-    before, after = (dict(each.named_parameters()) for each in (plain, model))
-    assert torch.equal(before["0.unused.weight"], after["_model.0.model_shard.0.unused.weight"])
-
-
-@everywhere
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_weights_that_slices_share(clip: float | None, overlap: Any) -> None:
-    if clip and overlap == "backward":
-        pytest.skip("clipping is with overlap='forward'")
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
-    plain[3].weight = plain[0].weight
-    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=4, checkpoint_activation=True)
-    assert len(list(model.parameters())) == 5
-    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    actual = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=clip, overlap=overlap, **ADAMW)
-
-    def step(_: int) -> None:
-        if clip:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
-    close(plain, model)
-
-
-@everywhere
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
     """The same as rounding a copy of the weights for each forward, and updating the fp32 ones."""
@@ -351,18 +213,6 @@ def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
         wanted = expected.state_dict()["state"][number]
         assert state.keys() == wanted.keys()
         assert all(torch.allclose(state[name], wanted[name], atol=1e-6) for name in wanted)
-
-
-@everywhere
-def test_without_saved_state_it_starts_anew() -> None:
-    plain, model = make_pair()
-    expected = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    actual = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in (expected, actual)])
-    for optimizer in (expected, actual):
-        optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
-    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in (expected, actual)])
-    close(plain, model)
 
 
 @everywhere
@@ -420,25 +270,6 @@ def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> 
     killed = curve(tmp_path / "b.pt", 5)
     resumed = curve(tmp_path / "b.pt", -1)
     assert killed[:4] + resumed == whole
-
-
-def test_gradients_go_to_the_parameters_again_when_the_optimizer_is_gone() -> None:
-    plain, model = make_pair()
-    for make in (
-        lambda: OffloadOptimizer(model, torch.optim.SGD, lr=0.1),
-        lambda: torch.optim.SGD(model.parameters(), 0.1),
-    ):
-        expected = torch.optim.SGD(plain.parameters(), lr=0.1)
-        actual: torch.optim.Optimizer = make()
-
-        def step(_: int, pair: tuple[Any, ...] = (expected, actual)) -> None:
-            for each in pair:
-                each.step()
-                each.zero_grad()
-
-        train((plain, model), step)
-        del actual, step  # its last updates may still run
-        close(plain, model)
 
 
 def test_two_backwards_are_refused_where_the_first_updates() -> None:

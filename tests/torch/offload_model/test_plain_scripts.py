@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -33,83 +31,6 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int =
         optimizer.step()
 
 
-# --- trained as the plain model is -----------------------------------------------------------------------------------
-
-
-def repeated() -> nn.Sequential:
-    """Use a layer, and an activation, in several places."""
-    layer, activation = nn.Linear(4, 4), nn.Tanh()
-    return nn.Sequential(nn.Linear(4, 4), activation, layer, activation, layer, nn.Linear(4, 2))
-
-
-def dropping_in_place() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, inplace=True), nn.Linear(4, 4))
-
-
-def normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-
-
-def train_once(network: Any) -> None:
-    network(torch.randn(3, 4)).square().sum().backward()
-
-
-def evaluate_first(network: Any) -> None:
-    network.eval()
-    train_once(network)
-    network.train()
-    train_once(network)
-
-
-def evaluate_before_backward(network: Any) -> None:
-    loss = network(torch.randn(3, 4)).square().sum()
-    network.eval()
-    loss.backward()
-    assert not any(module.training for module in network.modules())
-
-
-def freeze_in_turn(network: Any) -> None:
-    for frozen in (0, 1, 2, 5):  # always as many
-        network.zero_grad()
-        for number, parameter in enumerate(network.parameters()):
-            parameter.requires_grad_(number != frozen)
-        train_once(network)
-
-
-def unfreeze(network: Any) -> None:
-    for smallest in (1, 2):  # biases, then all
-        network.zero_grad()
-        for parameter in network.parameters():
-            parameter.requires_grad_(parameter.dim() == 1 or smallest == 2)
-        train_once(network)
-
-
-SCRIPTS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[Any], None]]] = {
-    "a layer in several places": (repeated, train_once),
-    "dropout in place after an evaluation": (dropping_in_place, evaluate_first),
-    "evaluation between forward and backward": (normed, evaluate_before_backward),
-    "other weights in each step": (layers, freeze_in_turn),
-    "more weights in each step": (layers, unfreeze),
-}
-
-
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_it_trains_as_the_plain_model(name: str, checkpoint: bool) -> None:
-    make, script = SCRIPTS[name]
-    torch.manual_seed(0)
-    plain = make()
-    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=2, checkpoint_activation=checkpoint)
-    for network in (plain, model):
-        torch.manual_seed(1)
-        script(network)
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-6)
-    assert all(map(torch.equal, plain.buffers(), model.buffers()))
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_slices_may_work_in_place_without_a_graph(num_microbatches: int) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
@@ -117,9 +38,6 @@ def test_slices_may_work_in_place_without_a_graph(num_microbatches: int) -> None
     inputs = torch.randn(9, 4)
     with torch.inference_mode():
         torch.testing.assert_close(model(inputs), plain(inputs))
-
-
-# --- writes to weights ------------------------------------------------------------------------------------------------
 
 
 def test_one_weight_is_saved_without_its_slice() -> None:
@@ -157,22 +75,6 @@ def test_weights_written_past_their_versions_count(computed: torch.dtype | None,
         assert torch.equal(p, q)
 
 
-def test_weights_changed_between_a_backward_and_its_step_are_updated() -> None:
-    plain, model = layers(), OffloadModel(layers(), CPU, num_slices=2)
-    for network, optimizer in (
-        (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)),
-        (model, OffloadOptimizer(model, lr=1e-2)),
-    ):
-        network.eval()
-        network(torch.ones(2, 4)).square().mean().backward()
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.mul_(2)
-        optimizer.step()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_asking_for_parameters_costs_no_copy(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts do so in each step, to clip or to log; a step rounds each slice once all the same."""
@@ -193,30 +95,6 @@ def test_asking_for_parameters_costs_no_copy(asked: bool, monkeypatch: pytest.Mo
         optimizer.step()
     model.synchronize()
     assert sorted(published) == [0] * 4 + [1] * 4  # and once when the optimizer was made
-
-
-def test_gradients_that_the_model_forgets_the_optimizer_forgets() -> None:
-    plain, model = layers().eval(), OffloadModel(layers(), CPU).eval()
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    model(torch.randn(3, 4)).sum().backward()
-    model.zero_grad()
-    optimizer.step()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_a_weight_that_is_trained_later() -> None:
-    plain, model = layers(), OffloadModel(layers(), CPU)
-    networks: list[tuple[nn.Module, Any]] = [(plain, torch.optim.AdamW), (model, OffloadOptimizer)]
-    for network, make in networks:
-        first, *_ = network.parameters()
-        first.requires_grad_(False)
-        optimizer = make(network.parameters(), lr=0.1) if network is plain else make(network, lr=0.1)
-        train(network, optimizer)
-        first.requires_grad_(True)
-        train(network, optimizer)
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-4)
 
 
 def test_after_an_interrupt_the_next_backward_updates_again() -> None:
@@ -240,23 +118,6 @@ def test_after_an_interrupt_the_next_backward_updates_again() -> None:
     model(torch.randn(3, 4)).sum().backward()
     with pytest.raises(UsageError, match="a second backward"):
         model(torch.randn(3, 4)).sum().backward()
-
-
-def test_a_scaler_of_torch_scales_its_gradients() -> None:
-    plain, model = layers().eval(), OffloadModel(layers(), CPU).eval()
-    optimizers = torch.optim.SGD(plain.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    for network, optimizer in zip((plain, model), optimizers, strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for spoils in (False, True, False):
-            optimizer.zero_grad()
-            loss = network(torch.ones(3, 4)).sum()
-            scaler.scale(loss * float("inf") if spoils else loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_an_error_in_a_layer_leaves_the_model_usable() -> None:

@@ -129,18 +129,6 @@ def test_a_gradient_that_comes_when_its_slice_is_away_is_refused() -> None:
         engine._check_arrival(parameter)
 
 
-def test_a_penalty_of_weights_may_be_computed_where_they_rest() -> None:
-    torch.manual_seed(0)
-    plain = layers()
-    model = wrap(copy.deepcopy(plain))
-    for network in (plain, model):
-        (network(torch.ones(2, 4)).sum() + sum(each.square().sum() for each in network.parameters())).backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -166,23 +154,6 @@ def test_a_wrong_argument_is_named_with_its_value(given: dict[str, Any]) -> None
         OffloadModel(layers(), **{"device": "cpu", **given})
     assert str(caught.value).startswith(name)
     assert value is None or str(value).strip("[]") in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        *({"min_bytes": value} for value in (-1, 1.5, "a")),
-        *({"host_budget_bytes": value} for value in (True, "1G")),
-        *({"deadline_seconds": value} for value in (float("nan"), "x", 0, True)),
-        {"link": 3},
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_of_offload_activations_is_named_with_its_value(given: dict[str, Any]) -> None:
-    ((name, value),) = given.items()
-    with pytest.raises(UsageError) as caught:
-        offload_activations(nn.Linear(4, 4), **given)
-    assert str(caught.value).startswith(f"{name} is {value!r}")
 
 
 def test_a_checkpointed_sequential_leaves_layer_by_layer() -> None:

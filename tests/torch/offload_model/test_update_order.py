@@ -28,36 +28,24 @@ def _another(model: OffloadModel, optimizer: OffloadOptimizer, held: list[nn.Par
     return OffloadOptimizer(model, torch.optim.SGD, [{"params": held}], lr=0.5, num_threads=1)
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda model, optimizer, held: model.synchronize(),
-        lambda model, optimizer, held: list(model.parameters()),
-        lambda model, optimizer, held: model.state_dict(),
-        lambda model, optimizer, held: model._model[0].state_dict(),
-        lambda model, optimizer, held: model.load_state_dict(ZEROS),
-        lambda model, optimizer, held: model.eval(),
-        lambda model, optimizer, held: optimizer.state_dict(),
-        lambda model, optimizer, held: optimizer.load_state_dict({"state": {}, "param_groups": GROUPS}),
-        lambda model, optimizer, held: model(torch.ones(2, 6, dtype=model.model_slices[0].dtype)),
-        _another,
-    ],
-    ids=[
-        "synchronize",
-        "parameters",
-        "state",
-        "inner-state",
-        "load",
-        "eval",
-        "optimizer-state",
-        "optimizer-load",
-        "forward",
-        "another",
-    ],
-)
+LOOKS: dict[str, Callable[..., object]] = {
+    "synchronize": lambda model, optimizer, held: model.synchronize(),
+    "parameters": lambda model, optimizer, held: list(model.parameters()),
+    "state": lambda model, optimizer, held: model.state_dict(),
+    "inner-state": lambda model, optimizer, held: model._model[0].state_dict(),
+    "load": lambda model, optimizer, held: model.load_state_dict(ZEROS),
+    "eval": lambda model, optimizer, held: model.eval(),
+    "optimizer-state": lambda model, optimizer, held: optimizer.state_dict(),
+    "optimizer-load": lambda model, optimizer, held: optimizer.load_state_dict({"state": {}, "param_groups": GROUPS}),
+    "forward": lambda model, optimizer, held: model(torch.ones(2, 6, dtype=model.model_slices[0].dtype)),
+    "another": _another,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_who_looks_at_weights_waits_for_their_updates(
-    look: Callable[..., object], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    look: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also another optimizer, which would go on with those from before the step."""
     layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
@@ -85,7 +73,7 @@ def test_who_looks_at_weights_waits_for_their_updates(
         optimizer.step()
         assert not updated
         monkeypatch.setattr(Slice, "wait_for_updates", seen)
-        kept = look(model, optimizer, held)
+        kept = LOOKS[look](model, optimizer, held)
         assert len(updated) == 2
     finally:
         somebody_waits.set()

@@ -1,10 +1,10 @@
-"""The norm of a gradient that ranks hold in parts is that of one process, and clipping by it too."""
+"""The norm of a gradient that ranks hold in parts is that of one process, and so is clipping by it."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import Tensor, nn
 
 import smpkit.torch as smp
+from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.optim.gradient_norm import global_norm
+from smpkit.torch.optim.gradient_norm import global_norm, hold_gradients
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.models import MODELS
 from tests.ranks import run_ranks
@@ -147,3 +148,25 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     optimizer.step()
     smp.shutdown()
     assert vars(torch_clip_grad) == before
+
+
+class Holder:
+    """Takes the gradients of some parameters as they come."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.parameters = parameters
+
+    def holds_gradients_of(self) -> Iterable[Tensor]:
+        return self.parameters
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_torchs_functions_refuse_to_clip_nothing(clip: Callable[..., object]) -> None:
+    held, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    holder = Holder(held)
+    hold_gradients(holder)
+    with pytest.raises(UsageError, match=f"{clip.__name__} would clip nothing"):
+        clip([held], 1.0)
+    other.grad = torch.tensor([3.0, 4.0])
+    clip([other], 1.0)
+    assert other.grad.max().item() <= 1

@@ -1,16 +1,22 @@
-"""A backward starts without torch's own checks only where they would find nothing, and from what nobody has changed."""
+"""A segment's backward starts from what nobody has changed, and in two halves makes the gradients of one."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
+from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -122,3 +128,211 @@ def test_backward_starts_with_one_times_the_scale() -> None:
     assert root_gradient((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
     assert root_gradient(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
     assert root_gradient(torch.ones(2), None, 1.0) is None
+
+
+WIDTH = 6
+
+
+class Double(torch.autograd.Function):
+    """A Function of the user's with a weight, which counts its backwards."""
+
+    num_backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        Double.num_backwards += 1
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Double.apply(self.first(x), self.weight)
+
+
+class SideBySide(nn.Module):
+    """One weight in two branches that do not reach each other, and one that meets the loss without an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.alone = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.shared(x)) + torch.tanh(self.shared(2 * x)) + (self.alone @ self.alone).sum()
+
+
+def in_a_row() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    module[0].requires_grad_(False)
+    return module
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    # The module, the shape of its input, and the weights whose gradients come late.
+    "chain": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        (3, WIDTH),
+        {"0.weight", "0.bias", "2.weight", "2.bias"},
+    ),
+    "a layer twice in a row": (in_a_row, (3, WIDTH), {"3.weight", "3.bias"}),
+    "a layer side by side": (SideBySide, (3, WIDTH), {"shared.weight", "shared.bias", "alone"}),
+    "frozen": (frozen, (3, WIDTH), {"2.weight", "2.bias"}),
+    "custom Function": (Custom, (3, WIDTH), {"first.weight", "first.bias"}),
+    "weights made of weights": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        (3, WIDTH),
+        {"bias", "parametrizations.weight.original0", "parametrizations.weight.original1"},
+    ),
+    "norms are cheap": (
+        lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)),
+        (3, WIDTH),
+        {"1.weight", "1.bias"},
+    ),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0, batch_first=True),
+        (2, 3, WIDTH),
+        {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "self_attn.out_proj.bias"}
+        | {f"linear{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")},
+    ),
+    # In float64, torch runs it step by step: what goes from step to step is used many times in a row.
+    "recurrent": (lambda: Recurrent().double(), (3, 2, WIDTH), {"cell.weight_ih_l0", "cell.bias_ih_l0"}),
+}
+
+
+def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightBackward | None]:
+    leaf = x.clone().requires_grad_()
+    half = backward_inputs([module(leaf.view_as(leaf)).square().mean()], [None], [leaf])
+    assert leaf.grad is not None
+    return leaf.grad, half
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: each.grad for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_backward_to_the_bit(name: str) -> None:
+    build, shape, late = CASES[name]
+    torch.manual_seed(0)
+    module = build()
+    x = torch.randn(shape, dtype=next(module.parameters()).dtype)
+    plain = copy.deepcopy(module)
+    for _ in range(2):  # the second one is added to the first
+        leaf = x.clone().requires_grad_()
+        plain(leaf.view_as(leaf)).square().mean().backward()
+        before = {key: None if each is None else each.clone() for key, each in gradients(module).items()}
+        gradient, half = halved(module, x)
+        assert leaf.grad is not None
+        assert torch.equal(gradient, leaf.grad)
+        unchanged = {key for key, each in gradients(module).items() if _equal(each, before[key])}
+        assert {key for key, each in gradients(plain).items() if each is not None} & unchanged == late
+        assert half is not None
+        half.run()
+        assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
+
+
+def test_each_weight_is_added_to_once() -> None:
+    # The reducer of data parallelism counts on it.
+    module = SideBySide()
+    calls: list[str] = []
+    for name, each in module.named_parameters():
+        each.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    _, half = halved(module, torch.randn(3, WIDTH))
+    assert calls == []
+    assert half is not None
+    half.run()
+    assert sorted(calls) == ["alone", "shared.bias", "shared.weight"]
+
+
+def test_a_custom_function_runs_once() -> None:
+    Double.num_backwards = 0
+    _, half = halved(Custom(), torch.randn(3, WIDTH))
+    assert half is not None
+    half.run()
+    assert Double.num_backwards == 1
+
+
+def test_without_inputs_or_late_weights_everything_runs_at_once() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    assert backward_inputs([layer(torch.randn(3, WIDTH)).sum()], [None], []) is None
+    assert layer.weight.grad is not None
+    norm = nn.LayerNorm(WIDTH)
+    assert halved(norm, torch.randn(3, WIDTH))[1] is None
+    assert norm.weight.grad is not None
+
+
+def test_an_input_that_the_loss_does_not_use_stays_without_gradient() -> None:
+    layer, unused = nn.Linear(WIDTH, WIDTH), torch.zeros(1, requires_grad=True)
+    leaf = torch.randn(3, WIDTH, requires_grad=True)
+    half = backward_inputs([layer(leaf).sum()], [None], [leaf, unused])
+    assert half is not None
+    assert unused.grad is None
+
+
+def test_several_losses_with_gradients_of_their_own() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    plain, x = copy.deepcopy(module), torch.randn(3, WIDTH)
+    starts: list[Tensor | None] = [torch.randn(3, WIDTH), None]
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    roots = [
+        [(hidden := each[:2](leaf)), each[2](hidden).sum()] for each, leaf in zip((plain, module), leaves, strict=True)
+    ]
+    torch.autograd.backward(roots[0], starts)
+    half = backward_inputs(roots[1], starts, [leaves[1]])
+    assert half is not None
+    half.run()
+    assert _equal(leaves[0].grad, leaves[1].grad)
+    assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
+
+
+def test_a_reentrant_checkpoint_of_another_library_runs_whole() -> None:
+    """Torch's own is none any more where smpkit has wrapped a model; Megatron's, for one, has the same name."""
+    own: Any = type("CheckpointFunction", (_Checkpoint.__mro__[1],), {})
+    layer = nn.Linear(WIDTH, WIDTH)
+    leaf = torch.randn(3, WIDTH, requires_grad=True)
+    out = own.apply(layer, True, leaf.view_as(leaf))
+    assert backward_inputs([out.sum()], [None], [leaf]) is None
+    assert layer.weight.grad is not None
+
+
+def test_hooks_that_would_run_twice_are_noticed() -> None:
+    seen: list[int] = []
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    with watching(seen.append):
+        (2 * x).sum()
+        assert seen == []
+        checkpoint(torch.tanh, x, use_reentrant=False)
+        assert seen == [1, -1]
+        (2 * x).register_hook(lambda gradient: gradient)
+        (2 * x).retain_grad()
+        assert seen == [1, -1, 0, 0]
+    (2 * x).register_hook(lambda gradient: gradient)
+    checkpoint(torch.tanh, x, use_reentrant=False)
+    assert seen == [1, -1, 0, 0]

@@ -49,26 +49,22 @@ class Shifts(nn.Module):
 
 
 class Between(nn.Module):
-    """Lets `function` do something with what the first unit has made, with the others at hand, and goes on with it."""
+    """Does something with what the first unit has made, with the others at hand, and goes on with it."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], middle: Callable[[], nn.Module]) -> None:
+    def __init__(self, what: str, middle: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.near = Changes()
         self.far = middle()
         self.last = nn.Linear(WIDTH, WIDTH)
-        self.function = function
+        self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self, self.first(x)))
+        return self.last(ACTS[self.what](self, self.first(x)))
 
 
-def between(function: Callable[[Any, Tensor], Tensor], middle: Callable[[], nn.Module] = Changes) -> Case:
-    return Case(functools.partial(Between, function, middle), vectors, mse_step)
-
-
-def gone_on_with(model: Any, x: Tensor) -> Tensor:
-    return model.far(x)
+def between(what: str, middle: Callable[[], nn.Module] = Changes) -> Case:
+    return Case(functools.partial(Between, what, middle), vectors, mse_step)
 
 
 def changed_where_it_lies(model: Any, x: Tensor) -> Tensor:
@@ -116,10 +112,10 @@ def resnet() -> nn.Module:
 
 
 CASES = {
-    "what is returned by a unit that changes its input": between(gone_on_with),
-    "changed where it lies": between(changed_where_it_lies, Shifts),
-    "changed after a while": between(changed_after_a_while, Shifts),
-    "written to by `out`": between(written_out, Shifts),
+    "what is returned by a unit that changes its input": between("goes on"),
+    "changed where it lies": between("changes where it lies", Shifts),
+    "changed after a while": between("changes after a while", Shifts),
+    "written to by `out`": between("writes out", Shifts),
     "a ResNet": Case(resnet, doubled, mse_step),
 }
 ROWS = [
@@ -182,19 +178,6 @@ class ChangesLater(Shifts):
         return super().forward(x)
 
 
-def residual(model: Any, x: Tensor) -> Tensor:
-    return x + model.far(x)
-
-
-def added_after(model: Any, x: Tensor) -> Tensor:
-    y = model.far(x) + 1
-    return y + x
-
-
-def averaged(model: Any, x: Tensor) -> Tensor:
-    return model.far(x, model.first.bias)
-
-
 def seen_before(model: Any, x: Tensor) -> Tensor:
     row = x[0]
     return model.far(x) + row
@@ -216,11 +199,6 @@ def returned_input(model: Any, x: Tensor) -> Tensor:
     y = model.far(x)
     y += 1
     return x + y
-
-
-def changed_batch(model: Any, x: Tensor) -> Tensor:
-    batch = torch.ones(2, WIDTH, dtype=x.dtype)
-    return x + model.far(batch)
 
 
 def running_mean(model: Any, x: Tensor) -> Tensor:
@@ -245,32 +223,68 @@ def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return row
 
 
+ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "goes on": lambda model, x: model.far(x),
+    "changes where it lies": changed_where_it_lies,
+    "changes after a while": changed_after_a_while,
+    "writes out": written_out,
+    "adds what was": lambda model, x: x + model.far(x),
+    "adds what was, later": lambda model, x: model.far(x) + 1 + x,
+    "hands on a parameter": lambda model, x: model.far(x, model.first.bias),
+    "hands on a fresh tensor": lambda model, x: x + model.far(torch.ones(2, WIDTH, dtype=x.dtype)),
+    "takes a view before": seen_before,
+    "changes a view": changed_through_a_view,
+    "leaves a graph behind": graph_left_behind,
+    "changes what was returned": returned_input,
+    "copies into a fresh tensor": running_mean,
+    "fills a fresh tensor": viewed_before,
+}
+"""What a `Between` does, by names, which can be sent to ranks."""
+
 VIEWS = r"shares its memory with a value that `far` has changed in place.*take views of a value after"
 REFUSED = {
-    "used after a unit has changed it elsewhere": (between(residual), "was used after `far`, which lies on another"),
-    "a view that lies elsewhere": (between(seen_before), VIEWS),
+    "used after a unit has changed it elsewhere": (
+        between("adds what was"),
+        "was used after `far`, which lies on another",
+    ),
+    "a view that lies elsewhere": (between("takes a view before"), VIEWS),
     # Ranks ended by a ValueError of `zip` and without a word.
-    "a view that is returned": (Case(functools.partial(Between, residual, Changes), vectors, returned_view), VIEWS),
+    "a view that is returned": (
+        Case(functools.partial(Between, "adds what was", Changes), vectors, returned_view),
+        VIEWS,
+    ),
     "through a view": (
-        between(changed_through_a_view, Shifts),
+        between("changes a view", Shifts),
         r"changed in place through a value that shares its memory after pipeline rank 1 had been sent it",
     ),
     "a view of an earlier segment": (
-        between(graph_left_behind, Shifts),
+        between("leaves a graph behind", Shifts),
         "a value that `add_` has changed in place",
     ),
-    "what a unit has returned of its input": (between(returned_input, Returns), "it has returned its input, or a view"),
-    "a tensor that all hold": (between(changed_batch), r"`far` changed in place a tensor of shape \[2, 6\] that every"),
-    "a buffer that all hold": (between(running_mean, Shifts), r"`copy_` changed in place a tensor of shape \[6\]"),
-    "a view of a fresh tensor": (between(viewed_before, Shifts), r"`add_` changed in place a tensor of shape \[2, 6\]"),
-    "not the first time": (between(gone_on_with, ChangesLater), "which it did not do the first time"),
+    "what a unit has returned of its input": (
+        between("changes what was returned", Returns),
+        "it has returned its input, or a view",
+    ),
+    "a tensor that all hold": (
+        between("hands on a fresh tensor"),
+        r"`far` changed in place a tensor of shape \[2, 6\] that every",
+    ),
+    "a buffer that all hold": (
+        between("copies into a fresh tensor", Shifts),
+        r"`copy_` changed in place a tensor of shape \[6\]",
+    ),
+    "a view of a fresh tensor": (
+        between("fills a fresh tensor", Shifts),
+        r"`add_` changed in place a tensor of shape \[2, 6\]",
+    ),
+    "not the first time": (between("goes on", ChangesLater), "which it did not do the first time"),
     "a parameter of another rank": (
-        between(averaged, Averages),
+        between("hands on a parameter", Averages),
         r"`far` changed in place a parameter of shape \[6\] that pipeline rank 1.*put both on one rank",
     ),
     # Without a word, the first rank got no gradient from a later microbatch: what arrives is a leaf there.
     "detached": (
-        between(added_after, Detaches),
+        between("adds what was, later", Detaches),
         r"float64\[2, 6\], which pipeline rank 0 made for `far`, was detached in place or frozen there",
     ),
 }

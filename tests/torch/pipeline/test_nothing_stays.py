@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import smpkit.torch as smp
 from smpkit.torch.pipeline.stage_context import StageContext
 from tests.models import DROPOUT, WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, train, training
+from tests.train import KINDS, Way, batch, checkpoint_layers, train, training
 
 
 def train_twice() -> tuple[int, list[str]]:
@@ -35,35 +35,6 @@ def test_stages_and_their_threads_end_with_the_training() -> None:
     for stages, threads in run_ranks(train_twice, 2):
         assert stages == 0
         assert threads == ["MainThread"]
-
-
-WAYS: Final = {
-    "zero bubble, offloaded": Way(
-        pipeline=2, config={"pipeline": "zero_bubble", "offload_activations": True}, prepare=checkpoint_layers
-    ),
-    "tensor, sharded state": Way(
-        replicas=2, tensor=2, microbatches=1, config={"shard_optimizer_state": True}, prepare=divide_layers
-    ),
-}
-
-
-def tensors_while_training(way: Way) -> tuple[int, int]:
-    """Return how many tensors there are after some steps, and after as many again."""
-    counts = []
-    with training(DROPOUT, way) as trained:
-        for number in range(16):
-            trained.step(*batch(DROPOUT, number, 4))
-            if number in (7, 15):
-                gc.collect()
-                counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
-    early, late = counts
-    return early, late
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_steps_leave_no_tensors_behind(name: str) -> None:
-    for early, late in run_ranks(tensors_while_training, 2, WAYS[name]):
-        assert late <= early + 4  # one that each of the eight steps left would be eight
 
 
 def tensors_in_cycles(name: str) -> int:

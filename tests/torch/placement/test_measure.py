@@ -1,21 +1,31 @@
-"""Partitioning by measured times: `trace_execution_times`."""
+"""What a unit costs: measured times (`trace_execution_times`), and what the cost pass says of checkpointed layers."""
 
 from __future__ import annotations
 
 import random
 import time
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.torch.core import offloader
+from smpkit.torch.describe import describe
 from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
+from smpkit.torch.recompute import region
 from tests.ranks import run_ranks
 from tests.torch.steps import announced, train_step
 from tests.transparency.test_pipeline_failures import told
@@ -174,3 +184,176 @@ def measure_without_weights() -> tuple[str, float]:
 def test_a_model_without_weights_cannot_be_measured() -> None:
     for message, _ in run_ranks(measure_without_weights, 2):
         assert f"{UsageError.__name__}: execution times cannot be measured" in message
+
+
+_INPUT = 16 * 64 * 4
+_HIDDEN = 16 * 256 * 4
+_FLOPS = 2 * 2 * 16 * 64 * 256
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def _costs(*layers: nn.Module, checkpointed: bool = True) -> list[UnitCost]:
+    def factory() -> tuple[nn.Module, torch.Tensor]:
+        model = nn.Sequential(*layers)
+        if checkpointed:
+            smp.set_activation_checkpointing(model)
+        return model, torch.zeros(16, 64)
+
+    return describe(factory).costs
+
+
+def test_a_checkpointed_unit_keeps_its_boundary_and_makes_the_rest_again() -> None:
+    for cost in _costs(_Block(), _Block()):
+        assert cost.activation_bytes == cost.boundary_bytes == _INPUT
+        assert cost.recomputed_flops == cost.flops == _FLOPS
+        # Two hidden tensors: the second layer has saved everything before it computes.
+        assert cost.recomputed_bytes == cost.working_bytes == 2 * _HIDDEN
+
+
+def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
+    for checkpointed, plain in zip(_costs(_Block()), _costs(_Block(), checkpointed=False), strict=True):
+        assert checkpointed.spared_bytes == plain.activation_bytes == _INPUT + 2 * _HIDDEN
+        assert plain.spared_bytes == 0
+
+
+class Checkpointing(nn.Module):
+    """Two blocks in checkpoints of torch's or smpkit's."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([_Block(), _Block()])
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
+    def costs(run: Callable[..., torch.Tensor]) -> list[UnitCost]:
+        return describe(lambda: (Checkpointing(run), torch.zeros(16, 64))).costs
+
+    assert costs(partial(checkpoint, use_reentrant=reentrant)) == costs(smp.checkpoint)
+
+
+def test_a_checkpointed_layer_of_several_units_is_counted_with_the_first() -> None:
+    up, down = _costs(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    assert (up.activation_bytes, up.boundary_bytes, up.recomputed_flops) == (_INPUT, _INPUT, _FLOPS)
+    assert (down.activation_bytes, down.boundary_bytes, down.recomputed_flops) == (0, 0, 0)
+    assert up.flops + down.flops == _FLOPS
+
+
+def test_nothing_is_recomputed_without_checkpointing() -> None:
+    (cost,) = _costs(_Block(), checkpointed=False)
+    assert (cost.boundary_bytes, cost.recomputed_bytes, cost.recomputed_flops) == (0, 0, 0)
+    assert cost.activation_bytes > _INPUT
+
+
+def test_nobody_is_told_of_boundaries_afterwards() -> None:
+    before = offloader.current()
+    _costs(_Block())
+    assert offloader.current() is before
+
+
+# --- beside bytes that are counted ------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    """A block that makes much that it does not save: scores before their softmax, a sum that is kept for its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(64), _Block()
+        self.project, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(self.norm(x)).chunk(3, -1)
+        scores = query @ key.T
+        wide = torch.cat([scores] * 40, -1) * 2
+        weights = torch.softmax(scores + wide.mean(), -1)
+        return self.block(x + self.out(weights @ value))
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = _Block(), _Block(), _Block()
+        smp.set_activation_checkpointing(self.first)
+        smp.set_activation_checkpointing(self.third)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the bytes of what forwards and recomputations have made and what is alive of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        """`most`: in a recomputation."""
+        self.recomputes = False
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.recomputes or torch._C._current_graph_task_id() == -1:
+            for value, declared in zip(
+                output if isinstance(output, tuple | list) else [output], func._schema.returns, strict=False
+            ):
+                if isinstance(value, torch.Tensor) and declared.alias_info is None:
+                    self._add(value.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        assert key not in self._alive
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += num_bytes
+        if self.recomputes:
+            self.most = max(self.most, self.now)
+
+    def begin_call(self, *_: Any) -> None:
+        self.recomputes = torch._C._current_graph_task_id() != -1
+
+    def end_recomputation(self) -> None:
+        self.recomputes = False
+
+
+@pytest.mark.parametrize("kind", [_Block, _Attention, _Nested])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_peak_of_a_recomputation_is_the_one_that_is_counted(kind: type[nn.Module], count: int) -> None:
+    costs = _costs(*(kind() for _ in range(count)))
+    model = nn.Sequential(*(kind() for _ in range(count)))
+    smp.set_activation_checkpointing(model)
+    for _ in range(4):  # the first calls copy what they might change
+        model(torch.zeros(16, 64)).sum().backward()
+    found = _Counted()
+    for each in model.modules():
+        each.register_forward_pre_hook(found.begin_call)
+    with mock.patch.object(region, "note_memory", found.end_recomputation), found:
+        model(torch.zeros(16, 64)).sum().backward()
+    loss_and_its_gradient = 8
+    kept = sum(cost.activation_bytes for cost in costs)
+    assert found.most - loss_and_its_gradient == kept + max(cost.recomputed_bytes for cost in costs)
+
+
+def test_a_layer_that_is_not_checkpointed_says_what_recomputing_it_would_hold() -> None:
+    [plain], [checkpointed] = _costs(_Attention(), checkpointed=False), _costs(_Attention())
+    assert plain.working_bytes == checkpointed.recomputed_bytes > plain.activation_bytes

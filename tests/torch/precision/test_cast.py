@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
+from tests.models import DROPOUT
 from tests.ranks import run_ranks
 from tests.torch.steps import train_step
+from tests.train import Way, checkpoint_layers, same
 
 HALF = torch.float16
 
@@ -262,27 +265,11 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
     assert run_ranks(spoil_each_rank, 2) == [[(True, 8.0, True)] * 6] * 2
 
 
-def checkpointed(features: bool) -> list[torch.Tensor]:
-    smp.init({"fp16": True, "pipeline_parallel_degree": 2, "microbatches": 2, "offload_activations": features})
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
-    model = smp.DistributedModel(nn.Sequential(*layers))
-    if features:
-        smp.set_activation_checkpointing(model.get_module())
-    optimizer = optimizer_of(model, static_loss_scale=64.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        train_step(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))
-        optimizer.step()
-    return [each.detach().clone() for each in model.local_parameters()]
-
-
-def with_and_without() -> bool:
-    plain = checkpointed(features=False)
-    smp.shutdown()
-    both = checkpointed(features=True)
-    return all(one.equal(other) for one, other in zip(plain, both, strict=True))
-
-
 def test_checkpointing_and_offloading_change_no_bit() -> None:
-    assert run_ranks(with_and_without, 2) == [True, True]
+    plain = Way(pipeline=2, config={"fp16": True})
+    same(
+        DROPOUT,
+        replace(plain, config={**plain.config, "offload_activations": True}, prepare=checkpoint_layers),
+        like=plain,
+        tolerance=0,
+    )

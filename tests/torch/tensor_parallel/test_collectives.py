@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange: values, gradients, what is refused, and how many messages a layer takes."""
+"""What tensor-parallel ranks exchange: values, gradients, how many messages a layer takes, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
 from smpkit.torch.tensor_parallel.loss import _own_labels
 from tests.ranks import RankFailed, run_ranks
+from tests.torch.steps import train_step
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 KINDS: dict[str, Exchange] = {
@@ -324,3 +326,59 @@ def test_flash_attention_equals_attention_written_out() -> None:
     torch.testing.assert_close(plain(qkv), scaled_dot_product_attention(query, key, value, scale=0.3))
     with pytest.raises(UsageError, match=r"not \[batch, length, 3, heads, 8\]"):
         layer(qkv[..., :4])
+
+
+@smp.step
+def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def wrap(**config: Any) -> smp.DistributedModel:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 60, **config})
+    torch.manual_seed(0)
+    with smp.tensor_parallelism():
+        return smp.DistributedModel(nn.Sequential(nn.Linear(4, 4)))
+
+
+def mismatches() -> list[str]:
+    model = wrap()
+    other = smp.rank() == 1
+    said = []
+    for call in (
+        lambda: train_step(model, torch.zeros(2 + other, 4)),
+        lambda: (evaluate if other else train_step)(model, torch.zeros(2, 4)),
+        lambda: model(torch.zeros(2, 4 + 4 * other)),
+        lambda: model.train(not other)(torch.zeros(2, 4)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        said.append(caught.value.message)
+        model.train()
+    train_step(model, torch.zeros(2, 4))  # and all is well again
+    return said
+
+
+def test_ranks_that_call_different_things_hear_what() -> None:
+    for said in run_ranks(mismatches, 2):
+        start = "ranks 0 and 1 of a tensor-parallel group are about to do different things: "
+        assert all(each.startswith(start) for each in said)
+        shapes, steps, plain, modes = (each.removeprefix(start) for each in said)
+        assert "the step `train_step` (training, with gradients) with float32[2, 4], and the step" in shapes
+        assert "with float32[3, 4]" in shapes
+        assert "the step `train_step`" in steps
+        assert "the step `evaluate`" in steps
+        assert "the model (training, with gradients) with float32[2, 4], and the model" in plain
+        assert "the model (evaluation, with gradients)" in modes
+
+
+def prescaled_batches() -> str:
+    model = wrap(prescaled_batch=True)
+    train_step(model, torch.zeros(2, 4))
+    with pytest.raises(UsageError) as caught:
+        train_step(model, torch.full((2, 4), float(smp.rank())))
+    return caught.value.message
+
+
+def test_a_prescaled_batch_that_is_not_the_same_is_named() -> None:
+    for message in run_ranks(prescaled_batches, 2):
+        assert "ranks 0 and 1 of a tensor-parallel group brought different values to the step `train_step`" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,7 +51,6 @@ def lazy_logits() -> None:
     torch.testing.assert_close(pair[1], output.logits)
     model.get_module().loss_function = lambda logits, **_: logits.sum() * 0 + logits.shape[-1]
     assert model(input_ids=tokens, labels=tokens).loss == VOCABULARY
-    smp.shutdown()
 
 
 def generation() -> None:
@@ -63,7 +63,6 @@ def generation() -> None:
     mine = slice(2 * smp.tp_rank(), 2 * smp.tp_rank() + 2)
     made = model.get_module().generate(tokens[mine], attention_mask=mask[mine], **options)
     assert torch.equal(made, plain[mine])
-    smp.shutdown()
 
 
 def exceptions() -> None:
@@ -77,7 +76,6 @@ def exceptions() -> None:
     layers: Any = model.get_module().model.layers
     assert layers[0].mlp.gate_proj.weight.shape == (24, 16)
     assert layers[1].mlp.gate_proj.weight.shape == (12, 16)
-    smp.shutdown()
 
 
 def other_shapes() -> None:
@@ -85,7 +83,6 @@ def other_shapes() -> None:
     tokens, *_ = samples()
     with pytest.raises(UsageError, match=r"different shapes: \[2, 6\] on rank 0, \[3, 6\] on rank 1"):
         model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
-    smp.shutdown()
 
 
 def residuals_inside() -> None:
@@ -100,7 +97,6 @@ def residuals_inside() -> None:
         each(input_ids=tokens, labels=tokens).loss.backward()
     ours, theirs = (each.model.layers[1].input_layernorm.weight.grad for each in (model.get_module(), plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    smp.shutdown()
 
 
 def refused(module: nn.Module, message: str, **config: Any) -> None:
@@ -189,14 +185,15 @@ def modules_inside_an_embedding() -> None:
     smp.shutdown()
 
 
-def everything() -> None:
-    for case in (lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible):
-        case()
-    modules_inside_an_embedding()
+CASES = (
+    *(lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible),
+    modules_inside_an_embedding,
+)
 
 
-def test_on_two_ranks() -> None:
-    run_ranks(everything, 2, timeout=120)
+@pytest.mark.parametrize("case", CASES)
+def test_divided_by_its_own_plan(case: Callable[[], None]) -> None:
+    run_ranks(case, 2)
 
 
 def test_losses_are_those_of_hugging_face() -> None:

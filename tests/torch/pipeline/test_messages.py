@@ -1,0 +1,139 @@
+"""Memory for messages is used again and never too early; what tells of no gradient; what is posted ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smpkit.torch.core.tensor_spec import spec_of
+from smpkit.torch.pipeline.channels import ReceivePool
+from smpkit.torch.pipeline.messages import is_none_gradient, none_gradient_message
+from smpkit.torch.pipeline.step_plan import num_ahead
+
+CPU = torch.device("cpu")
+
+
+def made(**needs: int) -> ReceivePool:
+    pool = ReceivePool(CPU)
+    pool.fit({int(size[1:]): count for size, count in needs.items()})
+    return pool
+
+
+def addresses(pool: ReceivePool, num_bytes: int, count: int) -> list[int]:
+    return [pool.take(num_bytes).memory.data_ptr() for _ in range(count)]
+
+
+def test_a_block_comes_back_when_the_last_tensor_in_it_dies() -> None:
+    pool = made(b64=1)
+    value = pool.lend(pool.take(64)).view(torch.float32).detach().requires_grad_()
+    first = value.data_ptr()
+    loss = (value * value).sum()  # saves it
+    del value
+    assert addresses(pool, 64, 1) != [first]
+    assert pool.num_unplanned == 1
+    loss.backward()
+    del loss
+    pool.sweep()
+    assert first in addresses(pool, 64, 1)
+
+
+def test_the_block_that_has_been_free_longest_goes_first() -> None:
+    pool = made(b8=3)
+    lent = [pool.lend(pool.take(8)) for _ in range(3)]
+    order = [each.data_ptr() for each in lent]
+    while lent:
+        lent.pop()
+        pool.sweep()
+    assert addresses(pool, 8, 3) == order[::-1]
+
+
+def test_what_is_kept_beyond_the_step_is_replaced_and_the_ring_stays_as_large() -> None:
+    pool, kept = made(b8=2), []
+    for step in range(4):
+        kept.append(pool.lend(pool.take(8)))
+        kept[-1].fill_(step)
+        pool.fit({8: 2})
+        assert pool.num_bytes == 16
+        assert len(set(addresses(pool, 8, 2)) | {each.data_ptr() for each in kept}) == 2 + len(kept)
+        pool.fit({8: 2})
+    assert [each[0].item() for each in kept] == [0, 1, 2, 3]
+    assert pool.num_unplanned == 0
+
+
+def test_sizes_of_two_kinds_of_steps_are_kept_and_older_ones_given_up() -> None:
+    pool = made(b8=2)
+    pool.fit({16: 1})
+    assert pool.num_bytes == 32
+    pool.fit({8: 2})
+    assert pool.num_bytes == 32
+    pool.fit({8: 2})
+    assert pool.num_bytes == 16
+
+
+def test_a_size_that_nobody_foresaw_is_allocated_for_once() -> None:
+    pool = made(b8=1)
+    value = pool.lend(pool.take(24))
+    assert value.nbytes == 24
+    assert (pool.num_unplanned, pool.num_bytes) == (1, 8)
+    pool.give_back(pool.take(24))
+    assert pool.num_bytes == 8
+
+
+MIB = 2**20
+
+
+def test_all_small_receives_are_posted_before_the_first_wait_and_of_large_ones_the_first() -> None:
+    assert num_ahead([MIB // 4] * 6) == 4
+    assert num_ahead([0, 0, 2 * MIB, 0]) == 2
+    assert num_ahead([2 * MIB, 2 * MIB]) == 1
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+named = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def arrived(value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a message as its receiver has it."""
+    buffer = torch.empty(shape, dtype=dtype)
+    buffer.untyped_storage().copy_(value.untyped_storage())
+    return buffer
+
+
+@named
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0)])
+def test_it_has_the_size_of_a_gradient_and_is_known_by_every_element(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    value = torch.empty(shape, dtype=dtype)
+    message = none_gradient_message(spec_of(value))
+    assert message.nbytes == value.nbytes
+    got = arrived(message, dtype, shape)
+    assert bool(got.isnan().all())
+    assert is_none_gradient(got, spec_of(value)) == (got.numel() > 0)
+    if got.numel() > 1:
+        got.view(-1)[-1] = 1
+        assert not is_none_gradient(got, spec_of(value))
+
+
+@named
+def test_what_is_computed_is_none_of_it(dtype: torch.dtype) -> None:
+    spec = spec_of(torch.empty(4, dtype=dtype))
+    zeros, infinity = torch.zeros(4, dtype=dtype), torch.full((4,), float("inf"), dtype=dtype)
+    computed = [
+        zeros,
+        infinity,
+        zeros / 0,
+        infinity - infinity,
+        infinity * 0,
+        torch.full((4,), float("nan"), dtype=dtype),
+    ]
+    for value in [*computed, *[-each for each in computed]]:
+        assert not is_none_gradient(value, spec)
+        assert not is_none_gradient(value.to(torch.complex128 if dtype.is_complex else torch.float64).to(dtype), spec)
+
+
+def test_types_without_room_for_it_send_zeros() -> None:
+    spec = spec_of(torch.empty(3, dtype=torch.float8_e5m2))
+    got = arrived(none_gradient_message(spec), torch.float8_e5m2, (3,))
+    assert got.float().tolist() == [0, 0, 0]
+    assert not is_none_gradient(got, spec)
