@@ -58,7 +58,7 @@ TYPE = r"`model` argument to `OffloadModel` must be of type `nn\.Sequential`\."
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        *(((model, CPU), TypeError, NONE.format("model")) for model in (None, [], nn.Sequential())),
+        *(((model, CPU), TypeError, NONE.format("model")) for model in list[Any]((None, [], nn.Sequential()))),
         *(
             ((model, CPU), TypeError, TYPE)
             for model in (nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", [1])
