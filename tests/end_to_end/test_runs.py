@@ -85,7 +85,7 @@ def test_the_block_is_printed_once_and_is_the_summary(trained: tuple[Path, str],
     assert all(len(line) <= 80 for line in said.splitlines() if re.match(r"\[rank 0\] (run|time|memory|saved) ", line))
     summary = read_summary(run)
     assert (summary.name, summary.steps, summary.exit_reason) == ("gpt-text", 6, "finished")
-    assert list(summary.values) == ["loss", "held_out_loss"]
+    assert list(summary.values) == ["loss", "learning rate", "held_out_loss"]
     first, last = summary.values["loss"]
     assert f"values  loss {first:.4g} → {last:.4g}, held_out_loss " in said
     assert last < first
