@@ -169,19 +169,19 @@ class ModelParallelConfig(Section):
     """
 
     shard_offloaded_activations: bool = Field(default=True, alias="_shard_offloaded_activations")
-    """Internal to v1: shard offloaded activations over tensor-parallel ranks."""
+    """Internal to v1: shard offloaded activations over tensor-parallel ranks. No effect."""
 
     fp16: bool = False
     """Train in float16 with float32 master weights and a loss scale. Not with `bf16`."""
 
     fp16_params: bool = False
-    """Create divided modules in float16; `fp16` replaced it in release 1.10."""
+    """No effect: `fp16` replaced it in release 1.10."""
 
     bf16: bool = False
     """Train in bfloat16 with float32 master weights; in v1 only with sharded data parallelism. Not with `fp16`."""
 
     fp32_grad_accumulation: bool = Field(default=False, alias="_fp32_grad_accumulation")
-    """Internal to v1: accumulate gradients of float16 parameters in float32. Requires `fp16` or `fp16_params`."""
+    """Internal to v1: accumulate gradients in float32. No effect. Requires `fp16` or `fp16_params`."""
 
     shard_optimizer_state: bool = False
     """Each data-parallel rank keeps and updates a share of the optimizer state. No effect without `ddp`."""
@@ -218,13 +218,13 @@ class ModelParallelConfig(Section):
     """L2 norm that `optimizer.step()` clips to; 0 does not clip."""
 
     load_partition: bool = False
-    """Internal to v1: reuse a saved partition decision."""
+    """Internal to v1: reuse a saved partition. No effect."""
 
     partition_file: str | None = None
-    """Internal to v1: the file of the saved partition decision."""
+    """Internal to v1: the file of that partition. No effect."""
 
     checkpoint_attentions: bool = False
-    """Internal to v1: checkpoint only attention in divided transformers. Off with a pipeline."""
+    """Internal to v1: checkpoint only attention. No effect: use `smp.set_activation_checkpointing`."""
 
     match_weights: bool = Field(default=False, alias="_match_weights")
     """In v1's scripts: divided modules keep the original weights instead of drawing new ones."""
@@ -233,7 +233,7 @@ class ModelParallelConfig(Section):
     """Internal to v1. No effect: schedules are always static."""
 
     fast_mode: bool = False
-    """Internal to v1. No effect: values go straight to the rank that needs them."""
+    """Internal to v1. No effect: values always go straight to where they are needed."""
 
     herring: bool = False
     """Internal to v1: another data-parallel back end. No effect. Not with `ddp`."""

@@ -91,7 +91,10 @@ _SHARDING = (
     *("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters"),
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
 )
-_INTERNAL = ("_fp32_grad_accumulation", "load_partition", "partition_file", "static_mode", "fast_mode", "herring")
+_INTERNAL = (
+    *("_fp32_grad_accumulation", "_shard_offloaded_activations", "load_partition", "partition_file"),
+    *("static_mode", "fast_mode", "herring"),
+)
 _Notice = tuple[str, str, str]
 """A key, what is said of it, and the hint."""
 
@@ -159,6 +162,9 @@ def _other_notices(config: ModelParallelConfig, changed: frozenset[str]) -> Iter
             yield key, "has no effect: tensor_parallel_degree is 1", hint
     for key in changed & {"fp16_params"}:
         yield key, "was replaced by fp16 in release 1.10", "use `fp16: true`"
+    if config.checkpoint_attentions:  # not on a pipeline, where `_pipeline_notices` says so
+        message, hint = "has no effect: whole layers are checkpointed", "use `smp.set_activation_checkpointing` instead"
+        yield "checkpoint_attentions", message, hint
     for key in changed & {*_INTERNAL}:
         yield key, "has no effect: it belongs to the inside of the old library", "remove it"
 

@@ -206,6 +206,12 @@ def test_checkpoint_attentions_is_switched_off_in_a_pipeline() -> None:
     assert config({"checkpoint_attentions": True}).checkpoint_attentions is True
 
 
+@pytest.mark.parametrize("key", ["checkpoint_attentions", "_shard_offloaded_activations"])
+def test_internal_keys_that_nothing_reads_are_told_so(key: str) -> None:
+    parameters = {"offload_activations": True, key: not DEFAULTS[key]}
+    assert notices(parameters) == [key]
+
+
 def test_extensions_are_accepted() -> None:
     made = config({"offload_activations": "auto", "memory_budget_gib": 40})
     assert (made.offload_activations, made.memory_budget_gib) == ("auto", 40.0)
