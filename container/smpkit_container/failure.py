@@ -226,7 +226,7 @@ def _memory_lines(end: RankEnd) -> list[str]:
         return []
     lines = []
     if doing.held is not None:
-        lines.append(f"held {_kinds(doing.held)}")
+        lines.append(f"tensors held {_kinds(doing.held)}")
     if doing.planned is not None:
         lines.append(f"plan {_kinds(doing.planned)}")
     return [*lines, f"was in {_whereabouts(doing)}"]

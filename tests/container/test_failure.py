@@ -112,7 +112,7 @@ def test_killed_rank_may_be_out_of_memory() -> None:
     assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
     assert "hint: use more microbatches, checkpoint or offload activations" in failure.screen
     measured = rank_failure(RootCause(RankEnd(2, -9, 1.0, peak_bytes=3 << 30)), outcome(), TOPOLOGY, CODE)
-    assert "SIGKILL (the machine may be out of memory; it held up to 3.0 GiB)" in measured.screen
+    assert "SIGKILL (the machine may be out of memory; its process took up to 3.0 GiB)" in measured.screen
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ FAILURES = {
     "killed": (
         "os.kill(os.getpid(), 9)",
         137,
-        "the process was killed by SIGKILL (the machine may be out of memory; it held up to 0.0 GiB)",
+        "the process was killed by SIGKILL (the machine may be out of memory; its process took up to 0.0 GiB)",
     ),
     "crashes": (
         "import ctypes; ctypes.string_at(0)",

@@ -155,12 +155,11 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     (tmp_path / "job.yaml").write_text(job)
     done = smpkit(tmp_path, "run", "job.yaml", "--", how)
     assert done.returncode == 1
-    assert re.search(r"(?m)^held [0-9.]+ [KM]iB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr), (
-        done.stderr
-    )
+    held = r"(?m)^tensors held [0-9.]+ [KM]iB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB"
+    assert re.search(held, done.stderr), done.stderr
     assert "run     " not in done.stderr, "the block is of runs that went well"
     assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
-    assert "hint: `smp.set_activation_checkpointing on each layer` saves most: up to " in done.stderr
+    assert "hint: `smp.set_activation_checkpointing(layers)` saves most: up to " in done.stderr
     [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     summary = read_summary(run)
     assert summary.exit_reason.startswith("failed: ")

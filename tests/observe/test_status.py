@@ -53,7 +53,7 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
             {"sharded_data_parallel_degree": 4},
             4,
             False,
-            "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
+            "`smp.set_activation_checkpointing(layers)` saves most: up to 2.0 GiB",
         ),
     ],
     ids=["shards", "microbatches", "offloads", "checkpoints"],
