@@ -8,7 +8,6 @@ one, else to the repository if `[project.urls]` in pyproject.toml has an address
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -16,11 +15,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-import smpkit
 from scripts import links
 from scripts.links import BRANCH
 from tests.docs.blocks import PAGES, blocks_of, problem_of
@@ -105,13 +103,8 @@ def stage(work: Path = _BUILD) -> None:
 
 def _configuration(known: Mapping[str, str]) -> str:
     text = (ROOT / "zensical.toml").read_text(encoding="utf-8").replace('"ROOT', f'"{ROOT.as_posix()}')
-    lines = []
-    if "Repository" in known:
-        lines += [f'repo_url = "{known["Repository"]}"', f'edit_uri = "edit/{BRANCH}/docs/"']
-        text = text.replace("features = [", 'features = [\n  "content.action.edit",', 1)
-    if "Documentation" in known:
-        lines.append(f'site_url = "{known["Documentation"]}/{smpkit.__version__}/"')
-        text = text.replace("[project.extra]\n", '[project.extra]\nversion = {provider = "mike"}\n', 1)
+    keys = {"repo_url": "Repository", "site_url": "Documentation"}
+    lines = [f'{key} = "{known[name]}"' for key, name in keys.items() if name in known]
     return text.replace("[project]\n", "\n".join(["[project]", *lines, ""]), 1)
 
 
@@ -123,15 +116,9 @@ def build(folder: Path, work: Path = _BUILD) -> int:
     if problems:
         sys.stderr.write("\n".join([*problems, "error: the site has problems", ""]))
         return 1
-    built = work / "site"
-    known = addresses()
-    _correct_edit_links(built, known.get("Repository", ""))
-    target = folder / smpkit.__version__ if "Documentation" in known else folder
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(built, target)
-    if "Documentation" in known:
-        _list_versions(folder)
-    sys.stderr.write(f"{len(list(target.rglob('*.html')))} pages in {target}\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(work / "site", folder)
+    sys.stderr.write(f"{len(list(folder.rglob('*.html')))} pages in {folder}\n")
     return 0
 
 
@@ -156,47 +143,18 @@ def _wrong_in(built: Path) -> Iterator[str]:
             yield f"{name}: {words} leads nowhere; write the address behind it, in parentheses"
 
 
-def _correct_edit_links(built: Path, repository: str) -> None:
-    """Let pages that are not from docs be edited where they lie."""
-    if not repository:
-        return
-    for source, place in pages().items():
-        page = built / place.with_suffix(".html")
-        if source.parts[0] != "docs" and source != _README:
-            wrong, right = f"/edit/{BRANCH}/docs/{place}", f"/edit/{BRANCH}/{source}"
-            page.write_text(page.read_text(encoding="utf-8").replace(wrong, right), encoding="utf-8")
-
-
-def _list_versions(folder: Path) -> None:
-    """Write what the selector of versions reads, and lead the folder's own address to the newest."""
-    names = [path.name for path in folder.iterdir() if (path / "index.html").is_file()]
-    newest, *older = sorted(names, key=_version, reverse=True)
-    entries = [{"version": name, "title": name, "aliases": ["latest"] * (name == newest)} for name in (newest, *older)]
-    (folder / "versions.json").write_text(json.dumps(entries), encoding="utf-8")
-    redirect = f'<meta http-equiv="refresh" content="0; url={newest}/index.html">'
-    (folder / "index.html").write_text(f'<!doctype html><meta charset="utf-8">{redirect}', encoding="utf-8")
-
-
-def _version(name: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", name)]
-
-
 def serve(port: int) -> int:
     """Serve the site on loopback, and build again what changes, until Ctrl-C."""
     stage()
     command = [sys.executable, "-m", "zensical", "serve", "--dev-addr", f"127.0.0.1:{port}"]
     with subprocess.Popen(command, cwd=_BUILD) as server:
-        return _until_interrupted(server, stage)
-
-
-def _until_interrupted(server: subprocess.Popen[bytes], again: Callable[[], None]) -> int:
-    try:
-        while server.poll() is None:
-            time.sleep(1)
-            again()
-    except KeyboardInterrupt:
-        server.terminate()
-    return server.wait()
+        try:
+            while server.poll() is None:
+                time.sleep(1)
+                stage()
+        except KeyboardInterrupt:
+            server.terminate()
+        return server.wait()
 
 
 def main() -> int:

@@ -5,26 +5,22 @@ Nothing here lets smpkit replace torch's checkpoint, as `smp.DistributedModel` a
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
+from benchmarks.common import machine, parser, report, table, take_turns
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.recompute.region import run_checkpointed
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 WIDTH = 16
 CALLS = 20
 """In a row, in each turn of each contestant."""
@@ -72,19 +68,9 @@ def microseconds(call: Call, module: nn.Module, x: Tensor) -> float:
     return (time.thread_time() - start) / CALLS * 1e6
 
 
-def measure(module: nn.Module, x: Tensor, turns: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for turn in range(turns + 1):
-        for name, call in CONTESTANTS.items():
-            took = microseconds(call, module, x)
-            if turn:  # the first one warms up
-                times[name].append(took)
-    return times
-
-
-def row(name: str, times: Mapping[str, Sequence[float]]) -> str:
-    medians = " | ".join(f"{statistics.median(each):.0f} µs" for each in times.values())
-    return f"| {name} | {medians} | {share(times, 'smpkit')} | {share(times, 'smpkit, parking')} |"
+def row(name: str, times: Mapping[str, Sequence[float]]) -> list[object]:
+    medians = [f"{statistics.median(each):.0f} µs" for each in times.values()]
+    return [name, *medians, share(times, "smpkit"), share(times, "smpkit, parking")]
 
 
 def share(times: Mapping[str, Sequence[float]], ours: str) -> str:
@@ -97,27 +83,16 @@ def share(times: Mapping[str, Sequence[float]], ours: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=100, help="of each contestant (default: %(default)s)")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    options: Any = parser.parse_args(arguments)
+    options = parser(__doc__, repetitions=100).parse_args(arguments)
+    turns = 3 if options.quick else options.repetitions
     torch.set_num_threads(1)
-    lines = [
-        f"| module | {' | '.join(CONTESTANTS)} | added / torch's | with parking |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [row(name, measure(module, x, options.turns)) for name, (module, x) in layers().items()]
-    about = (
-        f"{options.turns} turns of {CALLS} calls each, forward and backward, {os.cpu_count()} cores"
-        f" ({platform.machine()}), load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, torch"
-        f" {torch.__version__}."
-    )
-    text = "\n".join(lines) + "\n\n" + about
-    print(text)
-    if not options.dry:
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    found = {
+        name: take_turns({who: partial(microseconds, call, module, x) for who, call in CONTESTANTS.items()}, turns)
+        for name, (module, x) in layers().items()
+    }
+    text = table(["module", *CONTESTANTS, "added / torch's", "with parking"], [row(*each) for each in found.items()])
+    about = f"{turns} turns of {CALLS} calls each, forward and backward, {machine()}"
+    report(Path(__file__).with_name("README.md"), "table", f"{text}\n\n{about}", options, found)
     return 0
 
 

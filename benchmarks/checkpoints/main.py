@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import operator
-import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import smpkit.torch as smp
+from benchmarks.common import machine, on_ranks, parser, prepare_rank, report, table, take_turns
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 STEPS = 10
 NO_SAVE = "no save"
 
@@ -71,10 +67,11 @@ def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
 
 
 def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
-    """Return for each contestant, in each turn: seconds in the call, and of ten steps with the end of the save.
+    """Return for each contestant and turn: seconds in the call, and of ten steps with the end of the save.
 
-    CPU seconds are of both ranks, all threads.
+    The third figure is CPU seconds of both ranks, all threads.
     """
+    prepare_rank()
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
@@ -82,34 +79,29 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     x = torch.randn(4, 32, width)
 
-    def steps() -> None:
+    def turn(save: Save) -> tuple[float, ...]:
+        folder = _common_folder()
+        start, cpu = time.perf_counter(), time.process_time()
+        end = save(folder)
+        held = time.perf_counter() - start
         for _ in range(STEPS):
             optimizer.zero_grad()
             _train(model, x)
             optimizer.step()
+        end()
+        slowest = torch.tensor([held, time.perf_counter() - start], dtype=torch.float64)
+        both = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(both)
+        if smp.rank() == 0:
+            shutil.rmtree(folder)
+        return (*slowest.tolist(), both.item())
 
-    steps()
-    saves = contestants(model, optimizer)
-    names = [NO_SAVE, *saves]
-    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in names} for kind in ("held", "spent", "cpu")}
-    for turn in range(turns + 1):
-        for name in names if turn % 2 else reversed(names):  # so that nobody is always after the same one
-            folder = _common_folder()
-            start, cpu = time.perf_counter(), time.process_time()
-            end = saves[name](folder) if name in saves else lambda: None
-            called = time.perf_counter() - start
-            steps()
-            end()
-            slowest = _reduced(dist.ReduceOp.MAX, called, time.perf_counter() - start)
-            total = _reduced(dist.ReduceOp.SUM, time.process_time() - cpu)
-            if smp.rank() == 0:
-                shutil.rmtree(folder)
-            for kind, seconds in zip(found, (*slowest, *total), strict=True):
-                if turn:  # the first one warms up
-                    found[kind][name].append(seconds)
-    size = _sizes(model, optimizer)
-    smp.shutdown()
-    return {**found, "MiB": size}
+    saves: dict[str, Save] = {NO_SAVE: lambda _: lambda: None}
+    turn(saves[NO_SAVE])  # makes the optimizer's states
+    saves |= contestants(model, optimizer)
+    times = take_turns({name: partial(turn, save) for name, save in saves.items()}, turns)
+    return {"times": times, "MiB": _sizes(model, optimizer)}
 
 
 def _common_folder() -> Path:
@@ -118,69 +110,40 @@ def _common_folder() -> Path:
     return Path(str(names[0]))
 
 
-def _reduced(how: Any, *seconds: float) -> list[float]:
-    values = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(values, how)
-    return [float(each) for each in values]
-
-
 def _sizes(model: Any, optimizer: Any) -> float:
     states = [model.local_state_dict(), *optimizer.local_state_dict()["state"].values()]
     tensors = [each for values in states for each in values.values() if isinstance(each, torch.Tensor)]
     return sum(getattr(each, "to_local", lambda each=each: each)().nbytes for each in tensors) / 2**20
 
 
-def table(found: Mapping[str, Any]) -> str:
+def text_of(found: Mapping[str, Any]) -> str:
     """Return the medians; costs are differences to the ten steps without a save of the same turn."""
+    by_name = {name: [*zip(*turns, strict=True)] for name, turns in found["times"].items()}  # held, spent, CPU
+    _, plain, plain_cpu = by_name.pop(NO_SAVE)
 
-    def median(kind: str, name: str, *, less: str | None = None) -> float:
-        values = found[kind][name]
-        others = found[kind][less] if less else [0.0] * len(values)
-        return statistics.median(value - other for value, other in zip(values, others, strict=True))
+    def more(ours: Sequence[float], base: Sequence[float]) -> str:
+        return f"{1e3 * statistics.median(map(operator.sub, ours, base)):.0f} ms"
 
-    lines = [
-        f"| save of {found['MiB']:.0f} MiB on each rank | held | cost of ten steps | the same in CPU time |",
-        "|---|---|---|---|",
+    rows = [
+        [name, f"{1e3 * statistics.median(held):.0f} ms", more(spent, plain), more(cpu, plain_cpu)]
+        for name, (held, spent, cpu) in by_name.items()
     ]
-    for name in list(found["held"])[1:]:
-        times = [median("held", name), *(median(kind, name, less=NO_SAVE) for kind in ("spent", "cpu"))]
-        lines.append(f"| {name} | {' | '.join(f'{seconds * 1e3:.0f} ms' for seconds in times)} |")
-    ours = found["held"]["smpkit, blocking=False"]
+    heads = [f"save of {found['MiB']:.0f} MiB on each rank", "held", "cost of ten steps", "the same in CPU time"]
     others = {"blocking": "smpkit, blocking", "`async_save`": "torch.distributed.checkpoint.async_save"}
-    ratios = []
-    for told, name in others.items():
-        ratio = statistics.median(map(operator.truediv, ours, found["held"][name]))
-        ratios.append(f"`blocking=False` beside {told}: held {ratio:.2f} ×")
-    plain, cpu = median("spent", NO_SAVE), median("cpu", NO_SAVE)
-    without = f"Ten steps without a save: {plain * 1e3:.0f} ms, {cpu * 1e3:.0f} ms of CPU time."
-    return "\n".join([*lines, "", f"{'; '.join(ratios)} (medians of ratios in a turn). {without}"])
+    ours = by_name["smpkit, blocking=False"][0]
+    medians = {who: statistics.median(map(operator.truediv, ours, by_name[name][0])) for who, name in others.items()}
+    ratios = [f"`blocking=False` beside {who}: held {median:.2f} ×" for who, median in medians.items()]
+    without = f"{statistics.median(plain) * 1e3:.0f} ms, {statistics.median(plain_cpu) * 1e3:.0f} ms of CPU time"
+    said = f"{'; '.join(ratios)} (medians of ratios in a turn). Ten steps without a save: {without}."
+    return f"{table(heads, rows)}\n\n{said}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, once; the README stays as it is")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--turns", type=int, default=5, help="of each contestant (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    if "WORLD_SIZE" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
-        os.execv(sys.executable, [*torchrun, "benchmarks.checkpoints.main", *(arguments or sys.argv[1:])])
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="torch")
-    width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.turns)
-    found = measure(width, num_layers, turns)
-    if os.environ["RANK"] != "0":
-        return 0
-    about = (
-        f"Medians of {turns} turns, {os.cpu_count()} cores ({platform.machine()}), load average"
-        f" {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, torch {torch.__version__}."
-    )
-    text = f"{table(found)} {about}"
-    print(text)
-    if not (options.quick or options.dry):
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    options = parser(__doc__, repetitions=5).parse_args(arguments)
+    width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.repetitions)
+    found = on_ranks(measure, 2, width, num_layers, turns)[0]
+    text = f"{text_of(found)} Medians of {turns} turns, {machine()}"
+    report(Path(__file__).with_name("README.md"), "table", text, options, found)
     return 0
 
 

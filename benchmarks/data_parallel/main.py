@@ -2,85 +2,190 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
+import copy
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-ON_RANKS: Mapping[int, Sequence[str]] = {
-    1: ["one process"],
-    2: ["data parallelism", "sharded optimizer state", "sharded data parallelism"],
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import smpkit.torch as smp
+from benchmarks.common import machine, on_ranks, parser, prepare_rank, ratio, report, table, take_turns
+from smpkit.torch.core.devices import wait_for_stream
+from smpkit.torch.core.runtime import state
+
+WARM_UPS: Final = 5
+LENGTH: Final = 32
+LR: Final = 1e-3
+SIZES: Final = {"small": (64, 4, 4), "medium": (96, 4, 12), "large": (256, 6, 8)}
+"""Width, layers and samples of each rank."""
+
+Step = Callable[[], torch.Tensor]
+Wrapped = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Model(nn.Module):
+    """Transformer layers between two linear ones."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(width, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(num_layers)
+        )
+        self.outputs = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.outputs(x)
+        return result
+
+
+# --- smpkit's features, and torch's for the same ----------------------------------------------------------------------
+
+
+def plain(model: nn.Module) -> Wrapped:
+    return model, torch.optim.AdamW(model.parameters(), LR)
+
+
+def replicated(model: nn.Module) -> Wrapped:
+    return plain(DistributedDataParallel(model))
+
+
+def with_sharded_states(model: nn.Module) -> Wrapped:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=LR)
+
+
+def sharded(model: Any) -> Wrapped:
+    mesh = init_device_mesh(state.device.type, (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return plain(fully_shard(model, mesh=mesh))
+
+
+FEATURES: Final[Mapping[str, tuple[int, dict[str, Any], str, Callable[[nn.Module], Wrapped]]]] = {
+    "one process": (1, {}, "plain PyTorch", plain),
+    "data parallelism": (2, {"ddp": True}, "DistributedDataParallel", replicated),
+    "sharded optimizer state": (
+        2,
+        {"ddp": True, "shard_optimizer_state": True},
+        "the same with ZeroRedundancyOptimizer",
+        with_sharded_states,
+    ),
+    "sharded data parallelism": (
+        2,
+        {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0},
+        "fully_shard",
+        sharded,
+    ),
 }
+"""Ranks, parameters, and its peer."""
+
+
+@smp.step
+def _train(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def smpkit_step(module: nn.Module, x: torch.Tensor) -> Step:
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), LR))
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _train(model, x).reduce_mean()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Step:
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
+    """Measure one feature and its peer in turns, on the same weights and batches."""
+    prepare_rank()
+    _, parameters, peer, wrap = FEATURES[feature]
+    cells = []
+    for size in sizes:
+        smp.shutdown()
+        smp.init(dict(parameters))
+        width, num_layers, samples = SIZES[size]
+        torch.manual_seed(0)
+        model = Model(width, num_layers)
+        torch.manual_seed(1 + smp.rank())
+        x = torch.randn(samples, LENGTH, width).to(state.device)
+        theirs = torch_step(*wrap(copy.deepcopy(model).to(state.device)), x)
+        steps = {peer: theirs, "smpkit": smpkit_step(model, x)}
+        for _ in range(WARM_UPS):  # also for the bits: both train the same model
+            torch.testing.assert_close(*[step() for step in steps.values()])
+        times = take_turns({name: partial(timed, step) for name, step in steps.items()}, repetitions)
+        cells.append({"feature": feature, "size": size, "peer": peer, "times": times})
+    return cells
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Return the seconds from a barrier until the last rank is done, and the mean processor time of all its threads."""
+    if smp.size() > 1:
+        dist.barrier()
+    start, computed = time.perf_counter(), time.process_time()
+    step()
+    wait_for_stream(state.device)
+    seconds = torch.tensor([time.perf_counter() - start, time.process_time() - computed], dtype=torch.float64)
+    if smp.size() > 1:
+        dist.all_reduce(seconds[:1], dist.ReduceOp.MAX)
+        dist.all_reduce(seconds[1:], dist.ReduceOp.SUM)
+    return seconds[0].item(), seconds[1].item() / smp.size()
+
+
+def row(cell: Mapping[str, Any]) -> list[object]:
+    """Return times and their ratio, and the ratio of processor times."""
+    (theirs, their_cpu), (ours, our_cpu) = (zip(*cell["times"][name], strict=True) for name in (cell["peer"], "smpkit"))
+    both = [f"{statistics.median(times) * 1e3:.1f} ms" for times in (theirs, ours)]
+    processor = f"{statistics.median(our_cpu) / statistics.median(their_cpu):.3f}"
+    return [cell["feature"], cell["size"], cell["peer"], *both, ratio(ours, theirs, digits=3), processor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small model only; the README stays as it is")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--repetitions", type=int, default=200, help="counted steps of each (default: %(default)s)")
-    parser.add_argument("--sizes", nargs="+", default=["small", "medium", "large"], help="models (default: all)")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.repetitions, options.sizes = 3, ["small"]
-    found = [run(ranks, features, options) for ranks, features in ON_RANKS.items()]
-    cells = [cell for each in found for cell in each["cells"]]
-    text = table(cells) + "\n\n" + environment(options, found[-1])
-    print(text)
-    if not (options.quick or options.dry):
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
-    return 0
-
-
-def run(ranks: int, features: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Start ranks of worker.py and return what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "times.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["--module", "benchmarks.data_parallel.worker", f"--out={out}"]
-        command += [f"--repetitions={options.repetitions}", "--sizes", *options.sizes, "--features", *features]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=variables, cwd=HERE.parent.parent, timeout=900)
-        result: dict[str, Any] = json.loads(out.read_text())
-    return result
-
-
-def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row per cell: times and their ratio, and the ratio of processor times."""
-    lines = [
-        "| feature | model | peer | peer's step | smpkit's step | ratio of medians (fastest) | of processor time |",
-        "|---|---|---|---|---|---|---|",
+    options = parser(__doc__, repetitions=200)
+    options.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES], help="of models (default: all)")
+    chosen = options.parse_args(arguments)
+    sizes, repetitions = (["small"], 3) if chosen.quick else (chosen.sizes, chosen.repetitions)
+    cells = [
+        cell for name, (ranks, *_) in FEATURES.items() for cell in on_ranks(measure, ranks, name, sizes, repetitions)[0]
     ]
-    for cell in cells:
-        peer = cell["peer"]
-        theirs, ours = (cell["seconds"][name] for name in (peer, "smpkit"))
-        ratio = f"{ratio_of(statistics.median, ours, theirs):.3f} ({ratio_of(min, ours, theirs):.3f})"
-        processor = ratio_of(statistics.median, cell["cpu"]["smpkit"], cell["cpu"][peer])
-        both = " | ".join(f"{statistics.median(times) * 1e3:.1f} ms" for times in (theirs, ours))
-        lines.append(f"| {cell['feature']} | {cell['size']} | {peer} | {both} | {ratio} | {processor:.3f} |")
-    return "\n".join(lines)
-
-
-def ratio_of(figure: Any, ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return float(figure(ours) / figure(theirs))
-
-
-def environment(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
-    return (
-        f"{options.repetitions} steps each, on {os.cpu_count()} cores ({platform.machine()}), with a load average of"
-        f" {found['load']:.1f} over five minutes; {platform.system()}, Python {platform.python_version()}, torch"
-        f" {found['torch']}, gloo over the loopback interface."
-    )
+    heads = ["feature", "model", "peer", "peer's step", "smpkit's step", "ratio of medians (fastest)"]
+    text = table([*heads, "of processor time"], map(row, cells))
+    about = f"{repetitions} steps each, gloo over the loopback interface, {machine()}"
+    report(Path(__file__).with_name("README.md"), "table", f"{text}\n\n{about}", chosen, cells)
+    return 0
 
 
 if __name__ == "__main__":

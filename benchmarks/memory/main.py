@@ -1,38 +1,32 @@
 """What each memory technique saves and costs: one transformer, one machine, each technique in processes of its own.
 
-    python -m benchmarks.memory.main [--write] [--only NAME]
-
 Memory is the most that a rank's process held beyond what it held before the model was created: weights, gradients,
 optimizer states and activations of the steps. What Python and torch load on first use is loaded before. Time is
 processor time of a step, summed over ranks, so other work on the machine changes it little; waits are not in it.
 
-`--write` puts the table into README.md.
+The table goes into README.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import os
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import smpkit
 import smpkit.torch as smp
+from benchmarks.common import machine, parser, report, table
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
 PAGE: Final = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 256, 8, 3
 MIB: Final = 2**20
 
@@ -167,10 +161,8 @@ def _steps_of_offload_model(device: str) -> Iterator[None]:
         yield
 
 
-def rows(names: list[str]) -> Iterator[str]:
-    """Yield the lines of the table, each relative to the first technique."""
-    yield "| technique | device memory of the fuller rank | on the host | saved on the device | processor time |"
-    yield "|---|---|---|---|---|"
+def rows(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the rows of the table, each relative to the first technique."""
     base_bytes, base_seconds = 0, 0.0
     for name in names:
         if name == "offload_model":
@@ -182,27 +174,22 @@ def rows(names: list[str]) -> Iterator[str]:
         peak, host = max((peak - host, host) for peak, host, _ in ranks)
         seconds = sum(each for *_, each in ranks)
         base_bytes, base_seconds = base_bytes or peak, base_seconds or seconds
-        on_host = f"{host / MIB:.0f} MiB" if host else ""
-        yield (
-            f"| {TECHNIQUES[name].label} | {peak / MIB:.0f} MiB | {on_host} | {1 - peak / base_bytes:.0%} "
-            f"| {seconds / base_seconds:.2f} × |"
-        )
+        figures = [f"{peak / MIB:.0f} MiB", f"{host / MIB:.0f} MiB" if host else "", f"{1 - peak / base_bytes:.0%}"]
+        yield [TECHNIQUES[name].label, *figures, f"{seconds / base_seconds:.2f} ×"]
+
+
+HEADS: Final = ("technique", "device memory of the fuller rank", "on the host", "saved on the device", "processor time")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`; writes nothing")
+    chosen = options.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
-    os.environ["OMP_NUM_THREADS"] = "1"
-    names = ["plain", *options.only] if options.only else list(TECHNIQUES)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, smpkit {smpkit.__version__}"
-    table = "\n".join([*rows(names), "", f"{machine}."])
-    sys.stdout.write(table + "\n")
-    if options.write:
-        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    names = ["plain", *chosen.only] if chosen.only else list(TECHNIQUES)
+    chosen.dry |= bool(chosen.only)
+    found = [*rows(names)]
+    report(PAGE, "table", f"{table(HEADS, found)}\n\n{machine()}", chosen)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import smpkit
 from benchmarks.activation_offload.contestants import torchs_own_checkpoint
 from benchmarks.activation_offload.simulated import begin
+from benchmarks.common import table
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
 
@@ -66,8 +67,8 @@ class Model(nn.Module):
         return x
 
 
-def row(copy: float, way: str, inputs: int = 0) -> str:
-    """Return a row of the table: the tenth step in forwards of a layer, and its peak in inputs, without the weights.
+def row(copy: float, way: str, inputs: int = 0) -> list[str]:
+    """Return the tenth step in forwards of a layer, its peak in inputs without the weights, and what was planned.
 
     Args:
         inputs: that `smpkit.fit` may use.
@@ -94,23 +95,24 @@ def row(copy: float, way: str, inputs: int = 0) -> str:
             seconds, peak = simulated_device.now() - start, torch.accelerator.max_memory_allocated() - before
             optimizer.step()
             optimizer.zero_grad()
-    planned = " | "
+    planned = ["", ""]
     if fitted is not None:
-        report, counts = fitted.report(), Counter(fitted.state_dict().values())
-        planned = ", ".join(str(counts[choice]) for choice in ("keep", "offload", "recompute"))
-        planned += f" | {report.step_seconds / FORWARD:.1f}, {(report.device_bytes - before) / INPUT:.0f}"
+        fit, counts = fitted.report(), Counter(fitted.state_dict().values())
+        choices = ", ".join(str(counts[choice]) for choice in ("keep", "offload", "recompute"))
+        planned = [choices, f"{fit.step_seconds / FORWARD:.1f}, {(fit.device_bytes - before) / INPUT:.0f}"]
         fitted.remove()
     simulated_device.configure()
-    return f"{way} | {seconds / FORWARD:.1f} | {peak / INPUT:.0f} | {planned} |"
+    return [way, f"{seconds / FORWARD:.1f}", f"{peak / INPUT:.0f}", *planned]
 
 
 def main() -> None:
-    print("| link (copy / forward) | way | step | peak | kept, offloaded, recomputed | planned |\n" + "|---" * 6 + "|")
+    ways = ["plain", "checkpoint", "save_on_cpu over checkpoint", "offload_activations over checkpoint"]
+    fits = [32, 64, 128, 192, 280]
+    rows = []
     for link, copy in {"GH200-like": 0.08, "PCIe 5": 0.7, "slow": 2.5}.items():
-        for way in ("plain", "checkpoint", "save_on_cpu over checkpoint", "offload_activations over checkpoint"):
-            print(f"| {link} ({copy:g}) | {row(copy, way)}", flush=True)
-        for inputs in (32, 64, 128, 192, 280):
-            print(f"| {link} ({copy:g}) | {row(copy, f'smpkit.fit, {inputs} inputs', inputs)}", flush=True)
+        found = [row(copy, way) for way in ways] + [row(copy, f"smpkit.fit, {each} inputs", each) for each in fits]
+        rows += [[f"{link} ({copy:g})", *each] for each in found]
+    print(table(["link (copy / forward)", "way", "step", "peak", "kept, offloaded, recomputed", "planned"], rows))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -15,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import machine, parser, report, table
 from benchmarks.offload_model import deepspeed_adam, optimizers, sizes
 from benchmarks.offload_model.simulated import simulated_rows
 from smpkit.plan.offload.model import Machine
@@ -26,44 +24,34 @@ OPTIMIZER_SECONDS = 25.0  # per number of threads, so that this part ends within
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes; the README stays as it is")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--only", choices=["optimizer", "words", "simulated", "sizes"], help="run one part")
-    parser.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
-    parser.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
-    parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the libraries take turns at words")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that warm up")
-    parser.add_argument("--models", nargs="+", choices=[*sizes.SIZES], help="of sizes; all if not given")
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"of a step of sizes, in place of {sizes.TOKENS}")
-    parser.add_argument("--results", type=Path, help="also write the rows of simulated to this folder")
-    options = parser.parse_args(arguments)
-    save = not (options.quick or options.dry)
-    if options.only in (None, "optimizer"):
-        table = optimizer_table(1 << 20 if options.quick else 32 << 20, options.build_seconds, quick=options.quick)
-        report("optimizer", table, save=save)
-    if options.only in (None, "words"):
-        width = options.width or (128 if options.quick else FAIRSCALE_WIDTH if torch.cuda.is_available() else 512)
-        rounds = 1 if options.quick else options.rounds
-        table = words_table(width, rounds, options.steps, options.fairscale_python)
-        report("words" if width != FAIRSCALE_WIDTH else "words of its own width", table, save=save)
-    if options.only in (None, "sizes"):
-        if torch.cuda.is_available() or options.quick:
-            chosen = (
-                sizes.TINY if options.quick else {name: sizes.SIZES[name] for name in options.models or sizes.SIZES}
-            )
-            report("sizes", sizes_table(chosen, [1024] if options.quick else options.tokens or sizes.TOKENS), save=save)
-        else:
-            print("the large models are left out: torch sees no GPU")
-    # Last, and not beside a GPU: a process has one accelerator, and a simulated one would take the place of a real one.
-    if options.only == "simulated" or (options.only is None and not torch.cuda.is_available()):
+    options = parser(__doc__)
+    options.add_argument("--only", choices=["optimizer", "words", "simulated", "sizes"], help="run one part")
+    options.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
+    options.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
+    options.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
+    options.add_argument("--rounds", type=int, default=3, help="how often the libraries take turns at words")
+    options.add_argument("--steps", type=int, default=5, help="that are timed, behind two that warm up")
+    options.add_argument("--models", nargs="+", choices=[*sizes.SIZES], default=[*sizes.SIZES], help="of sizes")
+    options.add_argument("--tokens", type=int, nargs="+", default=sizes.TOKENS, help="of a step of sizes")
+    chosen = options.parse_args(arguments)
+    quick, on_gpu = chosen.quick, torch.cuda.is_available()
+    wanted = [chosen.only] if chosen.only else ["optimizer", "words", "sizes" if on_gpu else "simulated"]
+
+    def show(part: str, text: str, rows: object = None) -> None:
+        report(Path(__file__).with_name("README.md"), part, f"{text}\n\n{machine()}", chosen, rows)
+
+    if "optimizer" in wanted:
+        show("optimizer", optimizer_table(1 << 20 if quick else 32 << 20, chosen.build_seconds, quick=quick))
+    if "words" in wanted:
+        width = chosen.width or (128 if quick else FAIRSCALE_WIDTH if on_gpu else 512)
+        text = words_table(width, 1 if quick else chosen.rounds, chosen.steps, chosen.fairscale_python)
+        show("words" if width != FAIRSCALE_WIDTH else "words of its own width", text)
+    if "sizes" in wanted:
+        models = sizes.TINY if quick else {name: sizes.SIZES[name] for name in chosen.models}
+        show("sizes", sizes_table(models, [1024] if quick else chosen.tokens))
+    if "simulated" in wanted:  # not beside a GPU: a simulated accelerator would take the place of the real one
         rows = simulated_rows()
-        report("simulated", simulated_table(rows), save=save)
-        if options.results is not None:
-            options.results.mkdir(parents=True, exist_ok=True)
-            content = {"environment": environment(), "rows": rows}
-            (options.results / "simulated.json").write_text(json.dumps(content, indent=2) + "\n")
+        show("simulated", simulated_table(rows), rows)
     return 0
 
 
@@ -79,7 +67,7 @@ def optimizer_table(num_parameters: int, build_seconds: float, *, quick: bool) -
         )
         found.append(times)
         turns.append(number)
-    lines = ["| | ns per parameter, 1 thread | / torch | 2 threads | / torch |", "|---|---|---|---|---|"]
+    rows = []
     for name in found[0]:
         cells = []
         for each in found:
@@ -88,10 +76,10 @@ def optimizer_table(num_parameters: int, build_seconds: float, *, quick: bool) -
             cells += (
                 ["-", "-"] if seconds is None else [f"{seconds / num_parameters * 1e9:.2f}", f"{seconds / bare:.2f}"]
             )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    table = f"AdamW on {num_parameters / 1e6:.1f} million parameters, the least of {min(turns)} steps or more.\n\n"
-    table += "\n".join(lines)
-    return table if missing is None else f"{table}\n\nDeepSpeedCPUAdam is left out: {missing}."
+        rows.append([name, *cells])
+    text = f"AdamW on {num_parameters / 1e6:.1f} million parameters, the least of {min(turns)} steps or more.\n\n"
+    text += table(["", "ns per parameter, 1 thread", "/ torch", "2 threads", "/ torch"], rows)
+    return text if missing is None else f"{text}\n\nDeepSpeedCPUAdam is left out: {missing}."
 
 
 def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> str:
@@ -107,9 +95,8 @@ def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> s
             else:
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"{name}: {runs[-1]['words_per_second']:.1f} words/s", flush=True)
-    head = "| | words/s, best | median | CPU s/step | peak host | peak device | reserved | loss after 1 step"
-    lines = [f"{head} | after {steps} |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    heads = ["", "words/s, best", "median", "CPU s/step", "peak host", "peak device", "reserved", "loss after 1 step"]
+    rows = []
     for name, runs in found.items():
         if runs:
             speeds = [run["words_per_second"] for run in runs]
@@ -118,65 +105,40 @@ def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> s
             losses = runs[0]["losses"]
             busy = min(run["busy_seconds"] for run in runs)
             cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", f"{busy:.3f}", *memory]
-            lines.append(f"| {name} | {' | '.join(cells)} | {losses[1]:.5f} | {losses[steps]:.5f} |")
-    return (
-        f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam; {steps} steps, {rounds} times.\n\n"
-        + "\n".join(lines)
-    )
+            rows.append([name, *cells, f"{losses[1]:.5f}", f"{losses[steps]:.5f}"])
+    about = f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam; {steps} steps, {rounds} times."
+    return f"{about}\n\n{table([*heads, f'after {steps}'], rows)}"
 
 
 def simulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ("tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned")
-    lines = [f"| {' | '.join(heads)} | step on a GPU | peak on a GPU |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines = []
     for row in rows:
         planned = f"{1e3 * row['planned stall']:.1f} ms" if "planned stall" in row else "-"
         hidden = "-" if row["overlap"] is None else f"{100 * row['overlap']:.0f} %"
         peaks = [f"{row['slices']:.2f}", f"{row['planned slices']:.2f}" if "planned slices" in row else "-"]
-        lines.append(
-            f"| {row['tokens']} | {row['name']} | {1e3 * row['seconds']:.1f} ms "
-            f"| {max(0.0, 1e3 * row['stall']):.1f} ms | {planned} | {hidden} | {' | '.join(peaks)} | | |"
-        )
-    return "Eight slices, one microbatch; peaks in units of a slice's weights.\n\n" + "\n".join(lines)
+        times = [f"{1e3 * row['seconds']:.1f} ms", f"{max(0.0, 1e3 * row['stall']):.1f} ms"]
+        lines.append([row["tokens"], row["name"], *times, planned, hidden, *peaks])
+    return f"Eight slices, one microbatch; peaks in units of a slice's weights.\n\n{table(heads, lines)}"
 
 
 def sizes_table(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) -> str:
-    lines = ["| model | tokens | clipped | s/step | planned | TFLOP/s (6PN) | peak | planned | reserved |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    heads = ["model", "tokens", "clipped", "s/step", "planned", "TFLOP/s (6PN)", "peak", "planned", "reserved"]
+    rows = []
     for name, (width, layers) in models.items():
         for num_tokens in tokens:
             for clip in (None, 1.0):
                 cell = sizes.measure(width, layers, num_tokens, Machine(), clip=clip)
                 peaks = [size(cell[key]) for key in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes")]
-                lines.append(
-                    f"| {name} | {num_tokens} | {'no' if clip is None else 'yes'} | {cell['seconds']:.2f} "
-                    f"| {cell['predicted_seconds']:.2f} | {cell['useful_flops_per_second'] / 1e12:.0f} "
-                    f"| {' | '.join(peaks)} |"
-                )
-                print(lines[-1], flush=True)
-    return "\n".join(lines)
+                figures = [f"{cell['seconds']:.2f}", f"{cell['predicted_seconds']:.2f}"]
+                figures.append(f"{cell['useful_flops_per_second'] / 1e12:.0f}")
+                rows.append([name, num_tokens, "no" if clip is None else "yes", *figures, *peaks])
+                print(rows[-1], flush=True)
+    return table(heads, rows)
 
 
 def size(num_bytes: float | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
-
-
-def report(part: str, table: str, *, save: bool) -> None:
-    """Print a table; save: write it into the README, between the marks of its part."""
-    text = f"{table}\n\n{environment()}\n"
-    print(text, flush=True)
-    if save:
-        readme, begin, end = HERE / "README.md", f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
-        before, rest = readme.read_text().split(begin)
-        readme.write_text(before + begin + text + end + rest.split(end)[1])
-
-
-def environment() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return (
-        f"{os.cpu_count()} cores ({platform.machine()}), {device}, load average {os.getloadavg()[0]:.1f}; "
-        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}."
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Prove on one GPU what one GPU can prove: tests, transparency tests, benchmarks; one folder of results.
 
 Parts run in order of worth within a budget, each with a limit of its own; `--resume` goes on where a run has ended.
-Without network `--wheels FOLDER` brings what the machine lacks; where there is one it fills that folder, and ends.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ _WORTH_SECONDS: Final = 20.0
 _GRACE_SECONDS: Final = 3.0
 _MARK: Final = "GPU_PART"
 """A variable that a part's processes inherit, by which they are found wherever they have gone."""
-_NEEDED: Final = ["torch", "numpy", "transformers", "accelerate", "hypothesis", "pytest", "pytest_timeout", "xdist"]
-"""Modules without which most parts cannot start, and that no wheels bring."""
-_CARRIED: Final = [
-    *("click", "cloudpickle", "jinja2", "pathspec", "pydantic", "PyYAML", "rich", "ruamel.yaml", "safetensors", "tqdm")
+_NEEDED: Final = [
+    *("torch", "numpy", "transformers", "accelerate", "hypothesis", "pytest", "pytest_timeout", "xdist"),
+    *("click", "cloudpickle", "jinja2", "pathspec", "pydantic", "yaml", "rich", "ruamel.yaml", "safetensors", "tqdm"),
 ]
-"""What smpkit and its tests import beside them: what a machine with torch and transformers may lack."""
+"""Modules without which most parts cannot start."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,10 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{part.name:24} {part.seconds:4.0f} s  {part.title}" for part in PARTS))
         return 0
     deadline = time.monotonic() + options.budget
-    if options.wheels is not None and not list(options.wheels.glob("*.whl")):
-        _fetch(options.wheels)
-        print(f"wheels are in {options.wheels}; take them along and run this again where the GPU is")
-        return 0
     with tempfile.TemporaryDirectory(prefix="smpkit-gpu.") as scratch:
         return _run(options, Path(scratch), deadline)
 
@@ -61,7 +55,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PART", help="run these")
     parser.add_argument("--out", type=Path, help="the results' folder (default: benchmarks/results/GPU-DATE)")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="add what a run has left out to its results")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install its wheels; empty: fetch them, and end")
     parser.add_argument("--nccl", metavar="PATH", help="a libnccl.so.2 >= 2.30: also run two ranks on the GPU over it")
     parser.add_argument("--dry-run", action="store_true", help="start every part without a GPU, as small as can be")
     options = parser.parse_args(arguments)
@@ -82,16 +75,12 @@ def _run(options: argparse.Namespace, scratch: Path, deadline: float) -> int:
         print("error: nvidia-smi shows no GPU; --dry-run does without one", file=sys.stderr)
         return 2
     variables = {
-        "PYTHONPATH": os.pathsep.join(
-            map(str, (ROOT, ROOT / "estimator", ROOT / "container", scratch / "site", os.getenv("PYTHONPATH", "")))
-        ),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'estimator'}:{ROOT / 'container'}:{os.getenv('PYTHONPATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         # Ranks are forked from a server; where that had asked CUDA for GPUs, they could not use them.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    if options.wheels is not None:
-        _install(options.wheels, scratch / "site")
     code = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
     if missing := _answer(sys.executable, "-c", code, *_NEEDED, variables=variables):
         print(
@@ -212,18 +201,6 @@ class _Queue:
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
-
-
-def _fetch(folder: Path) -> None:
-    """Fill a folder with wheels for CPython 3.12 on x86-64; this takes a network."""
-    platforms = [f"--platform={name}" for name in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64")]
-    target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms, "--dest", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *target, *_CARRIED], check=True)
-
-
-def _install(wheels: Path, site: Path) -> None:
-    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet", "--target", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, wheels.glob("*.whl"))], check=True)
 
 
 def _facts(gpu: str, variables: Mapping[str, str]) -> dict[str, str]:

@@ -78,8 +78,7 @@ class Record:
                 {"facts": self.facts, "outcomes": [asdict(each) for each in outcomes]}, indent=1
             ),
             "summary.md": _summary(self.facts, outcomes),
-            "tables.md": "\n\n".join(_tables(outcomes)),
-            "profile.md": "\n\n".join(_profiles(outcomes)) or "No profile was taken.",
+            "tables.md": "\n\n".join([*_tables(outcomes), *_profiles(outcomes)]),
             "failures.txt": "\n\n".join(_failures(outcomes)) or "Nothing has failed.",
         }
         for name, text in pages.items():
@@ -141,7 +140,7 @@ def _summary(facts: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
     }
     for title, content in sections.items():
         lines += [f"## {title}", "", *content, ""] if content else []
-    lines += ["Tables: tables.md. Profiles: profile.md. Everything else: failures.txt, results.json.", ""]
+    lines += ["Tables and profiles: tables.md. Everything else: failures.txt, results.json.", ""]
     return "\n".join([*lines, facts["versions"], "", "```", facts["nvidia-smi"], "```"])
 
 

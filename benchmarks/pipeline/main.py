@@ -1,142 +1,355 @@
-"""Run smpkit's pipeline and torch.distributed.pipelining in turns on the same models; write the tables of README.md."""
+"""Run smpkit's pipeline and torch.distributed.pipelining in turns on the same models; write the tables of README.md.
+
+Parts: `gpt` computes; in `sleep` and `schedules` stages sleep, so that only the engines and gloo compete for cores;
+`overhead` is the engines' own CPU time, `bytecodes` counts what Python runs for it; `masked` is a loss of what a mask
+selects. The last three are printed only.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
-from benchmarks.pipeline.models import BACKWARD_SECONDS, FORWARD_SECONDS
+import smpkit.torch as smp
+from benchmarks.common import (
+    machine,
+    on_ranks,
+    parser,
+    prepare_rank,
+    report,
+    seconds_until_all_are_done,
+    table,
+    take_turns,
+)
+from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Step, one_process, smpkit_step, torch_step
+from benchmarks.pipeline.models import (
+    BACKWARD_SECONDS,
+    FORWARD_SECONDS,
+    ON_A_GPU,
+    TINY,
+    GPTSize,
+    HalvedSleepLayer,
+    Scale,
+    SleepLayer,
+    cut,
+    gpt,
+    gpt_batch,
+    gpt_loss,
+    sleep_loss,
+)
+from smpkit.torch.core.runtime import state
 
-HERE = Path(__file__).parent
+README: Final = Path(__file__).with_name("README.md")
 SMALL, LARGE = 16 * 1024, 8 * 1024 * 1024
 """Bytes of a message between stages."""
+WARM_UPS: Final = 5
+"""Steps that are not counted: within them smpkit measures, and torch exchanges shapes."""
 
 Cell = dict[str, Any]
+Times = dict[str, list[float]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one small cell of each kind; the README stays as it is")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--only", choices=["gpt", "sleep", "schedules"], help="run one of the parts")
-    parser.add_argument("--sizes", type=int, nargs="+", help="of the sleeping stages, only cells of so many ranks")
-    parser.add_argument("--counts", type=int, nargs="+", help="and of so many microbatches")
-    parser.add_argument("--messages", choices=["small", "large"], help="and with messages of this size")
-    parser.add_argument("--repetitions", type=int, default=5, help="counted steps of each (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    repetitions = 2 if options.quick else options.repetitions
-    save = not (options.quick or options.dry)
-    if options.only in (None, "gpt"):
-        report("gpt", gpt_table(run(2, repetitions, None, *["--quick"] * options.quick)[0]), repetitions, save=save)
-    if options.only in (None, "sleep"):
-        chosen = options.sizes or options.counts or options.messages
-        sizes, counts = ([2], [8]) if options.quick else (options.sizes or [2, 4, 8], options.counts or [8, 16, 32])
-        messages = {"small": [SMALL], "large": [LARGE]}.get(options.messages, [SMALL, LARGE])
-        cells = [[count, num_bytes // 4] for num_bytes in messages for count in counts]
-        found = [cell for size in sizes for cell in run(size, repetitions, cells)]
-        report("sleep", sleep_table(found), repetitions, save=save and not chosen)
-    if options.only in (None, "schedules"):
-        sizes, counts = ([2], [4]) if options.quick else ([2, 4], [8, 16])
-        cells = [[count, SMALL // 4] for count in counts]
-        found = [cell for size in sizes for cell in run(size, repetitions, cells, "--schedules")]
-        report("schedules", schedules_table(found), repetitions, save=save)
+    options = parser(__doc__, repetitions=5)
+    parts = ["gpt", "sleep", "schedules", "overhead", "bytecodes", "masked"]
+    options.add_argument("--only", choices=parts, help="run one of the parts; by default the first three")
+    options.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="ranks of `sleep`")
+    options.add_argument("--counts", type=int, nargs="+", default=[8, 16, 32], help="microbatches of `sleep`")
+    chosen = options.parse_args(arguments)
+    quick, repetitions = chosen.quick, 2 if chosen.quick else chosen.repetitions
+    about = f"{repetitions} counted steps of each contestant, gloo over the loopback interface, {machine()}"
+    wanted = [chosen.only] if chosen.only else parts[:3]
+    if "gpt" in wanted:
+        cell = on_ranks(gpt_cell, 2, repetitions, quick)[0]
+        report(README, "gpt", f"{gpt_table(cell)}\n\n{about}", chosen, cell)
+    if "sleep" in wanted:
+        sizes, counts = ([2], [8]) if quick else (chosen.sizes, chosen.counts)
+        pairs = [(count, num_bytes) for num_bytes in (SMALL, LARGE) for count in counts]
+        cells = [cell for size in sizes for cell in on_ranks(sleep_cells, size, pairs, repetitions)[0]]
+        report(README, "sleep", f"{sleep_table(cells)}\n\n{about}", chosen, cells)
+    if "schedules" in wanted:
+        sizes, counts = ([2], [4]) if quick else ([2, 4], [8, 16])
+        cells = [cell for size in sizes for cell in on_ranks(schedules_cells, size, counts, repetitions)[0]]
+        report(README, "schedules", f"{schedules_table(cells)}\n\n{about}", chosen, cells)
+    for name, measure in {"overhead": overhead, "bytecodes": bytecodes, "masked": masked}.items():
+        if name in wanted:
+            figures = on_ranks(measure, 2, repetitions)
+            rows = [[what, *[f"{each[what]:.4g}" for each in figures]] for what in figures[0]]
+            print(table([name, "rank 0", "rank 1"], rows), about, sep="\n\n")
     return 0
 
 
-def run(size: int, repetitions: int, cells: list[list[int]] | None = None, *more: str) -> list[Cell]:
-    """Start `size` ranks of worker.py and return what rank 0 wrote; without cells they run the GPT."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "times.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        command += ["--module", "benchmarks.pipeline.worker", f"--out={out}", f"--repetitions={repetitions}"]
-        command += [*([f"--cells={json.dumps(cells)}"] if cells else []), *more]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, cwd=HERE.parent.parent, timeout=1800)
-        found: list[Cell] = json.loads(out.read_text())
-    return found
+def init(num_microbatches: int, **more: Any) -> None:
+    """Start smpkit over all ranks, placed by hand."""
+    smp.shutdown()
+    degrees = {"pipeline_parallel_degree": int(os.environ["WORLD_SIZE"]), "microbatches": num_microbatches}
+    smp.init({**degrees, "auto_partition": False, "default_partition": 0, "ddp": True, **more})
 
 
-def sleep_table(cells: Sequence[Cell]) -> str:
-    """Return a row per cell: percent of the ideal, from the fastest and from the median step."""
-    lines = [
-        "| P | M | message | torch 1F1B | smpkit | smpkit / torch | live microbatches per rank |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells:
-        slots = cell["microbatches"] + cell["size"] - 1
-        ideal_seconds = slots * (FORWARD_SECONDS + BACKWARD_SECONDS)
-        times = [cell["times"][name]["seconds"] for name in ("torch 1F1B", "smpkit")]
-        shares = [f"{ideal_seconds / min(each):.1%} ({ideal_seconds / statistics.median(each):.1%})" for each in times]
-        ratios = [reduce(times[1]) / reduce(times[0]) for reduce in (min, statistics.median)]
-        message = (
-            f"{cell['num_bytes'] // 1024} KiB" if cell["num_bytes"] < 1 << 20 else f"{cell['num_bytes'] >> 20} MiB"
-        )
-        live = " ".join(map(str, cell["live"]))
-        lines.append(
-            f"| {cell['size']} | {cell['microbatches']} | {message} | {' | '.join(shares)} "
-            f"| {ratios[0]:.3f} ({ratios[1]:.3f}) | {live} |"
-        )
-    return "\n".join(lines)
+def timed(contestants: Mapping[str, Callable[[], object]], repetitions: int) -> Times:
+    """Time the contestants in turns, from a barrier until all ranks are done."""
+    steps = {name: partial(seconds_until_all_are_done, step) for name, step in contestants.items()}
+    return take_turns(steps, repetitions, WARM_UPS)
 
 
-def schedules_table(cells: Sequence[Cell]) -> str:
-    """Return a row per contestant: percent of a step in which a rank computes, from the fastest and the median step."""
-    heads = [f"P = {cell['size']}, M = {cell['microbatches']}" for cell in cells]
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(cells) + 1) + "|"]
-    for name in cells[0]["times"]:
-        shares = []
-        for cell in cells:
-            work_seconds = cell["microbatches"] * (FORWARD_SECONDS + BACKWARD_SECONDS)
-            seconds = cell["times"][name]["seconds"]
-            shares.append(f"{work_seconds / min(seconds):.1%} ({work_seconds / statistics.median(seconds):.1%})")
-        lines.append(f"| {name} | {' | '.join(shares)} |")
-    return "\n".join(lines)
+# --- a GPT that computes ----------------------------------------------------------------------------------------------
+
+
+def gpt_cell(repetitions: int, quick: bool) -> Cell:
+    """Time the GPT on this rank's device: on a GPU that ranks share, values go over gloo."""
+    prepare_rank()
+    size = TINY if quick else ON_A_GPU if torch.cuda.is_available() else GPTSize()
+    init(size.num_microbatches)
+    num, lr = size.num_microbatches, 0.05
+    inputs, targets = (each.to(state.device) for each in gpt_batch(size))
+    contestants: dict[str, Step] = {}
+    absent = {}
+    for name, (_, per_rank) in TORCH_SCHEDULES.items():
+        if state.device.type == "cuda" and dist.get_backend() == "gloo":
+            absent[f"torch {name}"] = "gloo sends no tensors of a GPU from rank to rank"
+            continue
+        chunks = cut(size.num_layers, per_rank * smp.size())
+        step = torch_step(name, gpt(size), chunks, gpt_loss, inputs, targets, num_microbatches=num, lr=lr)
+        contestants[f"torch {name}"] = step
+    contestants["smpkit"] = smpkit_step(gpt(size), cut(size.num_layers, smp.size()), gpt_loss, inputs, targets, lr)
+    alone = one_process(gpt(size).to(state.device), gpt_loss, inputs, targets, num=num, lr=lr)
+    contestants["one process"] = lambda: alone() if state.rank == 0 else None
+    losses: Times = {name: [] for name in contestants}
+
+    def kept(name: str, step: Step) -> float | None:
+        loss = step()
+        losses[name].append(float("-inf") if loss is None else loss)
+        return loss
+
+    times = timed({name: partial(kept, name, step) for name, step in contestants.items()}, repetitions)
+    everyone = torch.tensor([*losses.values()], dtype=torch.float64)
+    dist.all_reduce(everyone, dist.ReduceOp.MAX)  # the rank that has the loss is not the same for all
+    return {"times": times, "losses": dict(zip(losses, everyone.tolist(), strict=True)), "absent": absent}
 
 
 def gpt_table(cell: Cell) -> str:
     """Return a row per contestant: seconds of a step, and the loss of the first and last step."""
-    lines = ["| | fastest step | median step | first loss | last loss |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | not run: {why} | | | |" for name, why in cell.get("absent", {}).items()]
-    for name, times in cell["times"].items():
-        seconds, losses = times["seconds"], times["losses"]
-        lines.append(
-            f"| {name} | {min(seconds):.3f} s | {statistics.median(seconds):.3f} s "
-            f"| {losses[0]:.7f} | {losses[-1]:.7f} |"
-        )
-    return "\n".join(lines)
+    rows = [[name, f"not run: {why}", "", "", ""] for name, why in cell["absent"].items()]
+    for name, seconds in cell["times"].items():
+        losses = cell["losses"][name]
+        figures = [f"{min(seconds):.3f} s", f"{statistics.median(seconds):.3f} s"]
+        rows.append([name, *figures, f"{losses[0]:.7f}", f"{losses[-1]:.7f}"])
+    return table(["", "fastest step", "median step", "first loss", "last loss"], rows)
 
 
-def report(part: str, table: str, repetitions: int, *, save: bool) -> None:
-    """Print a table; save: write it into the README, between the marks of its part."""
-    text = f"{table}\n\n{environment(repetitions)}\n"
-    print(text, flush=True)
-    if save:
-        readme, begin, end = HERE / "README.md", f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
-        before, rest = readme.read_text().split(begin)
-        readme.write_text(before + begin + text + end + rest.split(end)[1])
+# --- stages that sleep ------------------------------------------------------------------------------------------------
 
 
-def _device() -> str:
-    return f"one {torch.cuda.get_device_name()} that all ranks share, " if torch.cuda.is_available() else ""
+def sleep_cells(cells: Sequence[tuple[int, int]], repetitions: int) -> list[Cell]:
+    """Time 1F1B of torch and smpkit's default, with so many microbatches and bytes of a message."""
+    prepare_rank()
+    results = []
+    for count, num_bytes in cells:
+        init(count)
+        size = smp.size()
+        chunks = [range(rank, rank + 1) for rank in range(size)]
+        zeros = torch.zeros(count, 1)
+
+        def layers(size: int = size, num_floats: int = num_bytes // 4) -> nn.Sequential:
+            return nn.Sequential(*[SleepLayer(num_floats) for _ in range(size)])
+
+        contestants = {
+            "torch 1F1B": torch_step("1F1B", layers(), chunks, sleep_loss, zeros, zeros, num_microbatches=count),
+            "smpkit": smpkit_step(layers(), chunks, sleep_loss, zeros, zeros),
+        }
+        times = timed(contestants, repetitions)
+        results.append({"size": size, "count": count, "bytes": num_bytes, "times": times, "live": _live()})
+    return results
 
 
-def environment(repetitions: int) -> str:
-    return (
-        f"{repetitions} counted steps of each contestant, on {_device()}{os.cpu_count()} cores ({platform.machine()}) "
-        f"with a load average of {os.getloadavg()[1]:.1f} over five minutes; {platform.system()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, gloo over the loopback interface."
-    )
+def _live() -> list[int]:
+    """Return the most microbatches that each rank holds under the schedule that smpkit chose."""
+    assert state.model is not None
+    assert state.model.pipeline is not None
+    executor = state.model.pipeline._executor
+    assert executor is not None
+    return list(next(iter(executor.schedules.values())).peak_live_microbatches)
+
+
+def sleep_table(cells: Sequence[Cell]) -> str:
+    """Return a row per cell: percent of the ideal, from the fastest and from the median step."""
+    rows = []
+    for cell in cells:
+        ideal = (cell["count"] + cell["size"] - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
+        theirs, ours = cell["times"].values()
+        size = f"{cell['bytes'] >> 10} KiB" if cell["bytes"] < 1 << 20 else f"{cell['bytes'] >> 20} MiB"
+        compared = f"{min(ours) / min(theirs):.3f} ({statistics.median(ours) / statistics.median(theirs):.3f})"
+        row = [cell["size"], cell["count"], size, share(ideal, theirs), share(ideal, ours), compared]
+        rows.append([*row, " ".join(map(str, cell["live"]))])
+    return table(["P", "M", "message", "torch 1F1B", "smpkit", "smpkit / torch", "live microbatches per rank"], rows)
+
+
+def share(work_seconds: float, seconds: Sequence[float]) -> str:
+    """Return the part of a step that is work: of the fastest and the median one."""
+    return f"{work_seconds / min(seconds):.1%} ({work_seconds / statistics.median(seconds):.1%})"
+
+
+SCHEDULES: Final[tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...]] = (
+    ("interleaved", {}, ("1F1B",)),
+    ("2 virtual stages", {"virtual_pipeline_degree": 2}, ("interleaved 1F1B",)),
+    ("zero bubble", {"pipeline": "zero_bubble"}, ("interleaved zero bubble", "ZBV zero bubble")),
+)
+"""Name and configuration of smpkit's schedules, and those of torch that run in turns with each."""
+
+
+def schedules_cells(counts: Sequence[int], repetitions: int) -> list[Cell]:
+    """Time every kind of schedule on two half layers per rank, whose backward can be split."""
+    prepare_rank()
+    results = []
+    for count in counts:
+        times: Times = {}
+        for name, more, theirs in SCHEDULES:
+            init(count, **more)
+            size, zeros = smp.size(), torch.zeros(count, 1)
+
+            def layers(num: int = 2 * size) -> nn.Sequential:
+                return nn.Sequential(*[HalvedSleepLayer(SMALL // 4, 2) for _ in range(num)])
+
+            contestants: dict[str, Step] = {}
+            for kind in theirs:
+                chunks = even(2 * size, size * TORCH_SCHEDULES[kind][1])
+                step = torch_step(kind, layers(), chunks, sleep_loss, zeros, zeros, num_microbatches=count)
+                contestants[f"torch {kind}"] = step
+            ours = even(2 * size, size * more.get("virtual_pipeline_degree", 1))
+            contestants[f"smpkit {name}"] = smpkit_step(layers(), ours, sleep_loss, zeros, zeros)
+            times |= timed(contestants, repetitions)
+        results.append({"size": smp.size(), "count": count, "times": times})
+    return results
+
+
+def even(num_layers: int, num_chunks: int) -> list[range]:
+    """Cut layers into chunks of the same size."""
+    size = num_layers // num_chunks
+    return [range(size * chunk, size * (chunk + 1)) for chunk in range(num_chunks)]
+
+
+def schedules_table(cells: Sequence[Cell]) -> str:
+    """Return a row per contestant: percent of a step in which a rank computes, from the fastest and the median step."""
+    work = [cell["count"] * (FORWARD_SECONDS + BACKWARD_SECONDS) for cell in cells]
+    rows = [
+        [name, *[share(seconds, cell["times"][name]) for seconds, cell in zip(work, cells, strict=True)]]
+        for name in cells[0]["times"]
+    ]
+    return table(["", *[f"P = {cell['size']}, M = {cell['count']}" for cell in cells]], rows)
+
+
+# --- the engine's own cost --------------------------------------------------------------------------------------------
+
+
+def engines(count: int) -> dict[str, Step]:
+    """Return steps with one layer per rank that computes next to nothing."""
+    init(count)
+    inputs, targets = torch.zeros(count, 8), torch.zeros(count, 1)
+    chunks = [range(rank, rank + 1) for rank in range(smp.size())]
+    batch = (chunks, sleep_loss, inputs, targets)
+    return {
+        "smpkit": smpkit_step(nn.Sequential(Scale(), Scale()), *batch),
+        "torch 1F1B": torch_step("1F1B", nn.Sequential(Scale(), Scale()), *batch, num_microbatches=count),
+    }
+
+
+def overhead(repetitions: int) -> dict[str, float]:
+    """Return CPU microseconds of this thread per microbatch, which other load hardly changes."""
+    os.environ["SMPKIT_SUMMARY"] = "0"  # torch measures nothing
+    prepare_rank()
+    count = 32
+
+    def spent(step: Step) -> float:
+        dist.barrier()
+        started = time.thread_time_ns()
+        step()
+        return (time.thread_time_ns() - started) / 1000 / count
+
+    steps = {name: partial(spent, step) for name, step in engines(count).items()}
+    times = take_turns(steps, repetitions, WARM_UPS)
+    median = {f"{name}, median, µs": statistics.median(each) for name, each in times.items()}
+    return median | {f"{name}, fastest, µs": min(each) for name, each in times.items()}
+
+
+def bytecodes(_repetitions: int) -> dict[str, float]:
+    """Return how many bytecodes of Python one more microbatch takes: the same on every machine, however busy."""
+    os.environ["SMPKIT_SUMMARY"] = "0"
+    few, many = ({name: bytecodes_of(step) for name, step in engines(count).items()} for count in (16, 32))
+    return {name: (many[name] - few[name]) / 16 for name in few}
+
+
+def bytecodes_of(step: Callable[[], object]) -> int:
+    """Return how many bytecodes this thread runs in a step."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    for _ in range(WARM_UPS):
+        step()
+    sys.settrace(trace)
+    step()
+    sys.settrace(None)
+    return count
+
+
+# --- a loss of what a mask selects ------------------------------------------------------------------------------------
+
+IGNORED: Final = -100
+
+
+@smp.step
+def _masked(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits, mask = model(tokens), labels != IGNORED
+    loss = functional.cross_entropy(logits[mask], labels[mask])
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def _unmasked(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    loss = functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    model.backward(loss)
+    return loss
+
+
+def masked(repetitions: int) -> dict[str, float]:
+    """Return steps per second. Labels are ignored by chance: each call has another number of targets, and is new."""
+    prepare_rank()
+    size = GPTSize(vocabulary=1024, context=64, num_layers=6)
+    init(size.num_microbatches)
+    module = gpt(size)
+    for rank, layers in enumerate(cut(size.num_layers, smp.size())):
+        for index in layers:
+            smp.set_partition(module[index], rank)
+    model = smp.DistributedModel(module)
+    generator = torch.Generator().manual_seed(0)
+
+    def step(train: Any) -> None:
+        shape = size.num_microbatches * size.microbatch_size, size.context
+        tokens = torch.randint(size.vocabulary, shape, generator=generator)
+        labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.5, IGNORED)
+        model.zero_grad()
+        train(model, tokens, labels)
+
+    steps = {"masked": partial(step, _masked), "unmasked": partial(step, _unmasked)}
+    times = timed(steps, repetitions)
+    median = {f"{name}, median": 1 / statistics.median(each) for name, each in times.items()}
+    return median | {f"{name}, fastest": 1 / min(each) for name, each in times.items()}
 
 
 if __name__ == "__main__":

@@ -2,80 +2,110 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import copy
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+import smpkit.torch as smp
+from benchmarks.common import (
+    machine,
+    on_ranks,
+    parser,
+    prepare_rank,
+    ratio,
+    report,
+    seconds_until_all_are_done,
+    table,
+    take_turns,
+)
+from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor_mlp, mlp, smpkit_block, smpkit_mlp
+from benchmarks.tensor_parallel.counted import counted
+from smpkit.torch.core.devices import wait_for_stream
+from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel.layouts import Layout
+
+LENGTH = 64
+SAMPLES = 4
+"""Of one rank, or of the common batch."""
+WARM_UPS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small width only; the README stays as it is")
-    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--repetitions", type=int, default=30, help="counted steps of each (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    widths = [64] if options.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
-    found = run(options.ranks, 3 if options.quick else options.repetitions, widths)
-    text = table(found["cells"]) + "\n\n" + environment(options, found)
-    print(text)
-    if not (options.quick or options.dry):
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    options = parser(__doc__, repetitions=30)
+    options.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: %(default)s)")
+    chosen = options.parse_args(arguments)
+    widths = [64] if chosen.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
+    repetitions = 3 if chosen.quick else chosen.repetitions
+    cells = on_ranks(measure, chosen.ranks, repetitions, widths)[0]
+    heads = ["block", "width", "boundary", "smpkit", "DTensor", "ratio of medians (fastest)", "messages", "MiB"]
+    about = f"Medians of {repetitions} steps each, gloo over the loopback interface, {machine()}"
+    report(Path(__file__).with_name("README.md"), "table", f"{table(heads, map(row, cells))}\n\n{about}", chosen, cells)
     return 0
 
 
-def run(ranks: int, repetitions: int, widths: Sequence[int]) -> dict[str, Any]:
-    """Start ranks of worker.py and return what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "times.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["--module", "benchmarks.tensor_parallel.worker", f"--out={out}", f"--repetitions={repetitions}"]
-        command += [f"--widths={json.dumps(list(widths))}"]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=variables, cwd=HERE.parent.parent, timeout=900)
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
+def row(cell: dict[str, Any]) -> list[object]:
+    """Return times, their ratio, messages and bytes of a cell."""
+    ours, theirs = cell["times"].values()
+    both = [f"{statistics.median(times) * 1e3:.2f} ms" for times in (ours, theirs)]
+    sent, size = " / ".join(map(str, cell["messages"])), " / ".join(f"{each / 2**20:.2f}" for each in cell["bytes"])
+    return [cell["kind"], cell["width"], cell["boundary"], *both, ratio(ours, theirs), sent, size]
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row per cell: times, their ratio, messages and bytes."""
-    lines = [
-        "| block | width | boundary | smpkit | DTensor | ratio of medians (fastest) | messages | MiB |",
-        "|---|---|---|---|---|---|---|---|",
+def measure(repetitions: int, widths: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure all cells on this rank."""
+    prepare_rank()
+    smp.init({"tensor_parallel_degree": int(os.environ["WORLD_SIZE"]), "ddp": True, "optimize": "speed"})
+    mesh = init_device_mesh(state.device.type, (smp.size(),))
+    return [
+        cell(kind, width, boundary, mesh, repetitions)
+        for kind in ("MLP", "transformer layer")
+        for width in widths
+        for boundary in (Layout.REPLICATE, Layout.SHARD_BATCH)
     ]
-    for cell in cells:
-        ours, theirs = (cell["times"][name] for name in ("smpkit", "DTensor"))
-        medians = statistics.median(ours) / statistics.median(theirs)
-        sent = " / ".join(str(sum(cell["messages"][name].values())) for name in ("smpkit", "DTensor"))
-        size = " / ".join(f"{cell['bytes'][name] / 2**20:.2f}" for name in ("smpkit", "DTensor"))
-        both = " | ".join(f"{statistics.median(times) * 1e3:.2f} ms" for times in (ours, theirs))
-        ratio = f"{medians:.2f} ({min(ours) / min(theirs):.2f})"
-        lines.append(f"| {cell['kind']} | {cell['width']} | {cell['boundary']} | {both} | {ratio} | {sent} | {size} |")
-    return "\n".join(lines)
 
 
-def environment(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
-    python = f"{platform.system()}, Python {platform.python_version()}"
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), {found['device']}"
-    return (
-        f"Medians of {options.repetitions} steps each, on {machine}, with a load"
-        f" average of {found['load']:.1f} over five minutes; {python}, torch"
-        f" {found['torch']}, gloo over the loopback interface."
-    )
+def cell(kind: str, width: int, boundary: Layout, mesh: DeviceMesh, repetitions: int) -> dict[str, Any]:
+    """Measure one block: both contestants have the same weights and input."""
+    torch.manual_seed(0)
+    with state.device:
+        plain = mlp(width) if kind == "MLP" else Block(width)
+    make, divide = (smpkit_mlp, dtensor_mlp) if kind == "MLP" else (smpkit_block, dtensor_block)
+    ours = make(plain, width, boundary).to(state.device)
+    modules = {"smpkit": ours, "DTensor": divide(copy.deepcopy(plain), mesh, boundary)}
+    torch.manual_seed(1 + smp.rank() * (boundary is Layout.SHARD_BATCH))
+    x = torch.randn(SAMPLES, LENGTH, width).to(state.device)
+    torch.testing.assert_close(*[module(x) for module in modules.values()], rtol=1e-3, atol=1e-4)
+    steps = {name: step_of(module, x) for name, module in modules.items()}
+    take_turns(steps, WARM_UPS)
+    traffic = [counted(step) for step in steps.values()]
+    settle = partial(wait_for_stream, state.device)
+    timed = {name: partial(seconds_until_all_are_done, step, settle) for name, step in steps.items()}
+    return {
+        "kind": kind,
+        "width": width,
+        "boundary": boundary.value,
+        "times": take_turns(timed, repetitions),
+        "messages": [sum(each.messages.values()) for each in traffic],
+        "bytes": [sum(each.bytes.values()) for each in traffic],
+    }
+
+
+def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        module(x.clone().requires_grad_()).sum().backward()
+
+    return step
 
 
 if __name__ == "__main__":
