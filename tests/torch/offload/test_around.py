@@ -175,6 +175,6 @@ BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "options", "message"), BAD)
-def test_what_cannot_be_meant_is_refused(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_rejects_wrong_arguments(model: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         smpkit.offload_activations(model, **options)

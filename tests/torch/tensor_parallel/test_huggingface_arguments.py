@@ -186,11 +186,11 @@ SELECTED = {"padding", "token types", "positions", "boolean heads", "both direct
 SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch"}
 
 
-def test_a_selection_on_one_rank() -> None:
+def test_some_arguments_on_one_rank() -> None:
     check(1, [(name, 1, True, "speed", True) for name in ("GPT2", "Bert")], SELECTED)
 
 
-def test_a_selection_on_two_ranks() -> None:
+def test_some_arguments_on_two_ranks() -> None:
     modes = [(False, "speed"), (True, "memory"), (False, "memory"), (True, "speed")]
     names = ("GPT2", "GPTJ", "GPTNeo", "Bert", "eager Bert")
     check(2, [(name, 2, *modes[index % 4], index % 2 == 0) for index, name in enumerate(names)], SELECTED)
@@ -255,5 +255,5 @@ def refusals() -> None:
     smp.shutdown()
 
 
-def test_what_is_refused() -> None:
+def test_rejects_other_arguments() -> None:
     run_ranks(refusals, 1)
