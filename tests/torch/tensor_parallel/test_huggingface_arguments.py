@@ -17,6 +17,7 @@ from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
 from tests.models_of_others import DIVISIBLE
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 6, 23, 16, 4
 TOLERANCE = 1e-6  # Hugging Face computes losses and some scores in float32
@@ -207,7 +208,8 @@ def test_every_argument(name: str) -> None:
 # --- refused by name --------------------------------------------------------------------------------------------------
 
 
-def refusals() -> None:
+@on_ranks(1)
+def test_rejects_other_arguments() -> None:
     smp.init()
     module: Any = DIVISIBLE["GPT2"].build()
     smp.set_tensor_parallelism(module)
@@ -253,7 +255,3 @@ def refusals() -> None:
     with pytest.raises(UnsupportedError, match="cannot be called with `output_hidden_states`"):
         model(input_ids=TOKENS, output_hidden_states=True)
     smp.shutdown()
-
-
-def test_rejects_other_arguments() -> None:
-    run_ranks(refusals, 1)
