@@ -117,7 +117,7 @@ def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def choices(*names: str) -> Iterator[dict[str, bool]]:
+def choices(*names: str) -> Iterator[dict[str, Any]]:
     """Return all ways to set some options."""
     for values in itertools.product([True, False], repeat=len(names)):
         yield dict(zip(names, values, strict=True))

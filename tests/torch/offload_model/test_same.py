@@ -110,6 +110,8 @@ def frozen() -> nn.Module:
 class Forgetful(nn.Module):
     """Sets its buffer to None when it has used it."""
 
+    memory: Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("memory", torch.ones(4))
