@@ -1,15 +1,18 @@
-"""What many tests here share: a step that trains, and what rank 0 announces."""
+"""What many tests here share: a step that trains, what rank 0 announces, and tests that run on ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 import smpkit.torch as smp
+from tests.ranks import run_ranks
 
 BY_HAND: dict[str, Any] = {"auto_partition": False, "default_partition": 0}
 """For `smp.init`: all that the test does not place itself is on pipeline rank 0."""
@@ -35,3 +38,20 @@ def announced() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.removeHandler(handler)
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let real ranks call a test, all of them, with the arguments that pytest has for it."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def started(**arguments: Any) -> None:
+            run_ranks(_call, size, test.__module__, test.__name__, arguments)
+
+        return started
+
+    return decorate
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)

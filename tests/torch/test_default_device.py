@@ -15,6 +15,7 @@ import torch
 import smpkit.torch as smp
 from tests.models import CASES, Case
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import KINDS, Trace, Training, TrainingInSlices, batch, check_same, flat, training
 
 STEPS = 5  # after the second, a pipeline measures and plans anew
@@ -64,7 +65,8 @@ def test_checkpoints_are_the_same_under_another_default_device(name: str, tmp_pa
     run_ranks(resume_under_both, KINDS[name][1].ranks, tmp_path, name)
 
 
-def slice_under_both() -> None:
+@on_ranks(1)
+def test_an_offload_model_trains_under_another_default_device() -> None:
     found = []
     case = CASES["Sequential"]
     for default in ("cpu", "meta"):
@@ -72,10 +74,6 @@ def slice_under_both() -> None:
         found.append(values_after(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case))
     torch.set_default_device(None)
     check_same(found[1], found[0], tolerance=0)
-
-
-def test_an_offload_model_trains_under_another_default_device() -> None:
-    run_ranks(slice_under_both, 1)
 
 
 def talk() -> list[Any]:

@@ -47,7 +47,7 @@ def runtime() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_it_is_refused(case: str) -> None:
+def test_rejects_wrong_arguments(case: str) -> None:
     call, message = CALLS[case]
     with pytest.raises(UsageError, match=message):
         call()

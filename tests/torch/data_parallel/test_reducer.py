@@ -197,7 +197,7 @@ class Reentrant(nn.Module):
 
 
 @smp.step
-def reentrant_step(model: Any, x: torch.Tensor) -> None:
+def plain_step(model: Any, x: torch.Tensor) -> None:
     model.backward(model(x))
 
 
@@ -207,7 +207,7 @@ def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     model = smp.DistributedModel(Reentrant(), overlapping_allreduce=overlap)
     for _ in range(2):
         model.zero_grad()
-        reentrant_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
+        plain_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
     return gradients(model)
 
 
@@ -253,18 +253,13 @@ class Normalised(nn.Module):
         return self.norm(x).sum()
 
 
-@smp.step
-def norm_step(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x))
-
-
 def train_batch_norm(broadcast: bool) -> tuple[torch.Tensor, float]:
     smp.init({"ddp": True})
     model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
     norm = model.module.get_submodule("norm")
-    norm_step(model, inputs(smp.rank()))
+    plain_step(model, inputs(smp.rank()))
     norm.register_buffer("late", torch.tensor(float(smp.rank())))
-    norm_step(model, inputs(smp.rank()))
+    plain_step(model, inputs(smp.rank()))
     return norm.get_buffer("running_mean").clone(), norm.get_buffer("late").item()
 
 

@@ -68,7 +68,7 @@ def held_by(model: smp.DistributedModel) -> dict[str, float]:
     return {n: float(value.flatten()[0]) for n, value in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def test_whole_values_come_from_the_first_rank_and_pieces_from_the_first_holder_of_the_same_piece() -> None:
+def test_ranks_start_with_the_values_of_the_first_that_holds_the_same() -> None:
     for rank, values in enumerate(run_ranks(values_at_start, 4)):
         whole, piece = 1.0, rank % TP + 1.0
         assert values == {

@@ -252,14 +252,23 @@ def stories(ranks: Sequence[Script | subprocess.Popen[str]]) -> list[str]:
             rank.kill()
 
 
-FAILS = """
-    import smpkit.torch as smp
-    smp.init({"ddp": True, "timeout_seconds": 600})
-    smp.barrier()
-    if smp.rank() == FAILING:
-        raise ValueError("the learning rate is negative")
-    smp.barrier()
+SCRIPT = """
+import os, signal, sys, torch, torch.distributed as dist
+import smpkit.torch as smp
+{first}
+smp.init({{"ddp": True, "timeout_seconds": 600}})
+smp.barrier()
+if smp.rank() == {rank}:
+    {does}
+{then}
 """
+FAILS = 'raise ValueError("the learning rate is negative")'
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def script(rank: int, does: str, then: str = "smp.barrier()", first: str = "") -> str:
+    """Return a script in which one rank does something between two barriers, or before something else."""
+    return SCRIPT.format(rank=rank, does=does, then=then, first=first)
 
 
 @pytest.mark.parametrize(
@@ -268,69 +277,37 @@ FAILS = """
     ids=["agent", "other", "server"],
 )
 def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
-    told = stories(
-        start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent, fresh=agent)
-    )  # before their deadline
+    told = stories(start(script(failing, FAILS), 3, tmp_path, agent, fresh=agent))  # before their deadline
     assert told[failing].strip().endswith("ValueError: the learning rate is negative")
     for rank, story in enumerate(told):
         if rank != failing:
             assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
 
 
-WAITS_IN_TORCH = """
-    import torch, torch.distributed as dist
-    import smpkit.torch as smp
-    smp.init({"ddp": True, "timeout_seconds": 600})
-    smp.barrier()
-    if smp.rank() == 1:
-        raise ValueError("the learning rate is negative")
-    dist.all_reduce(torch.ones(1))
-"""
-
-
 def test_a_wait_of_torch_that_breaks_as_a_rank_fails_ends_with_that_ranks_error(tmp_path: Path) -> None:
     """Nothing of smpkit is around this wait, and torch says of it no more than `Connection closed by peer`."""
-    told = stories(start(WAITS_IN_TORCH, 2, tmp_path, agent=True))  # far sooner than their deadline
+    waits = script(1, FAILS, then="dist.all_reduce(torch.ones(1))")
+    told = stories(start(waits, 2, tmp_path, agent=True))  # far sooner than their deadline
     assert "RemoteError: rank 1 failed: ValueError: the learning rate is negative" in told[0]
     assert told[1].strip().endswith("ValueError: the learning rate is negative")
 
 
-LEAVES = """
-    import sys
-    import smpkit.torch as smp
-    smp.init({"ddp": True, "timeout_seconds": 600})
-    smp.barrier()
-    if smp.rank() == LEAVING:
-        sys.exit(3)
-    smp.barrier()
-"""
-
-
 @pytest.mark.parametrize(("leaving", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
 def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, tmp_path: Path) -> None:
-    ranks = start(LEAVES.replace("LEAVING", str(leaving)), 2, tmp_path, agent)
+    ranks = start(script(leaving, "sys.exit(3)"), 2, tmp_path, agent)
     told = stories(ranks)  # far sooner than their deadline
     stayed = 1 - leaving
     assert [ranks[leaving].returncode, ranks[stayed].returncode] == [3, 1]
     assert f"RemoteError: rank {stayed} lost rank {leaving} in barrier of WORLD: its script ended" in told[stayed]
-    place = r"in script\.py, line 8 \(`smp.barrier\(\)`\)"
+    place = r"in script\.py, line 9 \(`smp.barrier\(\)`\)"
     hint = r"\[rank\d\]: hint: every rank makes the same calls"
     assert re.search(rf"its script ended without the call of rank {stayed} {place}\n{hint}", told[stayed])
     assert told[leaving] == ""
 
 
-ENDS_LATER = """
-    import os, time
-    import smpkit.torch as smp
-    smp.init({"ddp": True})
-    smp.barrier()
-    if smp.rank() == 1:
-        os.read(0, 1)  # until nothing listens any more where the store was
-"""
-
-
 def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
-    ranks = start(ENDS_LATER, 2, tmp_path, agent=False, reads=True)
+    # Until nothing listens any more where the store was.
+    ranks = start(script(1, "os.read(0, 1)", then=""), 2, tmp_path, agent=False, reads=True)
     try:
         ranks[0].wait(timeout=120)
         told = ranks[1].communicate("x", timeout=120)[1]
@@ -342,23 +319,9 @@ def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
     assert told == ""
 
 
-DIES = """
-    import os, signal
-    import smpkit.torch as smp
-    smp.init({"ddp": True, "timeout_seconds": 600})
-    smp.barrier()
-    if smp.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    smp.barrier()
-"""
-RANK_0_JUDGES = """
-    from tests.deadlines import let_judge
-    let_judge(0, [2])
-"""
-
-
 def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
-    ranks = start(RANK_0_JUDGES + DIES, 3, tmp_path, agent=True)
+    judge = "from tests.deadlines import let_judge; let_judge(0, [2])"
+    ranks = start(script(1, DIES, first=judge), 3, tmp_path, agent=True)
     told = stories(ranks)  # far sooner than their deadline
     assert ranks[1].returncode == -signal.SIGKILL
     for rank in (0, 2):
@@ -366,8 +329,7 @@ def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
-    script = DIES.replace("smp.rank() == 1", "smp.rank() == 0")
-    told = stories(start(script, 2, tmp_path, agent=False))
+    told = stories(start(script(0, DIES), 2, tmp_path, agent=False))
     assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
     assert "nobody listens at 127.0.0.1:" in told[1]
     assert len(told[1].splitlines()) < 12  # where the script was and why it ends, without smpkit's own frames

@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_refused(case: str) -> None:
+def test_rejects_what_it_cannot_fit(case: str) -> None:
     make, options, message = WRONG[case]
     with pytest.raises(UsageError) as caught:
         smpkit.fit(make(), **{"device_gib": 1, **options})

@@ -62,7 +62,7 @@ def test_blocks_are_aligned_apart_and_within_the_budget(actions: list[tuple[bool
     assert len(arena._free) == len(arena._slabs)  # neighbours have joined: each slab is one range again
 
 
-def test_the_first_range_that_holds_a_block_is_used_and_steps_that_are_alike_map_nothing_new() -> None:
+def test_steps_that_are_alike_use_the_same_memory() -> None:
     arena = Arena(16 * 1024, allocate)
     for _ in range(10):
         blocks = [take(arena, size) for size in (5000, 300, 1000)]

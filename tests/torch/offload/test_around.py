@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 import smpkit
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
-from tests.ranks import run_ranks
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, slow
 from tests.torch.recompute.test_policies import MUST, SAVE, contexts
+from tests.torch.steps import on_ranks
 
 LAYERS, STEPS = 4, 3
 PRODUCT = torch.ops.aten.addmm.default
@@ -112,17 +112,14 @@ def assert_trains_as_without(
         assert all(least * tensors <= step.bytes_out <= BOUNDARY_BYTES * tensors for step in steps)
 
 
-def over_ranks(wrap: str, by_policy: bool) -> None:
-    dist.init_process_group("gloo")
-    assert_trains_as_without(OVER_RANKS[wrap], dist.get_rank(), by_policy=by_policy)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("wrap", "by_policy"), [*((name, False) for name in OVER_RANKS), ("FSDP2", True), ("FSDP2 in checkpoints", True)]
 )
+@on_ranks(2)
 def test_wrappers_over_ranks_train_as_without_and_no_weight_leaves(wrap: str, by_policy: bool) -> None:
-    run_ranks(over_ranks, 2, wrap, by_policy)
+    dist.init_process_group("gloo")
+    assert_trains_as_without(OVER_RANKS[wrap], dist.get_rank(), by_policy=by_policy)
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -175,6 +172,6 @@ BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "options", "message"), BAD)
-def test_what_cannot_be_meant_is_refused(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_rejects_wrong_arguments(model: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         smpkit.offload_activations(model, **options)

@@ -129,7 +129,7 @@ STAYS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("tensor", STAYS.values(), ids=STAYS)
-def test_what_stays(tensor: Callable[[], Tensor]) -> None:
+def test_weights_views_of_others_and_small_tensors_stay(tensor: Callable[[], Tensor]) -> None:
     engine, x = engine_on(lead=1, min_bytes=16), tensor()
     parked = engine.park("layer", [x])
     evict(engine)

@@ -46,8 +46,7 @@ def test_models_of_hugging_face_train_as_in_plain_scripts(name: str) -> None:
         for number in range(2):
             optimizer.zero_grad()
             for part in range(2):
-                loss = case.step(Plain(network, 2), *batch(case, 2 * number + part, 4))
-                losses[-1].append(loss.item())
+                losses[-1].append(case.step(Plain(network, 2), *batch(case, 2 * number + part, 4)).item())
             torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
             optimizer.step()
             schedule.step()

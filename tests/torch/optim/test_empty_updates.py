@@ -65,7 +65,7 @@ def test_over_a_pipeline_every_rank_says_so(config: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("case", ["accumulation", "by hand", "no passes", "evaluation", "no_grad", "frozen", "others"])
-def test_what_is_meant_goes_on(case: str) -> None:
+def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:
     model, optimizer = make()
     if case == "accumulation":
         train_step(model, X)

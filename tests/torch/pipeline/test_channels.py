@@ -30,6 +30,7 @@ from smpkit.torch.pipeline.transport import Transport
 from tests.models import CASES, MODELS, Case
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.test_rerecorded import SKIPPING, WAYS
+from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, same, train, train_with_sleeps
 
 VALUES = {
@@ -134,11 +135,8 @@ def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
     assert "rank 0" in text
 
 
+@on_ranks(2)
 def test_channels_are_for_gpus_only() -> None:
-    run_ranks(has_none, 2)
-
-
-def has_none() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     group = state.process_group(CommGroup.PP_GROUP)
     assert not connects(group, state.device)

@@ -127,7 +127,7 @@ def test_ranks_have_the_same_numbers_and_closed_streams_of_their_own() -> None:
     assert len(set(rows[0])) == 100
 
 
-def test_seeds_are_told_from_those_of_a_script_and_keep_saying_whether_their_stream_is_closed() -> None:
+def test_seeds_tell_whether_they_are_of_a_stream_and_whether_it_is_closed() -> None:
     for seeds in (Seeds(), Seeds(OWN)):
         for number in (0, 1, (1 << 64) - 1, mix(5, 6)):
             for seed, lowest in ((seeds.open(number), 0), (seeds.closed(number), 1)):

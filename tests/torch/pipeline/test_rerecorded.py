@@ -18,6 +18,7 @@ from smpkit.torch.pipeline.divergence import trace_mismatch
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_executor import executor
+from tests.torch.steps import on_ranks
 from tests.train import Way, same
 
 MANY_SECONDS = 600
@@ -103,9 +104,7 @@ def diverge(num_ranks: int, microbatch: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("size", "num_ranks", "microbatch"), [(4, 2, 2), (3, 3, 0), (2, 2, -1)])
-def test_a_rank_that_leaves_the_others_way_is_named_with_its_call_long_before_the_deadline(
-    size: int, num_ranks: int, microbatch: int
-) -> None:
+def test_a_rank_that_takes_another_way_is_named_with_its_call(size: int, num_ranks: int, microbatch: int) -> None:
     for message, seconds in run_ranks(diverge, size, num_ranks, microbatch):
         assert f"another way through microbatch {max(microbatch, 0)} than pipeline rank" in message
         assert "its call 2 was `2`, not `1`" in message or "its call 2 was `1`, not `2`" in message
@@ -137,7 +136,8 @@ def as_far(model: Any, x: Tensor, lengths: Any) -> Tensor:
     return loss
 
 
-def shorter_ways() -> None:
+@on_ranks(2)
+def test_what_was_received_early_for_a_way_that_ends_sooner_takes_nothing_of_later_steps() -> None:
     """Let all microbatches end before the record does, and then train a larger batch."""
     model = begin(2)
     torch.manual_seed(3)
@@ -152,10 +152,6 @@ def shorter_ways() -> None:
     expected = dict(plain.named_parameters())
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad)
-
-
-def test_what_was_received_early_for_a_way_that_ends_sooner_takes_nothing_of_later_steps() -> None:
-    run_ranks(shorter_ways, 2)
 
 
 def test_ranks_that_have_got_differently_far_do_not_disagree() -> None:

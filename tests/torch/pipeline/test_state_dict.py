@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,21 +179,6 @@ def test_training_goes_on_with_another_number_of_ranks(old: int, new: int) -> No
     saved = run_ranks(save, old, replace(TWO, pipeline=old))[0]
     for trace in run_ranks(load_and_go_on, new, replace(TWO, pipeline=new), *saved):
         check_same(trace, reference(CASE, TWO)[0])
-
-
-def save_checkpoint(path: Path) -> None:
-    with world(ONE_BATCH):
-        script = Training(CASE, ONE_BATCH)
-        script.run(0)
-        smp.save_checkpoint(path, "whole", partial=False)
-
-
-def test_a_full_checkpoint_of_a_pipeline_loads_into_the_plain_model(tmp_path: Path) -> None:
-    run_ranks(save_checkpoint, 2, tmp_path)
-    stored = torch.load(tmp_path / "whole", weights_only=True)
-    module = build(CASE)
-    module.load_state_dict(stored.get("model", stored))
-    torch.testing.assert_close(dict(module.state_dict()), plain_state(ONE_BATCH), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def announce_partition() -> list[str]:

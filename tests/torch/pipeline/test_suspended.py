@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smpkit.torch.core import devices
 from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
@@ -93,15 +92,6 @@ def test_modes_of_the_caller_hold(
     assert asked() == in_thread(asked) == plain
 
 
-def test_a_default_device_that_was_set_holds() -> None:
-    torch.set_default_device("meta")
-    try:
-        assert in_thread(lambda: torch.zeros(1).device.type) == "meta"
-        assert torch.zeros(1).is_meta
-    finally:
-        torch.set_default_device(None)
-
-
 @pytest.mark.parametrize("kind", [Functions, Operators])
 def test_modes_of_torch_s_see_what_runs_and_nothing_of_the_engine_s(kind: type[Functions | Operators]) -> None:
     with kind() as mode:
@@ -131,21 +121,6 @@ def test_context_variables_have_the_caller_s_values() -> None:
         assert in_thread(TURN.get) == "caller's"
     finally:
         TURN.reset(token)
-
-
-def test_the_caller_s_stream_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside: list[object] = []
-
-    @contextlib.contextmanager
-    def on_stream(stream: object) -> Iterator[None]:
-        inside.append(stream)
-        yield
-        inside.remove(stream)
-
-    monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(devices, "on_stream", on_stream)
-    assert in_thread(lambda: list(inside)) == ["stream of cpu"]
-    assert inside == []
 
 
 def test_the_end_of_autocast_inside_leaves_the_caller_s_cache() -> None:

@@ -20,6 +20,7 @@ from smpkit.torch.pipeline.message_order import Message, P2PTransfer
 from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
+from tests.torch.steps import on_ranks
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -233,7 +234,8 @@ def test_a_value_that_never_comes_is_named() -> None:
 NUM_MICROBATCHES = 6
 
 
-def change_before_it_is_gone() -> None:
+@on_ranks(2)
+def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() -> None:
     transport = open_transport()
     transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((3,), (1,), torch.float32, requires_grad=False), "layers.1")
     if smp.pp_rank() == 0:
@@ -244,10 +246,6 @@ def change_before_it_is_gone() -> None:
             transport.end_step()
     else:
         transport.receive(2, transfer)
-
-
-def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() -> None:
-    run_ranks(change_before_it_is_gone, 2)
 
 
 def send_to_the_dead() -> None:

@@ -175,7 +175,7 @@ def test_weights_that_lie_on_the_device_already_cost_the_same(moved: str) -> Non
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.usefixtures("no_failed_pass")
-def test_a_step_sees_the_weights_as_they_are_but_for_the_device_and_the_model_stays_as_it_is(device: str) -> None:
+def test_a_trial_step_sees_the_weights_and_changes_nothing(device: str) -> None:
     model = Language()
     seen: dict[str, Any] = {}
 
@@ -271,7 +271,7 @@ def test_attention_costs_its_products_and_keeps_no_scores() -> None:
     assert cost.activation_bytes == 4 * (values + 3 * values + values + 2 * HEADS * LENGTH)
 
 
-def test_tensors_with_data_get_torchs_own_operations_meanwhile_and_everything_does_afterwards() -> None:
+def test_replaced_kernels_are_for_tensors_without_data() -> None:
     x, layer = torch.randn(2, HEADS, LENGTH, 8), nn.BatchNorm1d(HEADS)
 
     def results() -> list[Tensor]:

@@ -87,8 +87,6 @@ def test_scripts_give_the_arguments_as_a_dict_or_by_name() -> None:
         (None, True, {"scale_factor": 1.0}, "`scale_factor` of the loss scale must be more than 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
-    static: float | None, dynamic: bool, arguments: dict[str, Any], message: str
-) -> None:
+def test_rejects_wrong_arguments(static: float | None, dynamic: bool, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loss_scaler_of(static, dynamic, arguments)

@@ -178,7 +178,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_what_cannot_be_meant_is_refused(call: Any, message: str) -> None:
+def test_rejects_wrong_arguments(call: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call()
 

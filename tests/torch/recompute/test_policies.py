@@ -1,6 +1,6 @@
 """Torch's CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD in eager mode: offloaded by the engine, run once.
 
-Under FSDP2 they are in `tests/torch/offload/test_around.py`, under others' trainers in `test_policies_of_others.py`.
+Under FSDP2 they are in `tests/torch/offload/test_around.py`.
 """
 
 from __future__ import annotations

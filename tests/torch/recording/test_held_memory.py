@@ -14,17 +14,11 @@ import smpkit.torch as smp
 from smpkit.observe.events import MemorySample, read_events
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.held_memory import HeldMemory
+from tests.torch.steps import train_step
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 256, 64, 4, 2
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 BOUNDARY_BYTES = 4 * ROWS * WIDTH
-
-
-@smp.step
-def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    model.backward(loss)
-    return loss
 
 
 class Layer(nn.Module):
@@ -33,8 +27,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.relu(self.linear(value))
-        return result
+        return torch.relu(self.linear(value))
 
 
 def samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: bool) -> list[MemorySample]:

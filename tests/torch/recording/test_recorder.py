@@ -22,6 +22,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.recording import recorder
 from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
 
@@ -46,15 +47,7 @@ class Sleeper(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Sleep.apply(self.linear(value))
-        return result
-
-
-@smp.step
-def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    model.backward(loss)
-    return loss
+        return _Sleep.apply(self.linear(value))
 
 
 @smp.step
@@ -118,8 +111,7 @@ class Launcher(nn.Module):
         self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Launch.apply(self.linear(value), self.clock)
-        return result
+        return _Launch.apply(self.linear(value), self.clock)
 
 
 def train(degree: int, steps: int = 2) -> None:

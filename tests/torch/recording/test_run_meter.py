@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
+from tests.torch.recording.test_recorder import SLEEP, WIDTH, Sleeper
+from tests.torch.steps import train_step
 
 MS = 1_000_000
 
@@ -81,33 +82,9 @@ def test_nothing_is_known_before_the_first_step_and_one_step_is_enough() -> None
     assert meter.split().total == pytest.approx(0.095)
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
-        return value * 1
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return gradient
-
-
-class Sleeper(nn.Linear):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(super().forward(value))
-
-
 class SlowOptimizer(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         time.sleep(0.015)
-
-
-@smp.step
-def train_step(model: smp.DistributedModel, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    model.backward(loss)
-    return loss
 
 
 @pytest.mark.usefixtures("world")
@@ -116,12 +93,12 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
 ) -> None:
     monkeypatch.delenv(recorder.QUIET)
     smp.init({"microbatches": 2})
-    model = smp.DistributedModel(Sleeper(4, 4))
+    model = smp.DistributedModel(Sleeper())
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
     began = []
     for _ in range(8):
         began.append(time.perf_counter())
-        train_step(model, torch.ones(6, 4))
+        train_step(model, torch.ones(6, WIDTH))
         optimizer.step()
         time.sleep(0.01)
     found = recorder.latest_recorder()
@@ -129,7 +106,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
     found.meter.add_optimizer(time.perf_counter_ns(), time.perf_counter_ns())
     split, clock = found.meter.split(), (time.perf_counter() - began[2]) / 6
     assert split.total == pytest.approx(clock, rel=0.02)
-    assert split.compute >= 0.06
+    assert split.compute >= 2 * 3 * SLEEP
     assert split.optimizer >= 0.015
     assert split.other >= 0.01
     assert split.compute + split.optimizer + split.other == pytest.approx(split.total, rel=0.02)

@@ -282,7 +282,7 @@ def refuse() -> list[str]:
     return found
 
 
-def test_what_cannot_be_meant_is_refused_with_the_values() -> None:
+def test_rejects_wrong_arguments() -> None:
     expected = [
         "num_attention_heads 3 is not divisible by tensor_parallel_degree 2",
         "in_features 3 is not divisible by tensor_parallel_degree 2",
@@ -358,7 +358,7 @@ def mismatches() -> list[str]:
     return said
 
 
-def test_ranks_that_call_different_things_hear_what() -> None:
+def test_ranks_that_call_different_things_are_told_which() -> None:
     for said in run_ranks(mismatches, 2):
         start = "ranks 0 and 1 of a tensor-parallel group are about to do different things: "
         assert all(each.startswith(start) for each in said)

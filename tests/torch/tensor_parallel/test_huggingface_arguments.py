@@ -17,6 +17,7 @@ from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 from smpkit.torch.tensor_parallel.state_dict import join_state, with_original_names
 from tests.models_of_others import DIVISIBLE
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 6, 23, 16, 4
 TOLERANCE = 1e-6  # Hugging Face computes losses and some scores in float32
@@ -186,11 +187,11 @@ SELECTED = {"padding", "token types", "positions", "boolean heads", "both direct
 SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch"}
 
 
-def test_a_selection_on_one_rank() -> None:
+def test_some_arguments_on_one_rank() -> None:
     check(1, [(name, 1, True, "speed", True) for name in ("GPT2", "Bert")], SELECTED)
 
 
-def test_a_selection_on_two_ranks() -> None:
+def test_some_arguments_on_two_ranks() -> None:
     modes = [(False, "speed"), (True, "memory"), (False, "memory"), (True, "speed")]
     names = ("GPT2", "GPTJ", "GPTNeo", "Bert", "eager Bert")
     check(2, [(name, 2, *modes[index % 4], index % 2 == 0) for index, name in enumerate(names)], SELECTED)
@@ -207,7 +208,8 @@ def test_every_argument(name: str) -> None:
 # --- refused by name --------------------------------------------------------------------------------------------------
 
 
-def refusals() -> None:
+@on_ranks(1)
+def test_rejects_other_arguments() -> None:
     smp.init()
     module: Any = DIVISIBLE["GPT2"].build()
     smp.set_tensor_parallelism(module)
@@ -253,7 +255,3 @@ def refusals() -> None:
     with pytest.raises(UnsupportedError, match="cannot be called with `output_hidden_states`"):
         model(input_ids=TOKENS, output_hidden_states=True)
     smp.shutdown()
-
-
-def test_what_is_refused() -> None:
-    run_ranks(refusals, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from tests.models_of_others import DIVISIBLE, divisible
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import batch
 
 hf = smp.nn.huggingface
@@ -75,7 +75,9 @@ def test_public_scripts_find_their_functions(name: str) -> None:
     assert callable(getattr(importlib.import_module(f"smpkit.torch.nn.huggingface.{module}"), function))
 
 
-def train_blocks(registers: bool) -> None:
+@pytest.mark.parametrize("registers", [False, True])
+@on_ranks(2)
+def test_blocks_of_gpt2_are_divided_one_by_one(registers: bool) -> None:
     """Divide blocks as AWS's gpt2-custom script does: they are registered after the model has been created."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -102,8 +104,3 @@ def train_blocks(registers: bool) -> None:
     assert theirs.keys() == whole.keys()
     assert all(torch.equal(theirs[key], value) for key, value in whole.items())
     smp.shutdown()
-
-
-@pytest.mark.parametrize("registers", [False, True])
-def test_blocks_of_gpt2_are_divided_one_by_one(registers: bool) -> None:
-    run_ranks(train_blocks, 2, registers)

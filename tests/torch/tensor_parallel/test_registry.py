@@ -137,16 +137,6 @@ def test_arguments_of_torchs_own_are_read_from_the_instance() -> None:
     assert kwargs["padding_idx"] == 1
 
 
-def test_the_input_of_linear_translates_name_by_name() -> None:
-    entry = rule_for(nn.Linear(2, 3))
-    assert entry is not None
-    assert entry.to_distributed is not None
-    state = {"weight": torch.ones(3, 2)}
-    made = dict(entry.to_distributed(state, nn.Identity()))["weight"]
-    assert callable(made)
-    assert made() is state["weight"]
-
-
 def enabled(module: nn.Module) -> bool | None:
     marking = marking_of(module)
     return None if marking is None else marking.enabled

@@ -22,7 +22,7 @@ from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
 from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.models_of_others import DIVISIBLE
 from tests.ranks import run_ranks
-from tests.torch.steps import announced
+from tests.torch.steps import announced, on_ranks
 
 
 def start(**config: Any) -> None:
@@ -115,7 +115,8 @@ def marks(module: nn.Module) -> dict[str, TpShard | None]:
     return {name: shard_of(each) for name, each in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def copy_and_assign() -> None:
+@on_ranks(2)
+def test_copies_are_marked_and_nothing_is_assigned() -> None:
     start(optimize="memory", prescaled_batch=True)
     torch.manual_seed(3)
     layer = smp.nn.DistributedTransformer(1, 2, 4, 8, 16).double()
@@ -137,14 +138,11 @@ def copy_and_assign() -> None:
             part.load_state_dict(part.state_dict(), assign=True)
 
 
-def test_copies_are_marked_and_nothing_is_assigned() -> None:
-    run_ranks(copy_and_assign, 2)
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def keep_weights() -> None:
+@on_ranks(2)
+def test_replaced_modules_keep_weights_dtype_mode_and_what_is_frozen() -> None:
     start()
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Linear(4, 6), nn.LayerNorm(6)).double()
@@ -159,10 +157,6 @@ def keep_weights() -> None:
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True]
     assert not model[1].training
     assert_equal(whole(model), before)
-
-
-def test_replaced_modules_keep_weights_dtype_mode_and_what_is_frozen() -> None:
-    run_ranks(keep_weights, 2)
 
 
 def keep_those_of_the_first() -> list[Tensor]:
@@ -245,7 +239,8 @@ def as_tuple(x: Tensor, *, offset: float = 0.0) -> tuple[Iterable[Any], Mapping[
     return ((x + offset,),), {}
 
 
-def use_registered_class() -> None:
+@on_ranks(2)
+def test_a_registered_class_is_called_as_ever_and_translated() -> None:
     start()
     smp.tp_register(
         Halved,
@@ -280,10 +275,6 @@ def start_afresh() -> list[Tensor]:
     return [whole(distribute(model))["0.scale"]]
 
 
-def test_a_registered_class_is_called_as_ever_and_translated() -> None:
-    run_ranks(use_registered_class, 2)
-
-
 def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_degree() -> None:
     (first,), (second,) = run_ranks(start_afresh, 2)
     assert torch.equal(first, second)
@@ -293,7 +284,8 @@ def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_other_models_and_wrong_translations_are_named() -> None:
     start()
     lines = r"`parameter 0.weight \[4, 4\] torch.float32` against `parameter 0.weight \[6, 4\]"
     with pytest.raises(UsageError, match=lines):
@@ -312,10 +304,6 @@ def refusals() -> None:
             distribute(marked(nn.Sequential(Scale([4]))))
     with pytest.raises(UsageError, match=r"before smp\.DistributedModel"):
         smp.set_tensor_parallelism(smp.DistributedModel(nn.Linear(4, 4)).module)
-
-
-def test_other_models_and_wrong_translations_are_named() -> None:
-    run_ranks(refusals, 2)
 
 
 # --- what was set before wrapping -------------------------------------------------------------------------------------
@@ -375,13 +363,10 @@ def checkpointing_of_before() -> None:
         smp.DistributedModel(marked(module))
 
 
-def set_before() -> None:
+@on_ranks(2)
+def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() -> None:
     optimizers_of_before()
     checkpointing_of_before()
-
-
-def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() -> None:
-    run_ranks(set_before, 2)
 
 
 def load_whole_states() -> tuple[str, str | None]:

@@ -64,12 +64,12 @@ def test_other_states_have_no_positions() -> None:
         ({"cross_attention": True}, "DistributedTransformerLMHead has no argument `cross_attention`"),
     ],
 )
-def test_what_cannot_be_meant(given: dict[str, Any], text: str) -> None:
+def test_rejects_wrong_arguments(given: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         smp.nn.DistributedTransformerLMHead(**given)
 
 
-def test_a_call_that_does_not_fit() -> None:
+def test_rejects_wrong_calls() -> None:
     with pytest.raises(
         TypeError, match=r"DistributedAttentionLayer.__init__\(\) takes from 1 to 13 positional arguments"
     ):

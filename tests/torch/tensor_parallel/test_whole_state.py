@@ -15,7 +15,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.state_dict import PARTIAL_KEY
 from tests.models import MODELS
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Training, Way, batch, build, world
 
 
@@ -27,7 +27,8 @@ CASE = MODELS["encoder and decoder"]
 WAY = Way(2, 2, 2, microbatches=2, batches=(4,), prepare=smp.set_tensor_parallelism)
 
 
-def save_and_load() -> None:
+@on_ranks(4)
+def test_a_model_is_saved_and_loaded_whole_and_in_parts() -> None:
     with world(WAY):
         before = {name: value.clone() for name, value in build(CASE).state_dict().items()}
         model = Training(CASE, WAY).model
@@ -86,7 +87,8 @@ def gpt2_step(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def translate() -> None:
+@on_ranks(4)
+def test_whole_dicts_under_hugging_faces_names_are_translated() -> None:
     smp.init(WAY.init)
     other = {name: value.clone() for name, value in tiny(2).state_dict().items()}
     with smp.tensor_parallelism():
@@ -101,11 +103,3 @@ def translate() -> None:
     assert equal(model.original_state_dict(), before), "and afterwards"
     translated = model.original_state_dict(gather_to_rank0=True)
     assert equal(translated, before) if smp.mp_rank() == 0 else translated == {}
-
-
-def test_a_model_is_saved_and_loaded_whole_and_in_parts() -> None:
-    run_ranks(save_and_load, 4)
-
-
-def test_whole_dicts_under_hugging_faces_names_are_translated() -> None:
-    run_ranks(translate, 4)
