@@ -35,7 +35,7 @@ from smpkit.torch.pipeline.message_order import Message, P2PTransfer, timetable_
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
-from tests.nccl_model import Deadlock, World
+from tests.torch.pipeline.nccl_model import Deadlock, World
 
 CPU = torch.device("cpu")
 Make = Callable[[World, int], Transport]
