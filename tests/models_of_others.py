@@ -5,17 +5,18 @@ No library is imported before a model is built: some take seconds, and torchvisi
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import LENGTH, TOKENS, Case, made_by_transformers, tokens
-from tests.vision_libraries import import_torchvision
 
 SIDE, LARGE, CLASSES = 32, 64, 5
 Batch = Callable[[int, torch.Generator], tuple[Any, ...]]
@@ -380,6 +381,27 @@ PARTLY_DIVIDED: dict[str, Case] = {
 share."""
 
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
+
+
+MISSING: Final = [name for name in ("torchvision", "timm") if find_spec(name) is None]
+_declared: list[torch.library.Library] = []
+
+
+def import_torchvision() -> Any:
+    """Import torchvision, which must be installed, also where its operators do not load.
+
+    A wheel of it that was built for CUDA cannot load them beside a torch for CPUs. Models that classify need none of
+    them, but importing the package gives two of them fake implementations, for which they must be declared.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if _declared or "torchvision::nms" not in str(error):
+            raise
+    _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
+    for name in ("nms", "qnms"):
+        _declared[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module("torchvision")
 
 
 def made_by_torchvision(name: str, options: Sizes) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from tests.vision_libraries import MISSING, import_torchvision
+from tests.models_of_others import MISSING, import_torchvision
 
 __all__ = ["MODELS", "MODULES"]
 

@@ -8,17 +8,26 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[1]
-_SCRIPT = _ROOT / "scripts" / "check_devices.py"
+from scripts import check_devices
+
+_ENGINE = Path(__file__).parents[1] / "smpkit" / "torch"
 
 
-def checked(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, _SCRIPT, folder], capture_output=True, text=True, check=False)
+def faults_of(line: str, *, may_name: bool = False) -> list[int]:
+    """Return the lines of what is wrong in a module with this line in it."""
+    return [number for number, _ in check_devices.problems_in(f"import torch\n{line}\n", may_name=may_name)]
 
 
-def test_the_product_says_its_devices() -> None:
-    done = checked(_ROOT / "smpkit" / "torch")
-    assert done.returncode == 0, done.stderr
+def test_the_product_says_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_devices.main([str(_ENGINE)]) == 0, capsys.readouterr().err
+
+
+def test_the_command_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("import torch\nx = torch.zeros(3)\n")
+    command = [sys.executable, check_devices.__file__, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{tmp_path}/module.py:2: `torch.zeros` without `device=`")
 
 
 @pytest.mark.parametrize(
@@ -41,13 +50,8 @@ def test_the_product_says_its_devices() -> None:
         ("from torch import Tensor", True),
     ],
 )
-def test_calls_that_make_tensors_where_the_user_s_default_is_are_found(
-    line: str, is_right: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "module.py").write_text(f"import torch\n{line}\n")
-    done = checked(tmp_path)
-    assert done.returncode == (not is_right)
-    assert is_right or f"module.py:{3 if line.startswith('with') else 2}: " in done.stderr
+def test_calls_that_make_tensors_where_the_user_s_default_is_are_found(line: str, is_right: bool) -> None:
+    assert faults_of(line) == ([] if is_right else [3 if line.startswith("with") else 2])
 
 
 @pytest.mark.parametrize(
@@ -71,12 +75,6 @@ def test_calls_that_make_tensors_where_the_user_s_default_is_are_found(
         ("text = 'there is no CUDA; nccl: none'", True),
     ],
 )
-def test_only_the_package_of_devices_knows_one_by_name(line: str, is_right: bool, tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text(f"import torch\n{line}\n")
-    (tmp_path / "core" / "devices").mkdir(parents=True)
-    (tmp_path / "core" / "devices" / "__init__.py").write_text(f"import torch\n{line}\n")
-    done = checked(tmp_path)
-    assert done.returncode == (not is_right)
-    assert [each.split(": ")[0] for each in done.stderr.splitlines()] == (
-        [] if is_right else [f"{tmp_path}/module.py:2"]
-    )
+def test_only_the_package_of_devices_knows_one_by_name(line: str, is_right: bool) -> None:
+    assert faults_of(line) == ([] if is_right else [2])
+    assert faults_of(line, may_name=True) == []

@@ -30,18 +30,12 @@ def start(degree: int = 1, **more: Any) -> None:
     smp.init({"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True, **more})
 
 
-def gpt2_config() -> Any:
-    from transformers import GPT2Config
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     off: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
     off |= {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.05}
-    return GPT2Config(vocab_size=96, n_positions=12, n_embd=32, n_layer=2, n_head=4, **off)
-
-
-def gpt2() -> Any:
-    from transformers import GPT2LMHeadModel
-
-    return GPT2LMHeadModel(gpt2_config())
+    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=12, n_embd=32, n_layer=2, n_head=4, **off))
 
 
 def tokens(step: int) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +9,22 @@ import pytest
 import torch
 
 import smpkit.torch as smp
-from smpkit.drop_in import DROP_IN_PATH
+from tests.compat.test_fresh_weights import gpt2 as small_gpt2
+from tests.compat.test_fresh_weights import import_v1, tokens, train_step
 from tests.ranks import run_ranks
 
 STEPS = 4
 
 
 def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    without: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    without |= {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=96, n_positions=12, n_embd=16, n_layer=2, n_head=4, **without)
-    ).double()
-
-
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(step))
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=x, attention_mask=torch.ones_like(x), labels=x)["loss"]
-    model.backward(loss)
-    return loss
+    return small_gpt2().double()
 
 
 def train(degree: int, folder: str, v1: bool, save_at: int, resume: bool) -> tuple[list[float], list[str]]:
     """Return the losses, and the names of the first parameters."""
     if v1:
-        sys.path.append(str(DROP_IN_PATH))
-        importlib.import_module("smdistributed.modelparallel.torch")
+        import_v1()
     parameters = {"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True}
     smp.init({**parameters, "_match_weights": True})
     with smp.tensor_parallelism():

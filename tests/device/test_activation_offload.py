@@ -24,16 +24,15 @@ from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import make_engine
 from smpkit.torch.offload.order import Lead
 from tests.device import device
-from tests.device.checkpointed import Checkpointed
 from tests.device.device import gpu, in_device_time, scaled
+from tests.device.models import Checkpointed, layers
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(2048), 8
 _BOUNDARY = 4 * _WIDTH * _TOKENS
 
 
-def layers() -> Checkpointed:
-    torch.manual_seed(0)
-    return Checkpointed(*(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(_LAYERS))).to(gpu())
+def checkpointed() -> Checkpointed:
+    return Checkpointed(*layers(_WIDTH, _LAYERS)).to(gpu())
 
 
 def batch() -> Tensor:
@@ -51,7 +50,7 @@ def gradients(model: nn.Module, loss: Tensor | None = None) -> list[Tensor]:
 
 @pytest.mark.parametrize("lead", [1, "auto"])
 def test_steps_on_another_stream_have_the_same_bits(lead: Lead) -> None:
-    model, side = layers(), device.new_stream()
+    model, side = checkpointed(), device.new_stream()
     expected = gradients(model)
     with smpkit.offload_activations(model, lead=lead) as offload:
         for number in range(4):
@@ -89,8 +88,8 @@ replicated = partial(DistributedDataParallel, device_ids=[0], bucket_cap_mb=1)
 @pytest.mark.parametrize("wrap", [divided, replicated], ids=["divided", "replicated"])
 @alone()
 def test_wrappers_with_streams_of_their_own(wrap: Callable[[Checkpointed], nn.Module]) -> None:
-    expected = gradients(wrap(layers()))
-    model = wrap(layers())
+    expected = gradients(wrap(checkpointed()))
+    model = wrap(checkpointed())
     with smpkit.offload_activations(model, lead=2, min_bytes=0) as offload:
         for _ in range(4):
             assert all(map(torch.equal, gradients(model), expected))
@@ -100,7 +99,7 @@ def test_wrappers_with_streams_of_their_own(wrap: Callable[[Checkpointed], nn.Mo
 @pytest.mark.real_gpu("captures a graph")
 def test_what_is_on_its_way_does_not_spoil_a_capture() -> None:
     """Nothing leaves while a graph is captured, and no event may be asked for: with a graph alive there are some."""
-    model, x = layers(), batch()
+    model, x = checkpointed(), batch()
     expected = gradients(model)
     with smpkit.offload_activations(model) as offload:
         loss = model(x).square().sum()  # its copies run while the capture begins
@@ -117,7 +116,7 @@ def test_what_is_on_its_way_does_not_spoil_a_capture() -> None:
 @pytest.mark.parametrize("horizon", [1, None])
 @in_device_time()
 def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
-    model = layers()
+    model = checkpointed()
     actions = one_f_one_b(4, 8).actions[0]
     engine = make_engine(gpu(), horizon=horizon)
 
@@ -139,7 +138,7 @@ def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
 
 def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next_kernel() -> None:
     """CUDA keeps a failed call as the thread's last error, which torch would take for that of its next kernel."""
-    model = layers()
+    model = checkpointed()
     expected = gradients(model)
     registration = devices.host_registration(gpu())
     assert registration is not None

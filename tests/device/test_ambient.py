@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
-from tests.device.checkpointed import Checkpointed
 from tests.device.device import current_stream, default_stream, gpu, new_stream, on_stream, sleep, synchronize
+from tests.device.models import Checkpointed, layers
 from tests.device.ranks import run_on_gpu
 
 _CYCLES = 400_000_000
@@ -20,9 +21,7 @@ _CYCLES = 400_000_000
 _WIDTH = 256
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(8)])
+LAYERS = partial(layers, _WIDTH, 8, nn.Tanh)
 
 
 def batch(step: int) -> Tensor:
@@ -41,7 +40,7 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 
 def weights_of_a_pipeline(default: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train over two ranks, with a default device or without, through collectives of objects too."""
-    module, batches = layers(), [batch(step) for step in range(4)]
+    module, batches = LAYERS(), [batch(step) for step in range(4)]
     torch.set_default_device(default)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **options})
     model = smp.DistributedModel(module)
@@ -75,7 +74,7 @@ def test_the_gpu_as_default_device_changes_nothing(options: dict[str, Any]) -> N
 
 
 def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
-    plain, x = layers(), batch(0).to(gpu())
+    plain, x = LAYERS(), batch(0).to(gpu())
     with gpu():
         model = OffloadModel(copy.deepcopy(plain), gpu(), num_slices=4)
         optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=1.0)
@@ -98,7 +97,7 @@ def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_an_offloaded_model_has_taken_what_the_caller_overwrites(checkpoint: bool) -> None:
     """The GPU is behind when the model is called, and the input is another batch's by the time it gets there."""
-    model = OffloadModel(layers(), gpu(), num_slices=4, checkpoint_activation=checkpoint)
+    model = OffloadModel(LAYERS(), gpu(), num_slices=4, checkpoint_activation=checkpoint)
 
     def passed(x: Tensor, other: Tensor, *, refills: bool) -> list[Tensor]:
         """Return the output without gradients, that of training, and gradients."""
@@ -123,7 +122,7 @@ def test_an_offloaded_model_has_taken_what_the_caller_overwrites(checkpoint: boo
 
 def losses_of_refilled_memory(degree: int) -> list[list[float]]:
     smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True})
-    model = smp.DistributedModel(layers())
+    model = smp.DistributedModel(LAYERS())
     expected = [train_step(model, batch(step)).reduce_mean().item() for step in range(3)]
     x, outputs = torch.empty(16, _WIDTH, pin_memory=True), []
     for step in range(3):
@@ -148,7 +147,7 @@ def test_a_step_has_taken_what_the_caller_overwrites(degree: int) -> None:
 def gradients_on(side: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Run steps under a stream of the script's own, or not; the stream is behind when the step is called."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **options})
-    model = smp.DistributedModel(layers())
+    model = smp.DistributedModel(LAYERS())
     stream = new_stream() if side else current_stream()
     losses = []
     for step in range(4):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
-from tests.device.checkpointed import Checkpointed
 from tests.device.device import cannot_be_used, gpu
+from tests.device.models import Checkpointed, gradients_of, layers
 
 _WIDTH, _BATCH = 256, 64
 
@@ -36,29 +37,19 @@ class Rows(Dataset[Tensor]):
         return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(4)])
-
-
 def loader(**options: Any) -> DataLoader[Tensor]:
     return DataLoader(Rows(), _BATCH, num_workers=2, multiprocessing_context="fork", timeout=60, **options)
 
 
 def offloaded_activations() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], object]]:
-    model = Checkpointed(*layers()).to(gpu())
+    model = Checkpointed(*layers(_WIDTH, 4)).to(gpu())
     offload = offload_activations(model, min_bytes=0)
 
-    def step(x: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        model(x).square().mean().backward()
-        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-    return step, offload.close
+    return partial(gradients_of, model), offload.close
 
 
 def offloaded_model() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], object]]:
-    model = OffloadModel(layers(), gpu(), num_slices=2, checkpoint_activation=True)
+    model = OffloadModel(layers(_WIDTH, 4), gpu(), num_slices=2, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, lr=0.0, overlap="forward")
 
     def step(x: Tensor) -> list[Tensor]:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from smpkit.torch.distributed.host_memory import LARGE_PAGE, pinned_bytes
-from tests.device.checkpointed import Checkpointed
 from tests.device.device import current_stream, gpu, new_stream, on_stream, scaled, sleep, synchronize
+from tests.device.models import Checkpointed
 
 _WIDTH = 256
 _LONG = 1_000_000_000

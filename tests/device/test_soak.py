@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel, offload_activations
 from smpkit.torch.offload.link import AcceleratorLink
-from tests.device.checkpointed import Checkpointed
 from tests.device.device import gpu, on_stream, scaled, sleep
+from tests.device.models import Checkpointed, gradients_of, layers
 
 _STEPS = scaled(200)
 _WIDTH, _TOKENS, _LAYERS = scaled(512), scaled(2048), 6
@@ -54,22 +54,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     return made
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(_LAYERS)])
-
-
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    model(x).square().mean().backward()
-    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-
 @pytest.mark.timeout(150)
 def test_offloaded_activations(late: Late) -> None:
-    model = Checkpointed(*layers()).to(gpu())
+    model = Checkpointed(*layers(_WIDTH, _LAYERS)).to(gpu())
     x = torch.randn(_TOKENS, _WIDTH, device=gpu())
-    expected = gradients(model, x)
+    expected = gradients_of(model, x)
 
     def both_ways(_module: nn.Module, _args: Any, y: Tensor) -> None:
         late()
@@ -79,7 +68,7 @@ def test_offloaded_activations(late: Late) -> None:
         layer.register_forward_hook(both_ways)
     with offload_activations(model, lead=1, min_bytes=0) as offload:
         for step in range(_STEPS):
-            found = gradients(model, x)
+            found = gradients_of(model, x)
             assert all(map(torch.equal, found, expected)), f"step {step}"
             if step % 50 == 0:
                 gc.collect()
@@ -89,13 +78,15 @@ def test_offloaded_activations(late: Late) -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_an_offloaded_model(late: Late, checkpoint: bool) -> None:
-    model = OffloadModel(layers(), gpu(), num_slices=3, checkpoint_activation=checkpoint, num_microbatches=2)
+    model = OffloadModel(
+        layers(_WIDTH, _LAYERS), gpu(), num_slices=3, checkpoint_activation=checkpoint, num_microbatches=2
+    )
     x = torch.randn(64, _WIDTH, device=gpu())
-    expected = gradients(model, x)
+    expected = gradients_of(model, x)
     for piece in model.model_slices:
         piece.register_forward_hook(lambda *_: late())
     for step in range(_STEPS // 2):
-        found = gradients(model, x)
+        found = gradients_of(model, x)
         assert all(map(torch.equal, found, expected)), f"step {step}"
 
 
@@ -107,7 +98,7 @@ def test_memcheck_finds_nothing() -> None:
     code = (
         "import torch, smpkit\n"
         "from torch import nn\n"
-        "from tests.device.checkpointed import Checkpointed\n"
+        "from tests.device.models import Checkpointed\n"
         "model = Checkpointed(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)]).cuda()\n"
         "with smpkit.offload_activations(model, lead=1, min_bytes=0) as offload:\n"
         "    for _ in range(2):\n"

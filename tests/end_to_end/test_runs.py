@@ -35,6 +35,21 @@ def smpkit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def ran(
+    folder: Path, script: str, parameters: dict[str, object] | None, ranks: int, *words: str, **hyperparameters: object
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run a script under mpirun; return how it ended, and the folder of the run."""
+    distribution: dict[str, object] = {"mpi": {"enabled": True, "processes_per_host": ranks}}
+    if parameters is not None:
+        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    (folder / "train.py").write_text(script)
+    job = {"entry_point": "train.py", "distribution": distribution, "hyperparameters": hyperparameters}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    done = smpkit(folder, "run", "job.yaml", *(["--", *words] if words else []))
+    [run] = [path for path in (folder / "runs").iterdir() if path.is_dir()]
+    return done, run
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The example over two pipeline ranks, with no place for checkpoints; its folder, and what it said."""
@@ -150,17 +165,13 @@ for _ in smp.progress(range(3)):
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("limit", marks=pytest.mark.slow)])
 def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(tmp_path: Path, how: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    job = "entry_point: train.py\ndistribution: {mpi: {enabled: true, processes_per_host: 1}}\n"
-    (tmp_path / "job.yaml").write_text(job)
-    done = smpkit(tmp_path, "run", "job.yaml", "--", how)
+    done, run = ran(tmp_path, SCRIPT, None, 1, how)
     assert done.returncode == 1
     held = r"(?m)^tensors held [0-9.]+ [KM]iB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB"
     assert re.search(held, done.stderr), done.stderr
     assert "run     " not in done.stderr, "the block is of runs that went well"
     assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
     assert "hint: `smp.set_activation_checkpointing(layers)` saves most: up to " in done.stderr
-    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     summary = read_summary(run)
     assert summary.exit_reason.startswith("failed: ")
     listed = smpkit(tmp_path, "runs").stdout
@@ -175,7 +186,7 @@ def train_step(model, x):
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "simple", "active_microbatches": 4})
+smp.init()
 model = smp.DistributedModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
 optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 for _ in range(6):
@@ -192,20 +203,9 @@ def test_the_plan_of_a_run_knows_its_model_and_the_block_its_share_of_the_peak(t
     rate = {"dtype": "float32", "size": 512, "flops_per_second": peak, "shared_flops_per_second": peak}
     calibration = facts(machine=this_machine().model_dump(), matmul=[rate], link=None)
     (tmp_path / "calibration.json").write_text(json.dumps(calibration))
-    (tmp_path / "train.py").write_text(PIPELINE)
-    job = """
-entry_point: train.py
-distribution:
-  smdistributed:
-    modelparallel:
-      enabled: true
-      parameters: {pipeline_parallel_degree: 2, microbatches: 4, pipeline: simple, active_microbatches: 4}
-  mpi: {enabled: true, processes_per_host: 2}
-"""
-    (tmp_path / "job.yaml").write_text(job)
-    done = smpkit(tmp_path, "run", "job.yaml")
+    pipeline = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "simple", "active_microbatches": 4}
+    done, run = ran(tmp_path, PIPELINE, pipeline, 2)
     assert done.returncode == 0, done.stderr
-    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     plan, summary = json.loads((run / "plan.json").read_text()), read_summary(run)
     assert (plan["model"], plan["traced"], plan["optimizer"]) == ("Sequential", True, "adamw")
     assert plan["mesh"]["pipeline"] == len(plan["stages"]) == 2
@@ -244,21 +244,9 @@ for step in range(3):
 @pytest.mark.slow
 @pytest.mark.parametrize(("degree", "dies_in"), [(1, 2), (2, 0)], ids=["data parallel", "in its first step"])
 def test_the_report_of_a_run_that_was_killed_shows_its_plan(degree: int, dies_in: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KILLED)
-    job = f"""
-entry_point: train.py
-hyperparameters: {{dies-in: {dies_in}}}
-distribution:
-  smdistributed:
-    modelparallel:
-      enabled: true
-      parameters: {{pipeline_parallel_degree: {degree}, microbatches: 2, ddp: true}}
-  mpi: {{enabled: true, processes_per_host: 2}}
-"""
-    (tmp_path / "job.yaml").write_text(job)
-    done = smpkit(tmp_path, "run", "job.yaml")
+    parameters = {"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True}
+    done, run = ran(tmp_path, KILLED, parameters, 2, **{"dies-in": dies_in})
     assert done.returncode != 0
-    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     plan = json.loads((run / "plan.json").read_text())
     weights = 4 * 2 * (64 * 64 + 64) // degree
     assert [stage["parameters_bytes"] for stage in plan["stages"]] == [weights] * degree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -72,29 +71,15 @@ AXES: list[list[Any]] = [
 ]
 
 
-def check(strategy: str, pipeline: int, microbatches: int, autocast: bool, *others: Any) -> None:
-    *model, ahead = others
+@pytest.mark.parametrize("cell", pairwise(AXES), ids=lambda cell: "-".join(map(str, cell)))
+def test_checkpointed_layers_change_no_bit(cell: tuple[Any, ...]) -> None:
+    strategy, pipeline, microbatches, autocast, *model, ahead = cell
     step, precision = (autocast_step, torch.float32) if autocast else (token_step, torch.float64)
     case = Case(Stacked(*model), tokens, step, precision)
     offloading = {} if ahead is None else {"offload_activations": True, "activation_loading_horizon": ahead}
     plain = Way(pipeline, microbatches=microbatches)
     way = replace(plain, config=offloading, prepare=partial(checkpoint_stack, strategy))
     same(case, way, like=plain, tolerance=0)
-
-
-def named(cell: tuple[Any, ...]) -> str:
-    return "-".join(map(str, cell))
-
-
-@pytest.mark.parametrize("cell", pairwise(AXES), ids=named)
-def test_checkpointed_layers_change_no_bit(cell: tuple[Any, ...]) -> None:
-    check(*cell)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", list(itertools.product(*AXES)), ids=named)
-def test_checkpointed_layers_change_no_bit_in_any_combination(cell: tuple[Any, ...]) -> None:
-    check(*cell)
 
 
 # --- calls of what is larger than a unit, and of what is none ---------------------------------------------------------

@@ -36,9 +36,8 @@ from smpkit.torch.pipeline.fake_recording import record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.placement.units import units_of
 from tests.models import CASES, HUGGING_FACE, Case
-from tests.models_of_others import TIMM, TORCHVISION, TRANSFORMERS
+from tests.models_of_others import MISSING, TIMM, TORCHVISION, TRANSFORMERS, import_torchvision
 from tests.train import batch, build
-from tests.vision_libraries import MISSING, import_torchvision
 
 FILE = Path(__file__).with_name("pipeline_gate.yaml")
 LIBRARIES: dict[str | None, dict[str, Case]] = {

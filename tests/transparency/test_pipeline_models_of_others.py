@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models_of_others import MODELS_OF_OTHERS, VISION
+from tests.models_of_others import MISSING, MODELS_OF_OTHERS, VISION
 from tests.train import Way, same
-from tests.vision_libraries import MISSING
 
 FEW = ("ALBERT", "DeBERTa-v2", "Gemma 2", "ResNet", "CLIP", "Whisper")
 # Placed by dice: ResNet's changes in place then come out wrong unless all ranks are told of them.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import Case, Normed, gpt2, mse_step, tokens, vectors
+from tests.models import Case, Normed, gpt2, mse_step, singles, tokens, vectors
 from tests.ranks import run_ranks
 from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, place, trace_of, world
 
@@ -120,11 +120,6 @@ def played(case: Case, way: Way) -> Trace:
 
 
 # --- without dropout: the same as plain PyTorch -------------------------------------------------------------------
-
-
-def singles(size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    x, y = vectors(size, generator)
-    return x.float(), y.float()
 
 
 def autocast_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

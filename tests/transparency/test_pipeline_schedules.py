@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import MODELS, Case, block, mse_step, vectors
+from tests.models import MODELS, Case, block, mse_step, singles, vectors
 from tests.train import Way, same, train_with_sleeps
 
 VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
@@ -46,10 +46,6 @@ def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def single(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return tuple(each.float() for each in vectors(size, generator))
-
-
 SHAPES = {
     "chain": Case(chain, vectors, mse_step),
     "skip connections": MODELS["skip connections"],
@@ -59,7 +55,7 @@ SHAPES = {
 CASES = {
     **SHAPES,
     "partly recomputed": Case(partly_recomputed, vectors, mse_step),
-    "autocast": Case(chain, single, autocast_step, torch.float32),
+    "autocast": Case(chain, singles, autocast_step, torch.float32),
 }
 WAYS = (
     Way(pipeline=2, microbatches=8, config=VIRTUAL),

@@ -17,7 +17,7 @@ import smpkit.torch as smp
 from smpkit.errors import RemoteError, SmpkitError, UsageError
 from smpkit.torch.distributed import deadline
 from smpkit.torch.step import StepOutput
-from tests.models import WIDTH
+from tests.models import WIDTH, mse_step, sequential, vectors
 from tests.ranks import run_ranks
 from tests.train import Plain, in_turn, place
 
@@ -25,18 +25,8 @@ MICROBATCHES = 2
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(number)
-    return torch.randn(8, WIDTH, generator=dice), torch.randn(8, WIDTH, generator=dice)
-
-
-def mse_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = functional.mse_loss(model(x), y)
-    model.backward(loss)
-    return loss
-
-
-def chain() -> nn.Module:
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    x, y = vectors(8, torch.Generator().manual_seed(number))
+    return x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype())
 
 
 class Run:
@@ -76,7 +66,7 @@ def losses(output: Any) -> list[float]:
 
 def freezing(run: Run) -> Any:
     """Train some layers, then others, then all: what units return needs gradients or does not."""
-    model = run.model(chain())
+    model = run.model(sequential())
     optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
     for number, frozen in enumerate([("0", "4"), (), ("0", "4"), ("0", "2"), ("6",), ()]):
         for name, parameter in model.module.named_parameters():
@@ -92,7 +82,7 @@ class Game(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maker, self.judge = chain(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.maker, self.judge = sequential(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor, *, makes: bool, judges: bool) -> Tensor:
         x = self.maker(x) if makes else x
@@ -131,7 +121,7 @@ def playing(run: Run) -> Any:
 
 def scaling(run: Run) -> Any:
     """Scale losses where the default dtype is not float32, with a step that is skipped."""
-    model = run.model(chain())
+    model = run.model(sequential())
     optimizer, scaler, told = run.sgd(model.parameters()), run.scaler(init_scale=64.0, growth_interval=2), []
 
     def scaled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -152,7 +142,7 @@ def scaling(run: Run) -> Any:
 
 def averaging(run: Run) -> Any:
     """Keep a moving average of the weights, and put it in."""
-    model = run.model(chain())
+    model = run.model(sequential())
     optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
     averages: dict[str, Tensor] = {}
     for number in range(4):
@@ -170,7 +160,7 @@ def averaging(run: Run) -> Any:
 
 def scheduling(run: Run) -> Any:
     """Let schedulers change rates, gradients add up over steps, and a group come later."""
-    model = run.model(chain())
+    model = run.model(sequential())
     parameters = list(model.parameters())
     optimizer, step, told = run.sgd(parameters[:4]), run.step(mse_step), []
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -262,13 +252,13 @@ def assigning_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def compiled(part: str) -> nn.Module:
     """Return a model that is compiled, or whose second half is."""
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), chain())
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), sequential())
     module.get_submodule(part).compile()
     return module
 
 
 def hooked() -> nn.Module:
-    module = nn.Sequential(nn.Sequential(chain(), chain()), chain())
+    module = nn.Sequential(nn.Sequential(sequential(), sequential()), sequential())
     module[0].register_full_backward_hook(lambda _module, _inputs, _outputs: None)
     return module
 
@@ -322,7 +312,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     ),
     "mapped": (lambda: Two(mapped), mse_step, "torch.vmap was called around `layers"),
     "weight": (lambda: Two(weight_changed), mse_step, "`mul_` changed in place, between"),
-    "freezing": (chain, assigning_step, "a step froze or unfroze a parameter of shape [6, 6]"),
+    "freezing": (sequential, assigning_step, "a step froze or unfroze a parameter of shape [6, 6]"),
     "hooked": (hooked, mse_step, "a full backward hook was registered on a module whose parts lie on several"),
     "compiled": (lambda: compiled("1"), mse_step, "torch.compile was asked to compile `1`, which lies on several"),
     "all compiled": (lambda: compiled(""), mse_step, "torch.compile was asked to compile the whole model"),
@@ -349,7 +339,7 @@ def refused_around() -> list[str]:
     run = Run(2)
     with pytest.raises(UsageError) as lazy:
         smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
-    model = run.model(chain())
+    model = run.model(sequential())
     with pytest.raises(SmpkitError) as copied:
         copy.deepcopy(model)
     optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
@@ -391,7 +381,7 @@ def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
 def call_layers() -> list[str]:
     """Call each layer between steps, and return what came of it."""
     run = Run(2)
-    module = chain()
+    module = sequential()
     model = run.model(module)
     run.step(mse_step)(model, *batch(0))
     told = []
@@ -457,7 +447,7 @@ def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(wher
 
 def freeze_alone() -> str:
     run = Run(2)
-    model, step = run.model(chain()), run.step(mse_step)
+    model, step = run.model(sequential()), run.step(mse_step)
     step(model, *batch(0))
     for parameter in model.local_parameters():
         parameter.requires_grad_(False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from smpkit.errors import ConfigError
 from smpkit.plan.partition.assignment import Assignment, Load, UnitCost
 from smpkit.plan.partition.search import assign, partition
-from tests.counted import lines_of
+from tests.plan.counted import lines_of
 from tests.plan.graphs import SETTINGS
 
 

@@ -10,7 +10,7 @@ from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import looped
-from tests.counted import lines_of
+from tests.plan.counted import lines_of
 from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
 
 

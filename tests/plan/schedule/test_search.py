@@ -12,7 +12,7 @@ from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved, lower_bounds, simple
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import looped, one_f_one_b
-from tests.counted import lines_of
+from tests.plan.counted import lines_of
 from tests.plan.graphs import NAMED, SETTINGS, TIED_HEAD, costs_of, graphs
 
 

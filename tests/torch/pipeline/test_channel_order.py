@@ -33,7 +33,7 @@ from smpkit.torch.pipeline.message_order import P2PTransfer, timetable_of
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
-from tests.nccl_model import World
+from tests.torch.pipeline.nccl_model import World
 
 CPU = torch.device("cpu")
 Make = Callable[[World, int], Transport]
