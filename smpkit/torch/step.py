@@ -191,7 +191,7 @@ def step(
         detach_outputs: cut returned tensors off their graph.
     """
 
-    def decorate(body: Callable[..., Any]) -> StepFunction[..., Any]:
+    def decorate(body: Callable[..., Any]) -> Any:
         return StepFunction(body, non_split_inputs, input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)

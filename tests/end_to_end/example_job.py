@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from smpkit.config.load import load_job
-from smpkit.drop_in import DROP_IN_PATH
+from smpkit.drop_in import DROP_IN_PATH, after_import
 from smpkit_container.variables import script_arguments
 from tests.ranks import run_ranks
 
@@ -66,6 +66,7 @@ def _as_script(path: str, arguments: Sequence[str], parameters: str | None) -> s
         os.environ["SM_HP_MP_PARAMETERS"] = parameters
         os.environ["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'
         sys.path.append(str(DROP_IN_PATH))  # for scripts that ask for it, as the launcher does
+        after_import.install()
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     with contextlib.redirect_stdout(io.StringIO()) as said:
