@@ -38,7 +38,7 @@ distribution:
 `smpkit validate FILE` reports every problem at once. A file with nothing but the `distribution`, or nothing but the
 `parameters`, can be checked too. `smpkit schema` prints what is below as JSON Schema.
 
-Where a value comes from, the later winning: the default, the file, `--set`, which reads its value as YAML.
+Precedence, lowest first: the default, the file, `--set`, which reads its value as YAML.
 `smpkit validate --show-origin FILE` tells which one it was. In a script, the keys of `SM_HP_MP_PARAMETERS` overwrite
 those of the argument of `smp.init` one by one.
 """

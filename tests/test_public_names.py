@@ -26,11 +26,12 @@ DOCUMENTED = """
     checkpoint checkpoint_sequential set_activation_checkpointing offload_report progress
     clip_grad_norm_ log launch
     model_creation set_tensor_parallelism tensor_parallelism tp_register tp_register_with_module register_parameter
+    amp nn optimizers
 """.split()  # noqa: SIM905
 
 
 def test_the_runtime_has_the_documented_names_and_no_others() -> None:
-    assert sorted(DOCUMENTED) == sorted(smpkit.torch.__all__)
+    assert sorted(DOCUMENTED) == sorted(smpkit.torch.__all__) == dir(smpkit.torch)
 
 
 @pytest.mark.parametrize(

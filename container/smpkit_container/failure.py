@@ -120,6 +120,8 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     notes = _notes(cause, code)
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
+    # A machine alone is called `algo-1` for scripts that ask; who reads the screen sits before it.
+    shown = f"rank {end.rank}, exit {end.exit_code}" if topology.single_host else place
     hint = _hint_of(end)
     notes += _memory_lines(end)
     reason = [
@@ -130,7 +132,7 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
         *where,
     ]
     screen = [
-        f"Failed after {duration(outcome.seconds)} ({place})",
+        f"Failed after {duration(outcome.seconds)} ({shown})",
         "",
         *(f"    {line}" for line in _story(end, headline)),
         "",
@@ -224,7 +226,7 @@ def _memory_lines(end: RankEnd) -> list[str]:
         return []
     lines = []
     if doing.held is not None:
-        lines.append(f"held {_kinds(doing.held)}")
+        lines.append(f"tensors held {_kinds(doing.held)}")
     if doing.planned is not None:
         lines.append(f"plan {_kinds(doing.planned)}")
     return [*lines, f"was in {_whereabouts(doing)}"]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from types import FrameType
 
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
-from smpkit.observe.runs import RUN_DIR
+from smpkit.observe.runs import RUN_DIR, SUMMARY
+from smpkit.observe.summary import RankSummary, RunSummary, Split, SummaryError, write_summary
 from smpkit_container.aws import digest, job_token
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
@@ -62,9 +64,11 @@ def launch(
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
+        job.leave_summary(outcome, f"failed: {failure.reason.splitlines()[0]}")
         return failure.exit_code
     if outcome.stop_signal:
         console.say(f"\n{stop_words(outcome, checkpoints)}")
+        job.leave_summary(outcome, "stopped")
         return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else stopped_code
     return 0
 
@@ -77,9 +81,10 @@ class _Launch:
         self.topology = read_topology(environment)
         self._environment = environment
         self._console = console
-        if environ.get(RUN_DIR):
+        self._run = Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None
+        if self._run is not None:
             host = self.topology.host
-            console.keep_logs(Path(environ[RUN_DIR]), "" if self.topology.node_rank == 0 else host)
+            console.keep_logs(self._run, "" if self.topology.node_rank == 0 else host)
         self._environ = with_smdistributed(environment, environ, console)
         self._token = job_token(environment)
 
@@ -87,6 +92,8 @@ class _Launch:
         """Meet the other hosts, and run the ranks of this one."""
         self._environment.folders.make_writable_ones()
         self._environment.folders.failure.unlink(missing_ok=True)
+        if self._run is not None:  # of an attempt before
+            (self._run / SUMMARY).unlink(missing_ok=True)
         with contextlib.ExitStack() as stack:
             port = stack.enter_context(meeting_port(self.topology))
             place = meeting_place()
@@ -135,6 +142,35 @@ class _Launch:
             except OSError as error:
                 raise LaunchError(f"the ranks could not be started: {error}") from error
             return outcome, peers.news if peers else None
+
+    def leave_summary(self, outcome: Outcome, exit_reason: str) -> None:
+        """Write the summary of a run that its rank 0 did not end, with what the ranks of the first host noted last."""
+        pages = {end.rank: end.doing for end in outcome.ends if end.doing is not None}
+        if self._run is None or 0 not in pages or (self._run / SUMMARY).exists():
+            return
+        length = max(page.step_seconds for page in pages.values())
+        pipeline, tensor, data = pages[0].degrees or (1, 1, 1)
+        held = {rank: page.held for rank, page in pages.items() if page.held is not None}
+        step = min(page.step for page in pages.values())
+        summary = RunSummary(
+            name=self._environment.job_name or Path(self._environment.script).stem,
+            started=time.time() - outcome.seconds,
+            seconds=outcome.seconds,
+            steps=min(page.num_trained for page in pages.values()),
+            exit_reason=exit_reason,
+            steps_per_s=1 / length if length else None,
+            world_size=self.topology.world_size,
+            pipeline=pipeline,
+            tensor=tensor,
+            data=data,
+            ranks=tuple(
+                RankSummary(rank, socket.gethostname(), Split(), most, most.on_device, None, pages[rank].planned)
+                for rank, most in held.items()
+            ),
+            notes=(f"memory is that of the step in which it ended: step {step}",) if held else (),
+        )
+        with contextlib.suppress(SummaryError):  # a full disk, of which the logs have told
+            write_summary(self._run, summary)
 
     def _program(self, extra: Sequence[str]) -> tuple[str, ...]:
         """Return the script and its arguments: hyperparameters, then `extra`."""

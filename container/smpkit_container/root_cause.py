@@ -125,7 +125,7 @@ class RankEnd:
         name = signal_name(-self.status)
         why = [_SIGNAL_REASONS[name]] if name in _SIGNAL_REASONS else []
         if name == "SIGKILL" and self.peak_bytes:
-            why.append(f"it held up to {self.peak_bytes / 2**30:.1f} GiB")
+            why.append(f"its process took up to {self.peak_bytes / 2**30:.1f} GiB")
         return f"the process was killed by {name}" + (f" ({'; '.join(why)})" if why else "")
 
 

@@ -70,6 +70,11 @@ class Estimator:
         self._opened: SageMaker | None = None
         self._job: Job | None = None
 
+    def __repr__(self) -> str:
+        compute = self.config.compute
+        started = "" if self._job is None else f", last started {self._job.name!r}"
+        return f"Estimator({self.config.entry_point!r} on {compute.instance_count} × {compute.instance_type}{started})"
+
     @classmethod
     def attach(cls, job_name: str, session: Session | None = None) -> Job:
         """Return a job that exists already.

@@ -68,7 +68,7 @@ _SECRET = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SECRET_
 _COMPRESSION = 5
 """On 10,000 Python files: two thirds of the time of level 6, and 1 % larger."""
 _LARGE_BYTES = 100 * 2**20
-SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
+SMALLER = "name what the job does not need in .smpkitignore; data belongs in `inputs`"
 """What to do about sources that are too large."""
 
 

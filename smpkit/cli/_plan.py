@@ -238,7 +238,9 @@ def _groups(planned: Planned) -> Iterator[str]:
     hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.hosts)]
     yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
     for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
-        yield from fold(f"{name} groups ", _listed(planned.plan.mesh.groups(kind)), width())
+        groups = planned.plan.mesh.groups(kind)
+        if len(groups[0]) > 1:
+            yield from fold(f"{name} groups ", _listed(groups), width())
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> list[str]:
@@ -263,10 +265,11 @@ def _schedule(planned: Planned) -> Iterator[str]:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     active = planned.world.parameters.active_microbatches
     count = f"{_microbatches(schedule.num_microbatches)}, at most {active} active"
-    yield f"schedule  {schedule.name}, {count}, predicted bubble {timeline.bubble:.1%}"
+    name = f"{schedule.name} (1F1B)" if schedule.name == "interleaved" else schedule.name
+    yield f"schedule  {name}, {count}, predicted bubble {timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
-    live = [*map(str, timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
-    yield from fold("live      ", live, width())
+    held = [*map(str, timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
+    yield from fold("held      ", held, width())
 
 
 def _partition(plan: Plan) -> Iterator[str]:
@@ -350,7 +353,7 @@ def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
 
 def _features(known: Sequence[Feature]) -> Iterator[str]:
     """Yield what each feature saves and costs here, by the simulated schedule; those that are on have a mark."""
-    rows = [["features", "saves of the fullest rank", "on the host", "time per sample"]]
+    rows = [["features", "saved on the fullest rank", "on the host", "time per sample"]]
     for each in known:
         host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""
         rows.append([f"{each.setting}{' (on)' * each.is_on}", amount(each.saved_bytes), host, f"{each.cost:+.1%}"])

@@ -50,15 +50,16 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) 
     return run
 
 
-def end_run(run: Run, seconds: float, exit_reason: str) -> None:
-    """Note how a run ended, in the summary that rank 0 wrote or, where it came to none, in one with little else."""
+def end_run(run: Run, ranks: int, seconds: float, exit_reason: str) -> None:
+    """Note how a run ended, in the summary that rank 0 or the launcher wrote, or where none did, in a new one."""
     from smpkit.observe.summary import RunSummary, read_summary, write_summary
 
     if (run.path / SUMMARY).is_file():
-        summary = replace(read_summary(run.path), exit_reason=exit_reason)
+        summary = replace(read_summary(run.path), name=run.name, exit_reason=exit_reason)
     else:
-        note = "the ranks left no figures: the script does not use smpkit, or ended early"
-        summary = RunSummary(run.name, run.started.timestamp(), seconds, 0, exit_reason, notes=(note,))
+        note = "the ranks left no figures: the script does not use smpkit, or ended before `smp.init()`"
+        began = run.started.timestamp()
+        summary = RunSummary(run.name, began, seconds, 0, exit_reason, world_size=ranks, data=ranks, notes=(note,))
     write_summary(run.path, summary)
 
 

@@ -114,7 +114,7 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
     if path is None:
         if kind == "local":
             hint = "`smpkit calibrate` writes them; give its file as `--calibration`, or name a `--machine`"
-            raise UsageError("the job is for this machine, of which no facts are given", hint=hint)
+            raise UsageError("nothing is known about this machine's speed yet", hint=hint)
         return published(kind, tflops=tflops)
     if tflops is not None:
         raise UsageError("`--tflops` says nothing beside `--calibration`, which has it", hint="remove one of them")
@@ -225,7 +225,7 @@ def _notes(job: Job) -> list[str]:
 
 def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
     head = ["", "pp×tp×dp", "shared", "microbatches", "schedule", "layers", "step", "tokens/s"]
-    rows = [[*head, "bubble", "communication", "stall", "GiB", "binds"]]
+    rows = [[*head, "bubble", "communication", "stall", "GiB", "limited by"]]
     rows += [[str(number), *_cells(each)] for number, each in enumerate(best, 1)]
     if isinstance(result.present, Prediction):
         rows.append(["as it is", *_cells(result.present)])

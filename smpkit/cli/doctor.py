@@ -29,7 +29,7 @@ _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "ye
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @backend_options
 def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: BackendChoice) -> int:
-    """Check this machine, the back end, and what a job names.
+    """Check this machine, the cloud or cluster, and everything the job file refers to.
 
     With the job file FILE of a managed job also its role, bucket, image and quota are looked at; on Slurm its
     partition, nodes, folders and container runtime; on Kubernetes its rights, queue and claims.

@@ -24,7 +24,7 @@ _STATUSES = ("InProgress", "Completed", "Failed", "Stopping", "Stopped")
 @click.option("--status", type=click.Choice(_STATUSES, case_sensitive=False), help="Only jobs in this state.")
 @click.option("--name", metavar="TEXT", help="Only jobs with this text in their name.")
 @click.option("--since", type=length, metavar="LENGTH", help="Only jobs created in the last `30m`, `12h`, `7d`.")
-@click.option("--limit", type=click.IntRange(1, 100_000), default=20, show_default=True, help="At most so many.")
+@click.option("--limit", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Show at most N.")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 @backend_options
 def jobs(

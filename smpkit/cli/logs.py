@@ -64,7 +64,7 @@ def logs(
     name is that of a managed job.
 
     Of a managed job, lines are merged by time, each after its host. Streams of later attempts (after a spot
-    interruption) belong to it. What may be incomplete is said.
+    interruption) belong to it. It warns if the log may be incomplete.
     """
     try:
         re.compile(grep or "")

@@ -34,7 +34,7 @@ COMMANDS: Final[dict[str, str]] = {
     "run": "Run a job on this machine, with the launcher of the training image or in the image itself.",
     "plan": "Show what a job would do: ranks, schedule, parts, memory.",
     "report": "Write a run as one HTML file, or two side by side.",
-    "doctor": "Check this machine, the back end, and what a job names.",
+    "doctor": "Check this machine, the cloud or cluster, and everything the job file refers to.",
     "validate": "Check a job file and report every problem, with its line.",
     "plan-offload-model": "Show what a step of smpkit.OffloadModel takes and holds, on one device.",
     "calibrate": "Measure this machine, for `smpkit tune` and `smpkit plan`.",

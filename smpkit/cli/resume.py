@@ -25,7 +25,7 @@ def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: 
 @click.command()
 @click.argument("job")
 @click.option("--name", metavar="NAME", help="Name of the new job. Default: that of JOB with another time.")
-@click.option("--instance-count", type=click.IntRange(1), help="So many hosts instead.")
+@click.option("--instance-count", type=click.IntRange(1), help="Use this many hosts instead.")
 @click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
 @click.option("--with", "--to", "--set", hidden=True, expose_value=False, callback=_refuse_elsewhere)

@@ -319,7 +319,7 @@ def _recorded(
     console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
     with held(folder):
         done = train(folder.path)
-        end_run(folder, done.seconds, _end_of(done))
+        end_run(folder, plan.ranks, done.seconds, _end_of(done))
     return folder, done
 
 

@@ -87,7 +87,7 @@ def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list
     end = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", summary.exit_reason)
     room = max(24, width() - _OTHER_COLUMNS)
     rate = _NOTHING if summary.steps_per_s is None else count(summary.steps_per_s)
-    held = max((rank.device_peak or rank.peak.on_device for rank in summary.ranks), default=0)
+    held = max((rank.most_bytes for rank in summary.ranks), default=0)
     shown = end if len(end) <= room else end[: room - 1] + "…"
     return [run.label, shown, f"{summary.steps:,}", loss, rate, amount(held) if held else _NOTHING]
 

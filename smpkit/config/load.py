@@ -93,6 +93,9 @@ class LoadedJob(Loaded):
 
     config: JobConfig
 
+    def __repr__(self) -> str:  # without its values, some of which are secrets
+        return f"LoadedJob({str(self.path)!r})"
+
     @property
     def folder(self) -> Path:
         """The folder of the job file."""

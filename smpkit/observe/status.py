@@ -27,9 +27,10 @@ ACTION_CELL: Final = 2
 LAYER_CELL: Final = 3
 """The cell with the number of the layer that runs; 0: none."""
 
-_WRITES, _STEP, _LENGTH, _NAMES_LENGTH = 0, 1, 4, 5
-"""More cells: the number of writes to the text (odd while one goes on), the step, the lengths of text and names."""
-_CELLS: Final = struct.Struct("=6q")
+_WRITES, _STEP, _LENGTH, _NAMES_LENGTH, _TRAINED, _STEP_NS = 0, 1, 4, 5, 6, 7
+"""More cells: the number of writes to the text (odd while one goes on), the step, the lengths of text and names, how
+many training steps have ended, and how long one takes on average."""
+_CELLS: Final = struct.Struct("=8q")
 _TEXT_AT: Final = 64
 _NAMES_AT: Final = 4096
 _SIZE: Final = 1 << 16
@@ -65,11 +66,14 @@ class StatusPage:
 
     What changes with every action and layer is one number in `cells`: whoever notes it there calls no function.
 
+    Args:
+        degrees: of pipeline, tensor and data parallelism.
+
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, degrees: tuple[int, int, int] | None = None) -> None:
         with page_of(folder, rank).open("w+b") as file:
             file.truncate(_SIZE)
             self._page = mmap.mmap(file.fileno(), _SIZE)
@@ -77,15 +81,23 @@ class StatusPage:
         self.layer_numbers = _Numbers(self._page, self.cells)
         """By name, what stands for a layer in its cell; a name is given a number when it is asked for."""
         self.begin_step(-1)
+        self._degrees = degrees
+        if degrees is not None:
+            self.write(None, None, None)
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins; -1: none has."""
         self.cells[_STEP] = step
 
-    def write(self, held: KindBytes, planned: KindBytes | None, levers: Levers | None) -> None:
+    def end_step(self, num_trained: int, seconds: float) -> None:
+        """Note how many training steps have ended, and how long one takes on average."""
+        self.cells[_TRAINED], self.cells[_STEP_NS] = num_trained, round(seconds * 1e9)
+
+    def write(self, held: KindBytes | None, planned: KindBytes | None, levers: Levers | None) -> None:
         """Note what the rank holds, what was planned, and what its job has set of all that saves memory."""
         noted = {"held": held, "planned": planned, "levers": levers}
-        text = json.dumps({name: None if value is None else asdict(value) for name, value in noted.items()}).encode()
+        content = {name: None if value is None else asdict(value) for name, value in noted.items()}
+        text = json.dumps({**content, "degrees": self._degrees}).encode()
         if len(text) > _NAMES_AT - _TEXT_AT:
             return
         self.cells[_WRITES] += 1
@@ -113,6 +125,12 @@ class RankStatus:
     """As of the last step that was measured."""
     planned: KindBytes | None = None
     levers: Levers | None = None
+    num_trained: int = 0
+    """Training steps that have ended."""
+    step_seconds: float = 0.0
+    """How long one takes on average; 0 before the first one has ended."""
+    degrees: tuple[int, int, int] | None = None
+    """Of pipeline, tensor and data parallelism."""
 
     @property
     def remedy(self) -> str:
@@ -134,13 +152,13 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         return None
     if len(data) < _SIZE:
         return None
-    writes, step, action, layer, length, names_length = _CELLS.unpack_from(data)
+    writes, step, action, layer, length, names_length, num_trained, step_ns = _CELLS.unpack_from(data)
     names = data[_NAMES_AT : _NAMES_AT + names_length].decode("utf-8", errors="replace").split("\n")
     texts: dict[str, Any] = {}
     if writes and not writes % 2 and _CELLS.unpack(after)[_WRITES] == writes:
         with suppress(ValueError):
             texts = json.loads(data[_TEXT_AT : _TEXT_AT + length])
-    held, planned, levers = texts.get("held"), texts.get("planned"), texts.get("levers")
+    held, planned, levers, degrees = (texts.get(name) for name in ("held", "planned", "levers", "degrees"))
     return RankStatus(
         step=step,
         action=_ACTIONS.get(chr(action % 256), ""),
@@ -149,4 +167,7 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         held=None if held is None else KindBytes(**held),
         planned=None if planned is None else KindBytes(**planned),
         levers=None if levers is None else Levers(**levers),
+        num_trained=num_trained,
+        step_seconds=step_ns * 1e-9,
+        degrees=None if degrees is None else tuple(degrees),
     )

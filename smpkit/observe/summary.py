@@ -39,7 +39,7 @@ class SummaryError(SmpkitError):
 class Split:
     """Where a rank's time goes, in seconds of an average step; the sum is the step time.
 
-    A step lasts from the begin of one call of the step function to the begin of the next, optimizer included.
+    A step lasts from the start of one call of the step function to the start of the next, optimizer included.
     """
 
     compute: float = 0.0
@@ -90,11 +90,16 @@ class RankSummary:
     peak: KindBytes
     """The most of each kind; their moments may differ, so `peak.on_device` may be more than `device_peak`."""
     device_peak: int | None = None
-    """The most bytes of all kinds at one moment: as the device counts, or on the CPU the process's resident memory."""
+    """The most bytes of all kinds at one moment: as the device counts, or on the CPU what tensors hold."""
     device_size: int | None = None
-    """Bytes of the device."""
+    """Bytes of the device; None: the CPU."""
     planned: KindBytes | None = None
     """What `smpkit plan` expected; None where the plan has no model."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The peak that block, report and list of runs show."""
+        return self.peak.on_device if self.device_peak is None else self.device_peak
 
 
 @dataclass(frozen=True)

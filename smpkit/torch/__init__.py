@@ -85,6 +85,7 @@ __all__ += ["set_tensor_parallelism", "tensor_parallelism", "tp_register", "tp_r
 __all__ += ["checkpoint", "checkpoint_sequential", "clip_grad_norm_", "offload_report", "set_activation_checkpointing"]
 __all__ += ["CheckpointReader", "latest_checkpoint", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 __all__ += ["launch", "load_pretrained", "log", "on_stop", "progress", "save_pretrained", "stop_requested"]
+__all__ += ["amp", "nn", "optimizers"]
 
 _ON_DEMAND: Final = {
     "CheckpointReader": "smpkit.torch.checkpoints.reader",
@@ -100,4 +101,4 @@ __getattr__ = names_on_demand(__name__, _ON_DEMAND)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    return sorted(__all__)

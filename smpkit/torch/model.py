@@ -113,6 +113,7 @@ class DistributedModel(ModelParts):
         check_arguments(
             module, trace_device, trace_execution_times, trace_memory_usage, backward_passes_per_step, bucket_cap_mb
         )
+        self._degrees = f"pipeline {state.pp_size} × tensor {state.tp_size} × data {state.rdp_size}"
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._saved_random: Mapping[str, int] = {}
@@ -182,6 +183,9 @@ class DistributedModel(ModelParts):
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
+
+    def __repr__(self) -> str:
+        return f"DistributedModel({type(self.module).__name__}, {self._degrees})"  # its layers: `print(model.module)`
 
     # --- forward and backward ----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -21,11 +21,14 @@ from smpkit.torch.recording.step_values import Label, current_values
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _NOBODY: Final = StepParticipants()
 _WITHOUT_MODEL: Final[tuple[StepEngine, StepParticipants]] = OneStage(None, _NOBODY), _NOBODY
 
 
-class StepFunction:
+class StepFunction(Generic[_P, _R]):
     """A step function: called with a batch, it runs its body once per microbatch.
 
     Not a descriptor: looked up on an object it does not bind `self`. SMP v1 behaved so, and public scripts decorate a
@@ -34,7 +37,7 @@ class StepFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[_P, Any],
         non_split_inputs: Sequence[str] | None = None,
         input_split_axes: Mapping[str, int] | None = None,
         detach_outputs: bool = True,
@@ -49,7 +52,7 @@ class StepFunction:
     def __repr__(self) -> str:
         return f"<smp.step {self._function.__qualname__}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Run the body once per microbatch; gradients are final when this returns.
 
         Returns:
@@ -71,7 +74,7 @@ class StepFunction:
         recorder.end_step()
         return outputs
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _R:
         count = state.cfg.microbatches
         model = state.model
         if state.step is not None:
@@ -107,7 +110,7 @@ class StepFunction:
             end(run)
         if run.total_backwards:
             note_training(self._splitter.size_of, args, kwargs)
-        collated = collate(outputs)
+        collated: _R = collate(outputs)
         if state.rank == 0:
             self._label(collated, trained=bool(run.total_backwards))
         return collated
@@ -138,15 +141,30 @@ class StepFunction:
         return output
 
 
+class _Decorator(Protocol):
+    """Makes a function a step; its return type tells what the step returns."""
+
+    @overload
+    def __call__(self, function: Callable[_P, torch.Tensor], /) -> StepFunction[_P, StepOutput]: ...
+    @overload
+    def __call__(self, function: Callable[_P, _Tensors], /) -> StepFunction[_P, tuple[StepOutput, ...]]: ...
+    @overload
+    def __call__(self, function: Callable[_P, Any], /) -> StepFunction[_P, Any]: ...
+
+
 @overload
-def step(function: Callable[..., Any], /) -> StepFunction: ...
+def step(function: Callable[_P, torch.Tensor], /) -> StepFunction[_P, StepOutput]: ...
+@overload
+def step(function: Callable[_P, _Tensors], /) -> StepFunction[_P, tuple[StepOutput, ...]]: ...
+@overload
+def step(function: Callable[_P, Any], /) -> StepFunction[_P, Any]: ...
 @overload
 def step(
     *,
     non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> Callable[[Callable[..., Any]], StepFunction]: ...
+) -> _Decorator: ...
 def step(
     function: Callable[..., Any] | None = None,
     /,
@@ -154,7 +172,7 @@ def step(
     non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
+) -> StepFunction[..., Any] | _Decorator:
     """Make a function a training or evaluation step (the decorator of the same name in SMP v1).
 
     ::
@@ -173,7 +191,7 @@ def step(
         detach_outputs: cut returned tensors off their graph.
     """
 
-    def decorate(body: Callable[..., Any]) -> StepFunction:
+    def decorate(body: Callable[..., Any]) -> StepFunction[..., Any]:
         return StepFunction(body, non_split_inputs, input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)

@@ -157,7 +157,7 @@ def lose_newest(folders: Sequence[Path], chance: random.Random) -> None:
     shutil.rmtree(folders[0])
 
 
-KILLED = (r"\(rank {rank} on algo-1, exit 137\)", "killed by SIGKILL")
+KILLED = (r"\(rank {rank}, exit 137\)", "killed by SIGKILL")
 WAITED = (rf"waited {TIMEOUT:.0f} s in .* for rank {{rank}}|rank {{rank}} was still running",)
 OLDER = (r"`step_\d+_partial` in .* is used", r"`{newest}_partial`: ")
 

@@ -26,7 +26,8 @@ Commands:
              image or in the image itself.
   plan       Show what a job would do: ranks, schedule, parts, memory.
   report     Write a run as one HTML file, or two side by side.
-  doctor     Check this machine, the back end, and what a job names.
+  doctor     Check this machine, the cloud or cluster, and everything the job
+             file refers to.
 
 More:
   validate   Check a job file and report every problem, with its line.

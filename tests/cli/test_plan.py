@@ -26,10 +26,10 @@ mp groups 0–3  4–7  8–11  12–15
 dp groups 0,1,4,5,8,9,12,13  2,3,6,7,10,11,14,15
 tp groups 0,1  2,3  4,5  6,7  8,9  10,11  12,13  14,15
 
-schedule  interleaved, 4 microbatches, at most 4 active, predicted bubble 20.0%
+schedule  interleaved (1F1B), 4 microbatches, at most 4 active, predicted bubble 20.0%
 stage 0  F0 F1 F2 B0 F3 B1 .  B2 .  B3
 stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 .
-live      3  1   (microbatches that each stage holds at its peak)
+held      3  1   (microbatches that each stage holds at its peak)
 """
 
 ZOO = """

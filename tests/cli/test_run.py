@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from smpkit.observe.summary import read_summary
+from smpkit.observe.summary_text import block
 from tests.cli.conftest import Smpkit
 
 SMPKIT = [sys.executable, "-c", "from smpkit.cli.main import main; main()"]
@@ -103,9 +105,37 @@ def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: 
     write(tmp_path, "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boo')\ntime.sleep(600)\n")
     code, out, err = run(tmp_path)
     assert (code, out) == (1, "")
-    assert "(rank 1 on algo-1, exit 1)\n\n    Traceback (most recent call last):\n" in err
+    assert "(rank 1, exit 1)\n\n    Traceback (most recent call last):\n" in err
     assert err.count("ValueError: boo") == 1
     assert "\nrank 0 stopped because of it\nrun: runs/train-" in err
+
+
+FAILING = """
+import os
+from pathlib import Path
+from smpkit.observe.status import StatusPage
+from smpkit.observe.summary import KindBytes
+rank = int(os.environ["RANK"])
+page = StatusPage(Path(os.environ["SMPKIT_STATUS_DIR"]), rank, (2, 1, 1))
+page.begin_step(8)
+page.end_step(8, 0.25)
+page.write(KindBytes(weights=(rank + 1) * 2**20), None, None)
+raise ValueError("boo")
+"""
+
+
+def test_a_failed_run_has_a_summary_with_its_degrees_and_what_its_ranks_held(tmp_path: Path) -> None:
+    write(tmp_path, FAILING)
+    assert run(tmp_path)[0] == 1
+    [folder] = (tmp_path / "runs").glob("train-*")
+    summary = read_summary(folder)
+    assert (summary.world_size, summary.pipeline, summary.tensor, summary.data) == (2, 2, 1, 1)
+    assert (summary.exit_reason, summary.name) == ("failed: ValueError: boo", "train")
+    assert block(summary) == [
+        "run     8 steps of 250.0 ms",
+        "memory  at most 2.0 MiB in tensors (rank 1)",
+        "note    memory is that of the step in which it ended: step 8",
+    ]
 
 
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit
 def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
     said = smpkit("runs", runs[0].label).stdout.splitlines()
     assert said[0] == "gpt-20261125-191502: finished"
-    assert said[1] == "run     600 steps in 1 m 0 s: 10 steps/s, 160 samples/s"
+    assert said[1] == "run     600 steps of 100.0 ms: 160 samples/s"
     assert said[-1] == "values  loss 1"
 
 

@@ -86,7 +86,7 @@ def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> No
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "train: 16 ranks on 2 hosts of ml.p4d.24xlarge"
-    assert "published, of which compute reaches 50% and links 80%" in done.stdout
+    assert "vendor figures, assuming 50% of peak compute and 80% of link speed" in done.stdout
     assert "model     Net, 32 samples (2048 tokens) in a step" in lines
     assert any(line.startswith("as it is") for line in lines)
     for word in ("bubble", "communication", "stall", "binds", "activations", "ruled out", "settings  "):
@@ -155,7 +155,7 @@ def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: S
 def test_facts_are_needed(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "--set", "compute.instance_type=local")
     assert done.exit_code == 2
-    assert "the job is for this machine, of which no facts are given" in done.stderr
+    assert "nothing is known about this machine's speed yet" in done.stderr
     assert "smpkit calibrate" in done.stderr
     unknown = tune(smpkit, "--machine", "ml.p4d.24xlage")
     assert unknown.exit_code == 2

@@ -70,6 +70,7 @@ def test_the_seed_job_is_the_same_in_json(folder: Path) -> None:
     data = {"entry_point": "train.py", "distribution": {**block(), "mpi": MPI}}
     path = write(folder, json.dumps(data, indent=2), "job.json")
     assert load_job(path).config == JobConfig.model_validate(data)
+    assert repr(load_job(path)) == f"LoadedJob({str(path)!r})"
 
 
 def test_later_sources_win(folder: Path) -> None:

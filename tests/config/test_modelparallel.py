@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig
+from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig, ModelParallelParameters
 from smpkit.errors import ConfigError
 from tests.config.strategies import anything, patient, texts
 
@@ -88,6 +88,12 @@ def test_the_seed_configuration_is_accepted_unchanged_and_without_a_warning() ->
     made, said = ModelParallelConfig.from_sources(SEED, None)
     assert made.given() == SEED
     assert said == []
+
+
+def test_the_dict_that_editors_complete_has_every_key_with_its_type() -> None:
+    fields = {field.alias or name: field.annotation for name, field in ModelParallelConfig.model_fields.items()}
+    plain = get_type_hints(type("Fields", (), {"__annotations__": fields}))  # without what pydantic adds
+    assert get_type_hints(ModelParallelParameters) == {**plain, "partitions": int}
 
 
 def test_every_v1_key_has_its_documented_default() -> None:

@@ -55,7 +55,7 @@ def test_news_that_come_after_a_rank_was_killed_are_not_the_cause(seconds: float
 def test_screen_has_the_form_of_the_ux_rules() -> None:
     root_cause = RootCause(RankEnd(5, 1, 1.0, ERROR), (0, 1, 2, 7))
     assert rank_failure(root_cause, outcome(), TOPOLOGY, CODE).screen == (
-        "Failed after 4 m 12 s (rank 5 on algo-1, exit 1)\n"
+        "Failed after 4 m 12 s (rank 5, exit 1)\n"
         "\n"
         "    Traceback (most recent call last):\n"
         '      File "/job/code/train.py", line 41, in build_model\n'
@@ -112,7 +112,7 @@ def test_killed_rank_may_be_out_of_memory() -> None:
     assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
     assert "hint: use more microbatches, checkpoint or offload activations" in failure.screen
     measured = rank_failure(RootCause(RankEnd(2, -9, 1.0, peak_bytes=3 << 30)), outcome(), TOPOLOGY, CODE)
-    assert "SIGKILL (the machine may be out of memory; it held up to 3.0 GiB)" in measured.screen
+    assert "SIGKILL (the machine may be out of memory; its process took up to 3.0 GiB)" in measured.screen
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,13 @@ def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) 
         page.begin_step(0)
     assert later(2) == "step 0, the first one: it traces and plans (5.0 s)"
     for page in pages:
+        page.end_step(10, 0.2485)
         page.begin_step(10)
-        page.write(KindBytes(weights=3 * 2**30), None, None)
+    pages[1].write(KindBytes(weights=3 * 2**30), None, None)
     clock.now += 3
-    assert later(2) == "step 10, 2.5 steps/s, 3.0 GiB on the fullest rank (9.0 s)"
+    assert later(2) == "step 10, 248.5 ms each, peak memory 3.0 GiB (rank 1) (9.0 s)"
+    clock.now += 60
+    assert later(2) == "step 10, 248.5 ms each, peak memory 3.0 GiB (rank 1) (1 m 10 s)", "its rate decayed"
 
 
 def test_a_log_gets_lines_at_growing_intervals(tmp_path: Path) -> None:

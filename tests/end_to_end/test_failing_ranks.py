@@ -56,8 +56,8 @@ JOB = """
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("raise", ["(rank 1 on algo-1, exit 1)", "ValueError: hidden size 2050", "rank 0 stopped"]),
-        ("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"]),
+        ("raise", ["(rank 1, exit 1)", "ValueError: hidden size 2050", "rank 0 stopped"]),
+        ("kill", ["(rank 1, exit 137)", "killed by SIGKILL"]),
         ("hang", ["the reduction of gradients (bucket 0) for rank 1", "rank 1 was still running, here:"]),
         ("leave", ["rank 1"]),
     ],

@@ -80,9 +80,9 @@ def test_everything_is_in_the_folder_of_the_run_and_nothing_in_the_temporary_one
 
 def test_the_block_is_printed_once_and_is_the_summary(trained: tuple[Path, str], run: Path) -> None:
     said = trained[1]
-    assert len(re.findall(r"(?m)^\[rank 0\] run     6 steps in ", said)) == 1
-    assert not re.search(r"(?m)^\[rank 1\] (run|step|memory)  ", said)
-    assert all(len(line) <= 80 for line in said.splitlines() if re.match(r"\[rank 0\] (run|step|memory|  rank) ", line))
+    assert len(re.findall(r"(?m)^\[rank 0\] run     6 steps of ", said)) == 1
+    assert not re.search(r"(?m)^\[rank 1\] (run|time|memory)  ", said)
+    assert all(len(line) <= 80 for line in said.splitlines() if re.match(r"\[rank 0\] (run|time|memory|saved) ", line))
     summary = read_summary(run)
     assert (summary.name, summary.steps, summary.exit_reason) == ("gpt-text", 6, "finished")
     assert list(summary.values) == ["loss", "held_out_loss"]
@@ -115,7 +115,7 @@ def test_commands_take_the_last_run(trained: tuple[Path, str], run: Path) -> Non
     assert re.search(rf"(?m)^{run.name} +finished +6 +\d\.\d+ ", runs.stdout), "its loss"
     one = smpkit(folder, "runs", "gpt-text")
     assert one.stdout.splitlines()[0] == f"{run.name}: finished"
-    assert one.stdout.splitlines()[1].startswith("run     6 steps in ")
+    assert one.stdout.splitlines()[1].startswith("run     6 steps of ")
 
 
 SCRIPT = """
@@ -155,12 +155,12 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     (tmp_path / "job.yaml").write_text(job)
     done = smpkit(tmp_path, "run", "job.yaml", "--", how)
     assert done.returncode == 1
-    assert re.search(r"(?m)^held [0-9.]+ MiB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr), (
+    assert re.search(r"(?m)^tensors held [0-9.]+ MiB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr), (
         done.stderr
     )
     assert "run     " not in done.stderr, "the block is of runs that went well"
     assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
-    assert "hint: `smp.set_activation_checkpointing on each layer` saves most: up to " in done.stderr
+    assert "hint: `smp.set_activation_checkpointing(layers)` saves most: up to " in done.stderr
     [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     summary = read_summary(run)
     assert summary.exit_reason.startswith("failed: ")

@@ -73,6 +73,10 @@ def test_the_constructor_refuses_what_cannot_be_meant(
     assert message in str(caught.value)
 
 
+def test_it_says_what_it_is_in_one_line(make: MakeEstimator) -> None:
+    assert repr(make(instance_count=2)) == "Estimator('train.py' on 2 × ml.p4d.24xlarge)"
+
+
 def test_all_problems_come_at_once(make: MakeEstimator) -> None:
     with pytest.raises(ConfigError, match="3 problems in the arguments of Estimator"):
         make(volume_size=0, max_run="x", nonsense=1)

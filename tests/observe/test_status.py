@@ -36,8 +36,11 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
     assert read_status(tmp_path, 3) == expected
     note(page, "F", 300)
     page.write(HELD, None, None)
+    page.end_step(11, 0.25)
     page.close()
-    assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, None)
+    assert read_status(tmp_path, 3) == RankStatus(
+        12, "forward", 300, "", HELD, None, None, num_trained=11, step_seconds=0.25
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
             {"sharded_data_parallel_degree": 4},
             4,
             False,
-            "`smp.set_activation_checkpointing on each layer` saves most: up to 2.0 GiB",
+            "`smp.set_activation_checkpointing(layers)` saves most: up to 2.0 GiB",
         ),
     ],
     ids=["shards", "microbatches", "offloads", "checkpoints"],
@@ -138,9 +141,9 @@ def test_what_a_process_notes_is_on_its_page(tmp_path: Path, monkeypatch: pytest
     status.use_page(None)
     status.begin_action("F", 1)
     status.begin_layer("nowhere")
-    status.open_page(2, {STATUS_DIR: str(tmp_path)})
+    status.open_page(2, (2, 1, 4), {STATUS_DIR: str(tmp_path)})
     status.begin_action("W", 5)
     status.begin_layer("head")
-    assert read_status(tmp_path, 2) == RankStatus(-1, "weight half of the backward", 5, "head")
+    assert read_status(tmp_path, 2) == RankStatus(-1, "weight half of the backward", 5, "head", degrees=(2, 1, 4))
     status.begin_action("B", 5)
-    assert read_status(tmp_path, 2) == RankStatus(-1, "backward", 5)
+    assert read_status(tmp_path, 2) == RankStatus(-1, "backward", 5, degrees=(2, 1, 4))

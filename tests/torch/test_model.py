@@ -33,6 +33,12 @@ def wrap(module: nn.Module | None = None, **options: Any) -> DistributedModel:
     return smp.DistributedModel(module or Net(), **options)
 
 
+def test_it_says_what_it_is_in_one_line_also_when_the_job_is_over() -> None:
+    model = wrap()
+    smp.shutdown()
+    assert repr(model) == "DistributedModel(Net, pipeline 1 × tensor 1 × data 1)"
+
+
 def test_names_are_the_users_own() -> None:
     plain, model = Net(), wrap()
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 import torch
@@ -49,6 +49,26 @@ def test_trap_5_bare_called_and_inside_a_class_without_self() -> None:
     assert models == ["model", "model"]
     assert sums.outputs == [2.0, 2.0]
     assert isinstance(Trainer().other_step("model", torch.ones(2)), smp.StepOutput)
+
+
+@smp.step
+def typed(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@smp.step(non_split_inputs=["model"])
+def pair(model: smp.DistributedModel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, x
+
+
+def test_type_checkers_know_what_a_step_takes_and_returns() -> None:
+    """What it returned had been `Any`; mypy reads this test."""
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(1, 1))
+    assert_type(typed(model, torch.ones(4)), smp.StepOutput)
+    assert_type(pair(model, torch.ones(4)), tuple[smp.StepOutput, ...])
+    with pytest.raises(TypeError, match="missing a required argument"):
+        typed(model)  # type: ignore[call-arg]
 
 
 def test_the_function_keeps_its_name_and_docstring() -> None:

@@ -85,7 +85,7 @@ class StepTimes:
 
     @property
     def per_second(self) -> tuple[float | None, ...]:
-        """Steps per second from the begin of each step to that of the next one here; None for the last.
+        """Steps per second from the start of each step to that of the next one here; None for the last.
 
         Steps between count, whether they were recorded or not; a checkpoint counts as part of the step before it.
         """

@@ -86,7 +86,8 @@ class _RunView:
         self.ranks: Sequence[RankSummary] = () if summary is None else summary.ranks
         self.splits = self._chosen(lambda rank: rank.split.compute) if any(r.split.total for r in self.ranks) else []
         self.parts = [part for part in _PARTS if any(_share(rank, part) >= 5e-4 for rank in self.splits)]
-        self.peaks = self._chosen(_held) if any(map(_held, self.ranks)) else []
+        held = [rank.most_bytes for rank in self.ranks]
+        self.peaks = self._chosen(lambda rank: rank.most_bytes) if any(held) else []
         self.kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
         self.planned = {rank.rank: rank.planned for rank in self.ranks if rank.planned is not None}
         pipeline, tensor, data = content.degrees or (0, 0, 0)
@@ -127,29 +128,32 @@ class _RunView:
 
     def _figures(self) -> Iterator[tuple[str, _Figure]]:
         content, summary = self.content, self.content.summary
-        for name in ("tokens", "samples", "steps"):
+        for name in ("tokens", "samples"):
             rate = getattr(summary, f"{name}_per_s", None)
             if rate is not None:
                 yield f"{name}/s", _Figure(rate, count(rate))
         if summary is not None and summary.flops_share is not None:
             yield "of peak FLOPs", _Figure(summary.flops_share, f"{summary.flops_share:.0%}", is_share=True)
+        if summary is not None and summary.steps_per_s is not None:
+            length = 1 / summary.steps_per_s
+            yield "step", _Figure(length, seconds(length), "on average")
         if content.steps:
             view = content.steps[0].pipelines[0]
-            yield "step", _Figure(view["step_seconds"], seconds(view["step_seconds"]), f"typical: step {view['step']}")
             if len(view["ranks"]) > 1:
                 planned = "" if view["planned"] is None else f"planned {view['planned']['bubble']:.1%}"
                 bubble = view["executed"]["bubble"]
                 yield "bubble", _Figure(bubble, f"{bubble:.1%}", planned, is_share=True)
         if self.peaks:
-            fullest = max(self.ranks, key=_held)
-            more = f"of {amount(fullest.device_size)}" if fullest.device_size else "without Python and libraries"
-            yield "peak memory", _Figure(_held(fullest), amount(_held(fullest)), f"rank {fullest.rank}, {more}")
+            fullest = max(self.ranks, key=lambda rank: rank.most_bytes)
+            more = f"of {amount(fullest.device_size)}" if fullest.device_size else "in tensors"
+            most = fullest.most_bytes
+            yield "peak memory", _Figure(most, amount(most), f"rank {fullest.rank}, {more}")
         if content.degrees is not None:
             pipeline, tensor, data = content.degrees
             degrees = f"{pipeline} pipeline × {tensor} tensor × {data} data"
             yield "ranks", _Figure(self.size, f"{self.size:,}", degrees)
         if summary is not None and self.ranks:
-            yield "steps", _Figure(summary.steps, f"{summary.steps:,}", f"in {duration(summary.seconds)}")
+            yield "steps", _Figure(summary.steps, f"{summary.steps:,}", f"{duration(summary.seconds)} with the start")
         for curve in content.curves:
             first, last = curve.values[0], curve.values[-1]
             text = "not finite" if last is None else f"{last:.4g}"
@@ -159,13 +163,6 @@ class _RunView:
 
 def _share(rank: RankSummary, part: str) -> float:
     return float(getattr(rank.split, part)) / rank.split.total if rank.split.total else 0.0
-
-
-def _held(rank: RankSummary) -> int:
-    """Return the most bytes on the device; without one, what tensors hold and not what Python does."""
-    if rank.device_size is not None and rank.device_peak is not None:
-        return rank.device_peak
-    return rank.peak.on_device - rank.peak.other
 
 
 def _left_out(shown: Sequence[object], num_ranks: int) -> str:
@@ -230,10 +227,7 @@ def _change(first: _Figure, second: _Figure) -> str:
 
 def _data(runs: Sequence[_RunView]) -> dict[str, Any]:
     """Return what the charts draw."""
-    has_device = any(rank.device_size is not None for run in runs for rank in run.ranks)
     return {
-        # Without a GPU it is Python and its libraries, beside which nothing else would be seen.
-        "hidden": [] if has_device else ["other"],
         "runs": [
             {
                 "label": run.letter,

@@ -133,7 +133,9 @@ def published(instance_type: str, *, tflops: float | None = None) -> Machine:
     network = _LINKS_REACHED * instance.network_bits_per_second / 8 / instance.count
     return Machine(
         name=name,
-        source=f"published, of which compute reaches {_COMPUTE_REACHED:.0%} and links {_LINKS_REACHED:.0%}",
+        source=(
+            f"vendor figures, assuming {_COMPUTE_REACHED:.0%} of peak compute and {_LINKS_REACHED:.0%} of link speed"
+        ),
         ranks_per_host=instance.count,
         device_bytes=gpu.memory_bytes,
         host_bytes=instance.host_memory_bytes,

@@ -21,12 +21,12 @@ checkpoints = False
 """Whether layers of this process have been checkpointed; set by who checkpoints them."""
 
 
-def open_page(rank: int, environ: Mapping[str, str] | None = None) -> None:
+def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str] | None = None) -> None:
     """Begin a page, where the environment names a folder; without one, or where it is gone, nothing is noted."""
     folder = (os.environ if environ is None else environ).get(STATUS_DIR)
-    if folder and _page is None:
+    if folder:
         try:
-            use_page(StatusPage(Path(folder), rank))
+            use_page(StatusPage(Path(folder), rank, degrees))
         except OSError:
             use_page(None)
 

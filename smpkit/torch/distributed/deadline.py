@@ -464,7 +464,7 @@ def _hint_of_deadline(text: str) -> str:
     """Return the hint for the error `text` about a wait that passed its deadline."""
     if _DEADLOCK in text:
         return "every rank makes the same calls in the same order: is one of these under `if smp.rank() == ...`?"
-    return "if they are only slow, raise `timeout_seconds` in the configuration"
+    return "all ranks must make the same calls; if one is merely slow, raise `timeout_seconds`"
 
 
 def _hint_of_loss(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
+from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig, ModelParallelParameters
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
@@ -57,8 +57,14 @@ _generation = 0
 _at_exit_registered = False
 
 
-def init(config: Mapping[str, Any] | None = None) -> None:
+def init(config: ModelParallelParameters | ModelParallelConfig | Mapping[str, Any] | None = None) -> None:
     """Initialise smpkit in this process. Every rank calls it, before anything else of smpkit.
+
+    ::
+
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True})
+
+    Under `smpkit run` with a job file the degrees are in that, and `smp.init()` is enough.
 
     A second call is harmless: without a configuration, or with the one in use, it does nothing. With another one it
     starts over, as long as no model has been wrapped (Hugging Face calls `init()` when it is imported, and the script

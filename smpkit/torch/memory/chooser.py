@@ -107,7 +107,7 @@ class Chooser:
         self.is_done = False
         """Whether layers do what was chosen for them."""
         self._is_measuring = False
-        self._num_steps = 0
+        self.num_steps = 0
         self._probe: Probe | None = None
         self._probes: list[Probe] = []
         self._static_bytes = self._forward_bytes = self._peak_bytes = 0
@@ -150,10 +150,10 @@ class Chooser:
         """Begin a step that trains, on all ranks that must choose alike; they agree here and nowhere else."""
         if self.is_done:
             return
-        if not self._is_measuring and self._num_steps >= _NUM_START:
+        if not self._is_measuring and self.num_steps >= _NUM_START:
             # Ranks without a part of the optimizer's states update nothing.
             (has_updated,) = self._agree((self.updates.num_updates > 0,))
-            self._is_measuring = has_updated > 0 or self._num_steps >= _LAST_START
+            self._is_measuring = has_updated > 0 or self.num_steps >= _LAST_START
         elif len(self._probes) == _NUM_MEASURED:
             self._decide()
             self._finish()
@@ -164,7 +164,7 @@ class Chooser:
 
     def end_step(self, *, had_backward: bool) -> None:
         """End a step: what follows is no part of it. One without a backward counts for nothing."""
-        self._num_steps += had_backward
+        self.num_steps += had_backward
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.end()

@@ -31,6 +31,7 @@ from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.order import Lead, check_lead
 from smpkit.torch.recompute.layer import ChosenCheckpoint
+from smpkit.units import amount
 
 __all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
 
@@ -148,6 +149,8 @@ class FitReport:
     """Measured, with every layer holding as little as it can: the median of the steps before the choice."""
     kept_seconds: float
     """Predicted, if every layer kept all that autograd saves, which needs more memory."""
+    unmeasured: str = ""
+    """Why nothing has been measured, so that all these numbers but the limit are 0; empty if they are not."""
 
     @property
     def fits(self) -> bool:
@@ -155,22 +158,32 @@ class FitReport:
         return self.device_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
+        layers = f"{len(self.layers)} layers: {count_choices(layer.choice for layer in self.layers)}"
+        if self.unmeasured:
+            return f"{layers}\n{self.unmeasured}"
         peak = "" if self.peak_bytes is None else f", {gib(self.peak_bytes)} so far"
         least, kept = f"{1e3 * self.least_seconds:.1f} ms", f"{1e3 * self.kept_seconds:.1f} ms"
         host, outside = gib(self.host_bytes), f"{gib(self.other_bytes)} of it outside the layers"
         step = f"{1e3 * self.step_seconds:.1f} ms planned; {least} with every layer holding as little as it can"
         lines = [
-            f"{len(self.layers)} layers: {count_choices(layer.choice for layer in self.layers)}",
+            layers,
             f"device: {gib(self.device_bytes)} of {gib(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
             f"step: {step}, {kept} with all kept",
         ]
         if not self.fits:
-            lines.append("the device cannot hold this: nothing that the layers could do holds less")
+            needed, limit = amount(self.device_bytes), amount(self.limit_bytes)
+            lines.append(
+                f"does not fit: {needed} needed even with every layer holding as little as it can, {limit} available"
+            )
         return "\n".join(lines)
 
 
 class Fitted:
     """A model that `fit` takes care of."""
+
+    def __repr__(self) -> str:
+        choices = count_choices(self.choices.values()) if self.has_chosen else "not chosen yet"
+        return f"Fitted({type(self._model).__name__}, {len(self.choices)} layers: {choices})"
 
     def __init__(self, model: nn.Module, engine: ActivationEngine, chooser: Chooser) -> None:
         self._model, self._engine, self._chooser = model, engine, chooser
@@ -197,16 +210,14 @@ class Fitted:
         return self._chooser.is_done
 
     def report(self) -> FitReport:
-        """Return what was chosen, and what came of it.
-
-        Raises:
-            UsageError: nothing has been chosen yet.
-        """
+        """Return what was chosen, and what came of it; before anything was measured, only what layers do now."""
         facts, pick = self._chooser.facts, self._chooser.pick
         if facts is None or pick is None:
-            raise UsageError(
-                "nothing has been chosen yet", hint="ask again some steps after the first update, or in the next run"
-            )
+            layers = tuple(LayerFit(name, choice, 0.0, 0, 0) for name, choice in self.choices.items())
+            why = f"`fit` decides after about six steps that update; this run had {self._chooser.num_steps}"
+            if self.has_chosen:
+                why = "chosen by an earlier run: this one has measured nothing"
+            return FitReport(layers, self._chooser.limit_bytes, 0, 0, None, 0, 0.0, 0.0, 0.0, why)
         return FitReport(
             layers=tuple(
                 LayerFit(name, self.choices[name], layer.forward_seconds, layer.saved_bytes, layer.input_bytes)

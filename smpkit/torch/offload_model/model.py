@@ -174,6 +174,9 @@ class OffloadModel(nn.Module):
                 undo += [_surround(block, self._engine, index, keeper) for block in group]
         weakref.finalize(self, _call_all, undo)
 
+    def __repr__(self) -> str:
+        return f"OffloadModel({len(self.model_slices)} slices, run on {self.device})"
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model with tensors from wherever they are; return what it returns, on `device`.
 

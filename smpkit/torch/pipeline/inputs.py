@@ -138,7 +138,11 @@ class Inputs:
         shapes, expected = _shapes(own_specs), _shapes(specs)
         if shapes != expected:
             self._comparisons_left = 0
-            announce([f"pipeline rank {self._rank} passed {shapes} to {call}; it uses {expected} of pipeline rank 0."])
+            announce(
+                [
+                    f"pipeline rank {self._rank} passed {shapes} to {call}: pipeline rank 0's batch, {expected}, is used instead."
+                ]
+            )
         elif not all(map(_has_same_bytes, tensors, arrived)):
             self._comparisons_left = 0
             warn_user(

@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer states are the storages of tensors that are known; what offloading keeps on the device
 and on the host it counts itself. The rest of what the allocator has handed out is divided by time: what was there when
-the step began is `other` (inputs, buckets of gradients, without a GPU also Python), and what has come since then is
-`activations`. Torch's allocator counts on a GPU. Without one, the C library's does, which takes 4 µs.
+the step began is `other` (inputs, buckets of gradients), and what has come since then is `activations`. Torch's
+allocator counts on a GPU. Without one, the C library's does, which takes 4 µs: there `other` would be Python and all
+that was imported, beside which a model is not seen, and is left out.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class HeldMemory:
         if self._other != UNKNOWN and allocated is not None:
             known = self._weights + self._gradients + self._states + use.parked + self._other
             activations = max(0, allocated - known)
+        has_other = self._other == UNKNOWN or devices.is_asynchronous(self._device)
         return (
             self._weights,
             self._gradients,
@@ -70,7 +72,7 @@ class HeldMemory:
             activations,
             use.parked,
             use.offloaded,
-            self._other,
+            self._other if has_other else 0,
             use.bytes_out,
             use.bytes_back,
         )

@@ -252,6 +252,11 @@ class Recorder:
 
     def end_step(self) -> None:
         """Add the step to the sums of the run, and write its events, after a wait for the GPU."""
+        self._add_step()
+        if self._is_training and (page := status.current_page()) is not None:
+            page.end_step(self.meter.num_steps, self.meter.step_seconds or 0.0)
+
+    def _add_step(self) -> None:
         if self._profiler is not None:
             self._profiler.end_step()
         if not self._recording:
@@ -278,9 +283,8 @@ class Recorder:
         if self._profiler is not None:
             self._profiler.end_step()
         self.has_failed = True
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            with suppress(Exception):  # there may be no memory for this either, and the error itself must get out
-                _show(max([*(held for _, held in self._held), self.memory.now()], key=bytes_on_device))
+        with suppress(Exception):  # there may be no memory for this, and the error itself must get out
+            _show(max([*(held for _, held in self._held), self.memory.now()], key=bytes_on_device))
         if self._recording and self._writer is not None:
             self._rows.append((Mark, (f"{type(error).__name__} in step {self._step}", time.perf_counter_ns())))
             self._write()
@@ -325,7 +329,8 @@ class Recorder:
         parts = parts_of(self._began_ns, end_ns, actions, messages, self._works, is_pipeline=pipeline)
         self.meter.add_step(self._began_ns, end_ns, parts)
         if self.meter.num_steps == WARM_UP + 1:
-            self.most = MostHeld()  # until its first step, a rank of a pipeline holds the whole model
+            # Until its first step, a rank of a pipeline holds the whole model.
+            self.most, self._shown = MostHeld(), 0
         self.most.add([held for _, held in self._held])
 
     # --- the file -----------------------------------------------------------------------------------------------------
@@ -414,7 +419,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
     stop()
     variables = os.environ if environ is None else environ
-    status.open_page(state.rank, variables)
+    status.open_page(state.rank, (state.mesh.pp_size, state.mesh.tp_size, state.mesh.rdp_size), variables)
     text = variables.get(EVENTS_STEPS)
     if text is not None:
         sampling = Sampling(_steps(text))

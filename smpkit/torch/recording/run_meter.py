@@ -1,9 +1,9 @@
 """Sum up a rank's training steps for the block at the end of a run: how many, how long, and where their time went.
 
-The average step is timed by the clock at the begin of the first one and at the end of the last. What happens inside is
+The average step is timed by the clock at the start of the first one and at the end of the last. What happens inside is
 taken from the steps that are recorded, which are few (`Sampling`), so that the sum costs next to nothing.
 
-A step lasts from the begin of its call to the begin of the next one that trains: what a script does in between, the
+A step lasts from the start of its call to the start of the next one that trains: what a script does in between, the
 optimizer above all, is part of it. So the parts of a step add up to the time that it took.
 """
 

@@ -116,7 +116,7 @@ def test_settings_have_values_and_origins_and_defaults_are_apart(one: Elements) 
 
 def test_of_two_runs_the_differences_come_first_and_what_failed_early(contents: list[Content]) -> None:
     found = Elements(page(contents))
-    assert found.titles[:3] == ["Differences", "Summary", "Warnings and output"]
+    assert found.titles[:3] == ["Differences", "Warnings and output", "Summary"]
     assert "last lines of rank-1" in found.text
     differences = found.text[: found.text.index("Figures")]
     assert re.search(r"activations\s+true\s+job.yaml:12\s+false\s+job.yaml:12", differences)

@@ -136,6 +136,19 @@ def test_one_slow_step_changes_no_prediction(slow: int | None) -> None:
     assert found.step_seconds == taken[-1] == taken[3] - 2 * 3
 
 
+def test_a_report_never_raises_and_says_when_there_is_something_to_report() -> None:
+    """`print(fitted.report())` had ended a run of four steps with a traceback."""
+    fitted = smpkit.fit(Model(), device_gib=1)
+    assert repr(fitted) == "Fitted(Model, 3 layers: not chosen yet)"
+    assert str(fitted.report()).splitlines() == [
+        "3 layers: 3 recomputed",
+        "`fit` decides after about six steps that update; this run had 0",
+    ]
+    fitted.load_state_dict(fitted.state_dict())
+    assert repr(fitted) == "Fitted(Model, 3 layers: 3 recomputed)"
+    assert "chosen by an earlier run: this one has measured nothing" in str(fitted.report())
+
+
 def test_one_sentence_where_it_cannot_fit() -> None:
     model = Model()
     fitted = smpkit.fit(model, device_gib=1e-6)
@@ -143,7 +156,8 @@ def test_one_sentence_where_it_cannot_fit() -> None:
         run(model)
     found = fitted.report()
     assert not found.fits
-    assert "cannot hold this" in str(found)
+    assert "does not fit: " in str(found)
+    assert "needed even with every layer holding as little as it can, 1.0 KiB available" in str(found)
 
 
 def test_the_model_is_as_before_once_it_is_removed() -> None:
@@ -171,8 +185,7 @@ def test_an_optimizer_of_another_model_is_no_update() -> None:
     model = Model()
     fitted = smpkit.fit(model, device_gib=1)
     run(model, updates=nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="nothing has been chosen yet"):
-        fitted.report()
+    assert not fitted.has_chosen
 
 
 def test_a_model_may_return_what_nobody_can_look_into() -> None:

@@ -69,3 +69,8 @@ def test_a_slice_that_runs_again_does_not_begin_by_changing_its_input() -> None:
         model: Any = OffloadModel(copy.deepcopy(chain), "cpu", checkpoint_activation=checkpoint)
         assert [len(piece.model_shard) for piece in model.model_slices] == ([2, 1] if checkpoint else [1, 1, 1])
         model(torch.randn(2, 4)).sum().backward()
+
+
+def test_it_says_what_it_is_in_one_line() -> None:
+    model = OffloadModel(nn.Sequential(*layers(2, 2, 2)), "cpu", num_slices=2)
+    assert repr(model) == "OffloadModel(2 slices, run on cpu)"

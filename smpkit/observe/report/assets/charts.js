@@ -5,7 +5,7 @@ const KINDS = ["weights", "gradients", "states", "activations", "parked", "other
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const BINARY = Array.from({length: 44}, (_, power) => 2 ** power);
 const data = JSON.parse(document.getElementById("data").textContent);
-const shown = new Set(KINDS.filter((kind) => !data.hidden.includes(kind)));
+const shown = new Set(KINDS);
 
 /** The colours of the page's theme by name, which canvases cannot inherit. */
 function theme() {
