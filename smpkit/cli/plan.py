@@ -45,8 +45,8 @@ def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> None
     pair of it and the arguments for one microbatch; then compute, activations and the values that travel between stages
     are known too. Its tensors have no data, so a model that fits no machine can be planned.
 
-    KEY of `--sweep` is a parameter such as `microbatches`, or the path of any setting (`compute.instance_count`); repeat
-    it to try all combinations.
+    KEY of `--sweep` is a parameter such as `microbatches`, or the path of any setting (`compute.instance_count`);
+    repeat it to try all combinations.
     """
     for name in _OF_A_MODEL:
         if not options["model"] and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
