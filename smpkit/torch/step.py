@@ -172,7 +172,7 @@ def step(
     non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> StepFunction[..., Any] | _Decorator:
+) -> Any:
     """Make a function a training or evaluation step (the decorator of the same name in SMP v1).
 
     ::

@@ -448,7 +448,7 @@ def test_sharding_and_a_single_microbatch_are_told(smpkit: Smpkit, folder: Path)
     (folder / "mp.yaml").write_text("sharded_data_parallel_degree: 2\nddp: true\n")
     said = smpkit("plan", "mp.yaml", "--ranks", "4").stdout
     assert "sharding  parameters, gradients and optimizer states are divided over 2 data-parallel ranks\n" in said
-    assert "interleaved, 1 microbatch, at most 1 active" in said
+    assert "interleaved (1F1B), 1 microbatch, at most 1 active" in said
     (folder / "other.yaml").write_text("pipeline_parallel_degree: 2\nmicrobatches: 2\n")
     assert "(best)" not in smpkit("plan", "mp.yaml", "other.yaml").stdout  # 1 rank against 2
 

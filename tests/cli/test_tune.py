@@ -89,7 +89,7 @@ def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> No
     assert "vendor figures, assuming 50% of peak compute and 80% of link speed" in done.stdout
     assert "model     Net, 32 samples (2048 tokens) in a step" in lines
     assert any(line.startswith("as it is") for line in lines)
-    for word in ("bubble", "communication", "stall", "binds", "activations", "ruled out", "settings  "):
+    for word in ("bubble", "communication", "stall", "limited by", "activations", "ruled out", "settings  "):
         assert word in done.stdout
     assert "--write" in done.stderr
     assert load_job(zoo / "job.yaml").config.distribution.model_parallel is not None

@@ -138,8 +138,8 @@ class Inputs:
         shapes, expected = _shapes(own_specs), _shapes(specs)
         if shapes != expected:
             self._comparisons_left = 0
-            passed = f"pipeline rank {self._rank} passed {shapes} to {call}"
-            announce([f"{passed}: pipeline rank 0's batch, {expected}, is used instead."])
+            used = f"pipeline rank 0's batch, {expected}, is used instead"
+            announce([f"pipeline rank {self._rank} passed {shapes} to {call}: {used}."])
         elif not all(map(_has_same_bytes, tensors, arrived)):
             self._comparisons_left = 0
             warn_user(
