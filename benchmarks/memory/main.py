@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from benchmarks.common import machine, parser, report, table
+from benchmarks.common import machine, parser, report, table, write
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = (ROOT / "benchmarks/memory/README.md", ROOT / "docs/how-to/cut-memory.md")
 WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 256, 8, 3
 MIB: Final = 2**20
 
@@ -187,11 +186,12 @@ def main() -> None:
     options.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`; writes nothing")
     chosen = options.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
-    names = ["plain", *chosen.only] if chosen.only else list(TECHNIQUES)
+    names = ["plain", *(chosen.only or [])] if chosen.only or chosen.quick else list(TECHNIQUES)
     chosen.dry |= bool(chosen.only)
-    found = [*rows(names)]
-    for page in PAGES:
-        report(page, "table", f"{table(HEADS, found)}\n\n{machine()}", chosen)
+    text = f"{table(HEADS, rows(names))}\n\n{machine()}"
+    report(ROOT / "benchmarks/memory/README.md", "table", text, chosen)
+    if not (chosen.quick or chosen.dry):
+        write(ROOT / "docs/how-to/cut-memory.md", "table", text)
 
 
 if __name__ == "__main__":
