@@ -28,6 +28,7 @@ __all__ = [
     "seconds_until_all_are_done",
     "table",
     "take_turns",
+    "write",
 ]
 
 _T = TypeVar("_T")
@@ -119,6 +120,11 @@ def report(readme: Path, part: str, text: str, options: argparse.Namespace, figu
         content = {"environment": machine(), "table": text.splitlines(), "rows": figures}
         (options.results / f"{part}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if not (options.quick or options.dry):
-        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-        before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
-        readme.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+        write(readme, part, text)
+
+
+def write(page: Path, part: str, text: str) -> None:
+    """Put a part's tables between its marks in a page."""
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")

@@ -76,7 +76,6 @@ def main() -> int:
     parser.add_argument("--orders", type=int, default=len(ORDERS), help="under how many orders of the device")
     parser.add_argument("--most", type=int, default=8, help="how many scenarios an edge is tried in, of each round")
     parser.add_argument("--list", action="store_true", help="print the edges and end")
-    parser.add_argument("--reach", type=Path, help="a file: what scenarios come to, kept from one run for the next")
     arguments = parser.parse_args()
     every = edges()
     chosen = [edge for edge in every if not arguments.only or any(text in edge.id for text in arguments.only)]
@@ -94,7 +93,7 @@ def main() -> int:
             left = [edge for edge in chosen if found.get(edge.id) is None]
             if not left or not some:
                 continue
-            reach = _reach(pool, every, some, arguments.reach)
+            reach = _reach(pool, every, some)
             attempt = partial(_try, reach=reach, most=arguments.most, orders=arguments.orders)
             for edge, how in zip(left, pool.map(attempt, left), strict=True):
                 found[edge.id] = how
@@ -132,24 +131,13 @@ def _known() -> dict[str, dict[str, Any]]:
 # --- which scenarios come to an edge ----------------------------------------------------------------------------------
 
 
-def _reach(
-    pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str], kept: Path | None
-) -> dict[str, Reach]:
-    found: dict[str, Reach] = {}
-    if kept is not None and kept.exists():
-        before = json.loads(kept.read_text())
-        found = {name: Reach(seconds, frozenset(ids)) for name, (seconds, ids) in before.items()}
-    missing = [name for name in names if name not in found]
-
+def _reach(pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str]) -> dict[str, Reach]:
     def measure(name: str) -> Reach:
         size = SCENARIOS[name].ranks
         ranks = run_on_sim(_watched, list(every), name, size=size, order=None, timeout=_LONGEST)
         return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
 
-    found |= dict(zip(missing, pool.map(measure, missing), strict=True))
-    if kept is not None and missing:
-        kept.write_text(json.dumps({name: (each.seconds, sorted(each.edges)) for name, each in found.items()}))
-    return {name: found[name] for name in names}
+    return dict(zip(names, pool.map(measure, names), strict=True))
 
 
 def _watched(every: list[Edge], name: str) -> tuple[float, set[str]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from benchmarks.common import machine, parser, report, table
+from benchmarks.common import machine, parser, report, table, write
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
@@ -189,10 +189,9 @@ def main() -> None:
     options.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`; writes nothing")
     chosen = options.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
-    names = ["plain", *chosen.only] if chosen.only else list(TECHNIQUES)
+    names = ["plain", *(chosen.only or [])] if chosen.only or chosen.quick else list(TECHNIQUES)
     chosen.dry |= bool(chosen.only)
-    found = [*rows(names)]
-    report(PAGE, "table", f"{table(COLUMNS, found)}\n\n{machine()}", chosen)
+    report(PAGE, "table", f"{table(COLUMNS, rows(names))}\n\n{machine()}", chosen)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -74,22 +74,54 @@ def _device_tests() -> list[Part]:
     ]
 
 
-def _benchmark(name: str, title: str, seconds: float, command: str, full: str, dry: str, **environment: str) -> Part:
-    folder, *arguments = command.split()
-    start = ("-m", f"benchmarks.{folder}.main", *arguments)
-    full_command, dry_command = (*start, *shlex.split(full)), (*start, *shlex.split(dry))
-    return Part(name, title, seconds, full_command, dry_command, environment=environment)
-
-
 _TRANSPARENCY: Final = (
-    "pipeline_schedules",
-    "pipeline_failures",
-    "tensor_parallel",
-    "data_parallel",
-    "checkpointing",
+    *("pipeline_schedules", "pipeline_failures", "tensor_parallel", "data_parallel", "checkpointing"),
     "sharded_state",
 )
 _WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")
+_BENCHMARKS: Final = {
+    "activation-offload": (
+        "steps of 8192 tokens, all contestants",
+        170,
+        "activation_offload training",
+        "--tokens 8192",
+    ),
+    "offload-model": ("FairScale's benchmark", 100, "offload_model --only words", "--rounds 1"),
+    "pipeline-gpt": ("a GPT over two ranks", 90, "pipeline --only gpt", ""),
+    "tensor-parallel": ("blocks on two ranks", 90, "tensor_parallel", ""),
+    "offload-adamw": ("AdamW on the host", 100, "offload_model --only optimizer --build-seconds 1", ""),
+    "offload-model-sizes": (
+        "1.3 B parameters in slices",
+        180,
+        "offload_model --only sizes",
+        "--models '1.3 B' --tokens 8192 32768",
+    ),
+    "activation-offload-long": (
+        "steps of 16384 and 32768 tokens, checkpointed",
+        400,
+        "activation_offload training",
+        "--tokens 16384 32768",
+    ),
+}
+"""Title, limit, command, and what it takes besides with a GPU."""
+
+
+def _benchmarks() -> Iterator[Part]:
+    for name, (title, seconds, command, more) in _BENCHMARKS.items():
+        folder, *arguments = command.split()
+        start = ("-m", f"benchmarks.{folder}.main", *arguments)
+        quick = ("--quick", "--steps", "1") if "words" in command else ("--quick",)
+        yield Part(name, title, seconds, (*start, "--dry", *shlex.split(more)), (*start, *quick))
+    start = ("-m", "benchmarks.tune.main", *["--model", "gpt", "--ranks", "4"])
+    yield Part(
+        "tune",
+        "predicted beside measured steps over 4 ranks that sleep",
+        500,
+        (*start, "--steps", "3", "--json"),
+        (*start, *["--only", "1", "--steps", "1", "--seconds", "2"]),
+        environment={"CUDA_VISIBLE_DEVICES": ""},  # on cores, of which such a machine has enough for its ranks
+    )
+
 
 PARTS: Final[tuple[Part, ...]] = (
     *_device_tests(),
@@ -100,57 +132,7 @@ PARTS: Final[tuple[Part, ...]] = (
         [f"tests/transparency/test_{name}.py" for name in _TRANSPARENCY],
         *_WORKERS,
     ),
-    _benchmark(
-        "activation-offload",
-        "training steps of 8192 tokens, all contestants",
-        170,
-        "activation_offload training --dry",
-        full="--tokens 8192",
-        dry="--tokens 32",
-    ),
-    _benchmark(
-        "offload-model",
-        "FairScale's benchmark",
-        100,
-        "offload_model --only words",
-        full="--dry --rounds 1",
-        dry="--quick --steps 1",
-    ),
-    _benchmark("pipeline-gpt", "a GPT over two ranks", 90, "pipeline --only gpt", full="--dry", dry="--quick"),
-    _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel", full="--dry", dry="--quick"),
-    _benchmark(
-        "offload-adamw",
-        "AdamW on the host",
-        100,
-        "offload_model --only optimizer --build-seconds 1",
-        full="--dry",
-        dry="--quick",
-    ),
-    _benchmark(
-        "offload-model-sizes",
-        "1.3 B parameters in slices",
-        180,
-        "offload_model --only sizes",
-        full="--dry --models '1.3 B' --tokens 8192 32768",
-        dry="--quick",
-    ),
-    _benchmark(
-        "activation-offload-long",
-        "steps of 16384 and 32768 tokens, checkpointed",
-        400,
-        "activation_offload training --dry",
-        full="--tokens 16384 32768",
-        dry="--tokens 32",
-    ),
-    _benchmark(
-        "tune",
-        "predicted beside measured steps over 4 ranks that sleep",
-        500,
-        "tune --model gpt --ranks 4",
-        full="--steps 3 --json",
-        dry="--only 1 --steps 1 --seconds 2",
-        CUDA_VISIBLE_DEVICES="",  # on cores, of which such a machine has enough for its ranks
-    ),
+    *_benchmarks(),
 )
 
 

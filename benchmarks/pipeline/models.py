@@ -54,7 +54,7 @@ class SleepLayer(nn.Module):
         return result
 
 
-class _SleepOnWay(torch.autograd.Function):
+class SleepOnWay(torch.autograd.Function):
     """Sleeps in forward, and in the half of backward that makes the gradient of the input."""
 
     @staticmethod
@@ -69,7 +69,7 @@ class _SleepOnWay(torch.autograd.Function):
         return gradient, None, None
 
 
-class _SleepForWeight(torch.autograd.Function):
+class SleepForWeight(torch.autograd.Function):
     """Hands a weight on, and sleeps in the half of backward that makes its gradient."""
 
     @staticmethod
@@ -100,8 +100,8 @@ class HalvedSleepLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if value.shape[-1] != self.num_floats:
             value = value.new_zeros(1, self.num_floats)
-        way: Tensor = _SleepOnWay.apply(value, self.forward_seconds, self.half_seconds)
-        weight: Tensor = _SleepForWeight.apply(self.weight, self.half_seconds)
+        way: Tensor = SleepOnWay.apply(value, self.forward_seconds, self.half_seconds)
+        weight: Tensor = SleepForWeight.apply(self.weight, self.half_seconds)
         return way * weight
 
 

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from benchmarks.common import table
+from benchmarks.pipeline.models import SleepForWeight, SleepOnWay
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts
@@ -47,35 +49,6 @@ FORWARD_SECONDS: Final = 0.012
 WARM_UPS: Final = 3
 
 
-class SleepOnWay(torch.autograd.Function):
-    """Sleeps in forward, and in the half of backward that makes the gradient of the input."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-class SleepForWeight(torch.autograd.Function):
-    """Hands a weight on, and sleeps in the half of backward that makes its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class Slow(nn.Module):
     """The first module of a block, which sleeps for the whole block; or the head."""
 
@@ -88,7 +61,7 @@ class Slow(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if not smp.is_tracing() and self.seconds:
             seconds = value.shape[0] * self.seconds
-            value = SleepOnWay.apply(value, seconds)
+            value = SleepOnWay.apply(value, seconds, seconds)
             value = value * SleepForWeight.apply(self.weight, seconds)
         else:
             value = value * self.weight
@@ -341,17 +314,18 @@ def words(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
 
 
-def table(found: dict[str, Any]) -> Iterator[str]:
-    yield "| predicted | measured | configuration |\n|---|---|---|"
-    for row in sorted(found["rows"], key=lambda row: row["measured"]):
-        yield f"| {row['predicted']:.3f} s | {row['measured']:.3f} s | {words(row['config'])} |"
+def text_of(found: dict[str, Any]) -> str:
+    """Return the table, and what it comes to."""
+    rows = sorted(found["rows"], key=lambda row: row["measured"])
+    times = [[f"{row['predicted']:.3f} s", f"{row['measured']:.3f} s", words(row["config"])] for row in rows]
     again = found["again"] / found["rows"][0]["measured"] - 1
-    yield (
-        f"\n{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations: Spearman"
+    result = (
+        f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations: Spearman"
         f" {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured; median"
         f" error {found['median_error']:.1%}, largest {found['largest_error']:.1%}; the first one took {again:+.1%}"
         " when it was measured again."
     )
+    return f"{table(['predicted', 'measured', 'configuration'], times)}\n\n{result}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -368,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for ranks in options.ranks or (4, 8):
             found = run(name, ranks, options)
             print(json.dumps(found), file=sys.stderr, flush=True)
-            print(json.dumps(found) if options.json else "\n".join(table(found)), flush=True)
+            print(json.dumps(found) if options.json else text_of(found), flush=True)
     return 0
 
 
