@@ -24,7 +24,7 @@ def test_the_product_says_its_devices(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_command_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import torch\nx = torch.zeros(3)\n")
-    command = [sys.executable, check_devices.__file__, tmp_path]
+    command = [sys.executable, check_devices.__file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{tmp_path}/module.py:2: `torch.zeros` without `device=`")

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,12 @@ def smpkit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ran(
-    folder: Path, script: str, parameters: dict[str, object] | None, ranks: int, *words: str, **hyperparameters: object
+    folder: Path,
+    script: str,
+    parameters: Mapping[str, object] | None,
+    ranks: int,
+    *words: str,
+    **hyperparameters: object,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run a script under mpirun; return how it ended, and the folder of the run."""
     distribution: dict[str, object] = {"mpi": {"enabled": True, "processes_per_host": ranks}}
