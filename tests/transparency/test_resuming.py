@@ -153,19 +153,25 @@ def mark(module: Any) -> None:
     smp.set_tensor_parallelism(module.layers)
 
 
-SHARDED_WAY = Way(replicas=2, microbatches=2, optimizer="AdamW")
-SHARDED_CONFIGS: list[dict[str, Any]] = [{"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2}]
+def sharded(tensor: int = 1, **config: Any) -> Way:
+    """Return a way over two replicas that share something, and over tensor-parallel ranks besides."""
+    way = Way(replicas=2, microbatches=2, optimizer="AdamW", config=config)
+    if tensor == 1:
+        return way
+    return replace(way, tensor=tensor, clip=0.3, config={**config, "prescaled_batch": True}, prepare=mark)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "config", "parts"),
-    [(1, 0, True), (1, 1, False), (2, 0, False), (2, 1, True)],
-    ids=["states", "data", "states, tp2", "data, tp2"],
+    ("way", "parts"),
+    [
+        (sharded(shard_optimizer_state=True), True),
+        (sharded(sharded_data_parallel_degree=2), False),
+        (sharded(2, shard_optimizer_state=True), False),
+        (sharded(2, sharded_data_parallel_degree=2), True),
+    ],
+    ids=str,
 )
-def test_states_that_are_loaded_are_those_that_were_saved(tensor: int, config: int, parts: bool) -> None:
-    way = replace(SHARDED_WAY, config=SHARDED_CONFIGS[config])
-    if tensor > 1:
-        way = replace(way, tensor=tensor, clip=0.3, config={**way.config, "prescaled_batch": True}, prepare=mark)
+def test_states_that_are_loaded_are_those_that_were_saved(way: Way, parts: bool) -> None:
     same(MODELS["tied by a function"], way, by=functools.partial(train_twice, parts=parts))
 
 
