@@ -76,11 +76,7 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     CPU seconds are of both ranks, all threads.
     """
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
-    torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
-    model = smp.DistributedModel(nn.Sequential(*layers))
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(4, 32, width)
+    model, optimizer, x = _made(width, num_layers)
 
     def steps() -> None:
         for _ in range(STEPS):
@@ -110,6 +106,38 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     size = _sizes(model, optimizer)
     smp.shutdown()
     return {**found, "MiB": size}
+
+
+def measure_replicas(width: int, num_layers: int, turns: int) -> str:
+    """Return a row about ranks that hold the same: what they hold, what the busiest one writes, how long a save takes."""
+    smp.init({"ddp": True})
+    model, optimizer, x = _made(width, num_layers)
+    _train(model, x)
+    optimizer.step()
+    written, seconds = 0.0, list[float]()
+    for turn in range(turns + 1):
+        folder = _common_folder()
+        start = time.perf_counter()
+        smp.save_checkpoint(folder, "step")
+        (slowest,) = _reduced(dist.ReduceOp.MAX, time.perf_counter() - start)
+        own = sum(path.stat().st_size for path in (folder / "step_partial").glob(f"*_0_0_{smp.rank()}.*"))
+        (written,) = _reduced(dist.ReduceOp.MAX, own / 2**20)
+        if smp.rank() == 0:
+            shutil.rmtree(folder)
+        if turn:
+            seconds.append(slowest)
+    size = _sizes(model, optimizer)
+    smp.shutdown()
+    milliseconds = statistics.median(seconds) * 1e3
+    return f"| {os.environ['WORLD_SIZE']} | {size:.0f} MiB | {written:.1f} MiB | {milliseconds:.0f} ms |"
+
+
+def _made(width: int, num_layers: int) -> tuple[Any, Any, torch.Tensor]:
+    """Return a model, its optimizer and a batch."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())), torch.randn(4, 32, width)
 
 
 def _common_folder() -> Path:
@@ -161,13 +189,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, once; the README stays as it is")
     parser.add_argument("--dry", action="store_true", help="the README stays as it is")
     parser.add_argument("--turns", type=int, default=5, help="of each contestant (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, help="print a row about so many ranks that hold the same instead")
     options = parser.parse_args(arguments)
     if "WORLD_SIZE" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+        ranks = f"--nproc-per-node={options.replicas or 2}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "--module"]
         os.execv(sys.executable, [*torchrun, "benchmarks.checkpoints.main", *(arguments or sys.argv[1:])])
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.turns)
+    if options.replicas:
+        row = measure_replicas(width, num_layers, turns)
+        if os.environ["RANK"] == "0":
+            print(row)
+        return 0
     found = measure(width, num_layers, turns)
     if os.environ["RANK"] != "0":
         return 0
