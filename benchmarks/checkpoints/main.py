@@ -109,7 +109,7 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
 
 
 def measure_replicas(width: int, num_layers: int, turns: int) -> str:
-    """Return a row about ranks that hold the same: what they hold, what the busiest one writes, how long a save takes."""
+    """Return a row about ranks that hold the same: how much that is, how much the busiest one writes, and how long."""
     smp.init({"ddp": True})
     model, optimizer, x = _made(width, num_layers)
     _train(model, x)

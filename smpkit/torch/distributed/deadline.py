@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import Backend
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import Ending, FailureStore, RankStatus
-from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.distributed.rendezvous import first_line, name_ranks
 from smpkit.torch.distributed.tracebacks import place_in_script, shorten
 
 __all__ = [
@@ -484,10 +484,9 @@ def error_of(first: RankStatus) -> SmpkitError:
 
 def _without_store(store: FailureStore, own: RankStatus, gone: Exception) -> SmpkitError:
     """Return the error where the store does not answer either, most often because rank 0 served it and is gone."""
-    why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
         f"rank {store.rank} lost {name_ranks(own.peers)} in {own.text} after {_duration(own)};"
-        f" the store in {store.server} could tell why, but {why}",
+        f" the store in {store.server} could tell why, but {first_line(gone)}",
         hint=f"see the output of {store.server}",
     )
 

@@ -62,8 +62,6 @@ class FailureStore:
 
     Args:
         store: the store that all ranks share.
-        rank: this rank.
-        size: how many ranks there are.
         timeout: the deadline of a wait, for messages.
         groups: returns the process groups whose connections to close.
         server: who serves the store, for messages.

@@ -28,6 +28,7 @@ from smpkit.errors import RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import Failures, error_of
 from smpkit.torch.distributed.failure_store import RankStatus
+from smpkit.torch.distributed.rendezvous import first_line
 
 __all__ = ["stop", "watch"]
 
@@ -75,6 +76,8 @@ class _Watcher(threading.Thread):
             try:
                 failure = self._stored_failure(failures) or _device_error(failures)
             except Exception as error:  # torch leaves the last word to this thread: without it nobody would have it
+                if self._stopped.is_set():
+                    return
                 text = f"rank {failures.store.rank} cannot watch its GPU any more: {type(error).__name__}: {error}"
                 failures.fail_all_ranks(RemoteError(text, hint="this is a defect of smpkit: report it"))
                 return
@@ -106,8 +109,7 @@ class _Watcher(threading.Thread):
             # A launcher that serves the store may end before its ranks, and so may rank 0 when it is done.
             if self._server_ended or store.server != "rank 0":
                 return None
-            why = (str(gone).splitlines() or [type(gone).__name__])[0]
-            text = f"rank {store.rank} lost rank 0, which served the store: {why}"
+            text = f"rank {store.rank} lost rank 0, which served the store: {first_line(gone)}"
             return RemoteError(text, hint="see the output of rank 0")
         self._server_ended = server is not None and server.kind == "ended"
         return None if first is None else error_of(first)
