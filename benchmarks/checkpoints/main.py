@@ -23,6 +23,7 @@ from benchmarks.common import machine, on_ranks, parser, prepare_rank, report, t
 
 STEPS = 10
 NO_SAVE = "no save"
+REPLICAS = ("ranks", "each holds", "the busiest writes", "a blocking save")
 
 Save = Callable[[Path], Callable[[], object]]
 """Saves, or starts to; returns what waits for the end."""
@@ -73,11 +74,7 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     """
     prepare_rank()
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
-    torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
-    model = smp.DistributedModel(nn.Sequential(*layers))
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(4, 32, width)
+    model, optimizer, x = _made(width, num_layers)
 
     def turn(save: Save) -> tuple[float, ...]:
         folder = _common_folder()
@@ -102,6 +99,39 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     saves |= contestants(model, optimizer)
     times = take_turns({name: partial(turn, save) for name, save in saves.items()}, turns)
     return {"times": times, "MiB": _sizes(model, optimizer)}
+
+
+def measure_replicas(width: int, num_layers: int, turns: int) -> list[str]:
+    """Return a row about ranks that hold the same: how much that is, how much the busiest one writes, and how long."""
+    prepare_rank()
+    smp.init({"ddp": True})
+    model, optimizer, x = _made(width, num_layers)
+    _train(model, x)
+    optimizer.step()
+
+    def turn() -> tuple[float, ...]:
+        folder = _common_folder()
+        start = time.perf_counter()
+        smp.save_checkpoint(folder, "step")
+        seconds = time.perf_counter() - start
+        own = sum(path.stat().st_size for path in (folder / "step_partial").glob(f"*_0_0_{smp.rank()}.*"))
+        most = torch.tensor([own / 2**20, seconds], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if smp.rank() == 0:
+            shutil.rmtree(folder)
+        return tuple(most.tolist())
+
+    written, seconds = zip(*take_turns({"": turn}, turns)[""], strict=True)
+    sizes = f"{_sizes(model, optimizer):.0f} MiB", f"{max(written):.1f} MiB"
+    return [str(smp.size()), *sizes, f"{1e3 * statistics.median(seconds):.0f} ms"]
+
+
+def _made(width: int, num_layers: int) -> tuple[Any, Any, torch.Tensor]:
+    """Return a model, its optimizer and a batch."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(num_layers)]
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())), torch.randn(4, 32, width)
 
 
 def _common_folder() -> Path:
@@ -139,8 +169,13 @@ def text_of(found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, repetitions=5).parse_args(arguments)
+    parsed = parser(__doc__, repetitions=5)
+    parsed.add_argument("--replicas", type=int, metavar="RANKS", help="print a row about ranks that hold the same")
+    options = parsed.parse_args(arguments)
     width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.repetitions)
+    if options.replicas:
+        print(table(REPLICAS, on_ranks(measure_replicas, options.replicas, width, num_layers, turns)[:1]))
+        return 0
     found = on_ranks(measure, 2, width, num_layers, turns)[0]
     text = f"{text_of(found)} Medians of {turns} turns, {machine()}"
     report(Path(__file__).with_name("README.md"), "table", text, options, found)

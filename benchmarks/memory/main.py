@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from benchmarks.common import machine, parser, report, table, write
+from benchmarks.common import machine, parser, report, table
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 

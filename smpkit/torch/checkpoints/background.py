@@ -35,9 +35,6 @@ class PendingSave:
         self._work = work
         # A daemon: after a failure of the job, the process must be able to end. Otherwise shutdown waits for it.
         self._thread = threading.Thread(target=self._run, name="smpkit-save", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -83,7 +80,6 @@ def start(tag: str, work: Callable[[], None]) -> PendingSave:
     """Run `work` in a thread; the next save waits for it."""
     global _previous  # noqa: PLW0603
     _previous = PendingSave(tag, work)
-    _previous.start()
     return _previous
 
 

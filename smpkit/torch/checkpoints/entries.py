@@ -67,10 +67,10 @@ def wrapped_model(model: DistributedModel | None = None) -> DistributedModel:
     Raises:
         UsageError: there is none.
     """
-    found: Any = model if model is not None else state.model
-    if found is None:
+    wrapped: Any = model if model is not None else state.model
+    if wrapped is None:
         raise UsageError("there is no model to save or load", hint="wrap it with smp.DistributedModel(...) first")
-    return found  # type: ignore[no-any-return]
+    return wrapped  # type: ignore[no-any-return]
 
 
 def degrees() -> dict[str, int]:
@@ -107,6 +107,11 @@ class StateEntry:
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]
     holders: frozenset[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensor; 0 for other values."""
+        return 0 if self.shape is None else int(self.value.nbytes)
 
     @property
     def name_in_file(self) -> str:
@@ -152,7 +157,7 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
         if not model.owns(parameter):
             continue
         holders, division = model.placement.of(parameter).state_holders, divisions.get(id(parameter))
-        division = division_of(parameter) if division is None else division
+        division = division or division_of(parameter)
         for key, value in states.items():
             is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0 or division.fits(value)
             full = f"{STATES}{names[index]}.{key}{'' if is_whole else division.suffix}"
@@ -184,12 +189,8 @@ def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> lis
 
 def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
     """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
-    found: dict[int, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        for member in group["params"]:
-            parameter = optimizer.model_parameter(member)
-            found.setdefault(id(parameter), parameter)
-    return list(found.values())
+    members = [optimizer.model_parameter(member) for group in optimizer.param_groups for member in group["params"]]
+    return list({id(parameter): parameter for parameter in members}.values())
 
 
 def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
@@ -285,14 +286,14 @@ def division_of(tensor: torch.Tensor) -> Division:
 
 def _clipped(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> Chunk:
     """Return the intersection of a chunk with a part of the local tensor; local offsets then count in that part."""
-    offsets, clipped_sizes, local_start = [], [], []
-    for dim, chunk_start in enumerate(chunk.local_start):
-        first = max(chunk_start, start[dim])
-        end = min(chunk_start + chunk.sizes[dim], start[dim] + sizes[dim])
-        offsets.append(chunk.offsets[dim] + first - chunk_start)
-        clipped_sizes.append(max(end - first, 0))
-        local_start.append(first - start[dim])
-    return Chunk(tuple(offsets), tuple(clipped_sizes), tuple(local_start))
+    dims = range(len(start))
+    first = [max(chunk.local_start[dim], start[dim]) for dim in dims]
+    end = [min(chunk.local_start[dim] + chunk.sizes[dim], start[dim] + sizes[dim]) for dim in dims]
+    return Chunk(
+        tuple(chunk.offsets[dim] + first[dim] - chunk.local_start[dim] for dim in dims),
+        tuple(max(end[dim] - first[dim], 0) for dim in dims),
+        tuple(first[dim] - start[dim] for dim in dims),
+    )
 
 
 def copy_chunks(local: torch.Tensor, whole: torch.Tensor, chunks: Iterable[Chunk]) -> None:

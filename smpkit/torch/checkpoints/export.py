@@ -15,6 +15,7 @@ if it has some. States of the optimizer stay in the checkpoint.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -142,22 +143,19 @@ def _write_smp_v1(staged: Path, checkpoint: Path) -> None:
                 hint="`smp.CheckpointReader` reads it as it is",
             )
     flat = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32, device="cpu")
-    start = 0
-    for name, shape in shapes.items():
-        flat[start : start + shape.numel()] = read_whole(reader, sources[name]).reshape(-1)
-        start += shape.numel()
+    for name, part in zip(shapes, flat.split([shape.numel() for shape in shapes.values()]), strict=True):
+        part.copy_(read_whole(reader, sources[name]).reshape(-1))
     others = {name: read_whole(reader, source) for name, source in sources.items() if name not in shapes}
     folder = staged / checkpoint.resolve().name
     folder.mkdir()
-    optimizer = {"zero_stage": _ZERO_STAGE, "partition_count": 1, "fp32_flat_groups": [flat]}
-    _write(folder / "optimizer_0.pt", optimizer)
-    _write(folder / "model_0.pt", {"module": others})
-    _write(folder / "user_content.pt", {"buffer_names": list(others), "param_shapes": [shapes]})
+    contents = {
+        "optimizer_0.pt": {"zero_stage": _ZERO_STAGE, "partition_count": 1, "fp32_flat_groups": [flat]},
+        "model_0.pt": {"module": others},
+        "user_content.pt": {"buffer_names": list(others), "param_shapes": [shapes]},
+    }
+    for name, content in contents.items():
+        files.fsync_write(folder / name, functools.partial(torch.save, content))
     files.fsync_write(staged / files.NEWEST, lambda file: file.write(folder.name.encode()))
-
-
-def _write(path: Path, content: Any) -> None:
-    files.fsync_write(path, lambda file: torch.save(content, file))
 
 
 def _write_hub(staged: Path, checkpoint: Path) -> None:

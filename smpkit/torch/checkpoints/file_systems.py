@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from smpkit.errors import CheckpointError
@@ -15,35 +13,19 @@ from smpkit.torch.core.runtime import state
 __all__ = ["FileSystems", "file_systems_of", "find_file_systems", "known_file_systems"]
 
 
-@dataclass(frozen=True)
 class FileSystems:
     """Which ranks share a file system.
 
     Args:
-        leaders: for each rank, the lowest one on its file system.
+        leaders: for each rank, the lowest one on its file system, which publishes checkpoints there.
     """
 
-    leaders: tuple[int, ...]
-
-    @cached_property
-    def here(self) -> tuple[int, ...]:
+    def __init__(self, leaders: tuple[int, ...]) -> None:
+        self.leaders = leaders
+        self.leader = leaders[state.rank]
+        self.is_leader = self.leader == state.rank
+        self.here = tuple(rank for rank, leader in enumerate(leaders) if leader == self.leader)
         """The ranks on this rank's file system, ascending."""
-        return tuple(rank for rank, leader in enumerate(self.leaders) if leader == self.leader)
-
-    @property
-    def leader(self) -> int:
-        """The rank that publishes checkpoints on this rank's file system."""
-        return self.leaders[state.rank]
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether that is this rank."""
-        return self.leader == state.rank
-
-    @property
-    def position(self) -> int:
-        """The place of this rank among those that share its file system."""
-        return self.here.index(state.rank)
 
 
 _known: dict[Path, FileSystems] = {}

@@ -32,6 +32,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
@@ -42,12 +43,12 @@ from smpkit.config.documents import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice
+from smpkit.torch.distributed.cores import own_cores
 
 __all__ = [
     "INDEX",
     "NEWEST",
     "PARTIAL",
-    "PIECE_BYTES",
     "Index",
     "Survey",
     "as_checkpoint_error",
@@ -55,6 +56,7 @@ __all__ = [
     "check_tag",
     "complete_partials",
     "dtype_of",
+    "find_corruption",
     "find_damage",
     "fsync_write",
     "is_fault_of_machine",
@@ -74,7 +76,7 @@ __all__ = [
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
-PIECE_BYTES: Final = 4 << 20
+_PIECE_BYTES: Final = 4 << 20
 """What is read, or written, at a time: it is still in the processor's cache when its checksum is computed."""
 _FORMAT: Final = 4
 _CRC: Final = "crc32"
@@ -84,6 +86,8 @@ _NOT_A_FILE: Final = (
     None,  # of a library
 )
 """The errors of a path that leads to no file, which is damage."""
+_MAX_THREADS: Final = 8
+"""More do not read faster from any disk or network we know of."""
 _MAX_JSON_BYTES: Final = 1 << 30
 _MAX_NAME_BYTES: Final = 1 << 12
 _FLUSHED_BYTES: Final = 256 << 20
@@ -128,41 +132,25 @@ class Index:
     format: int = _FORMAT
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field cannot be what it should: the index may be damaged or forged."""
-        numbers = [each[key] for each in self.files.values() for key in ("size", "crc32", "rank", "folder")]
-        counts = [self.order, *self.degrees.values(), *numbers]
-        if not all(isinstance(number, int) for number in (*counts, *self.random.values())) or min(counts) < 0:
-            raise ValueError("a size or a count is no whole number")
-        texts = (self.tag, self.save_id, self.precision, self.smpkit, self.partition or "")
-        if not all(isinstance(text, str) for text in (*texts, *(each["host"] for each in self.files.values()))):
-            raise ValueError("a name is no text")
-        if not set(self.activations.values()) <= set(Choice):
-            raise ValueError("a layer's choice is unknown")
-        for name in self.files:
+        """Raise ValueError for what a forged index must not claim: files elsewhere, tensors larger than their files."""
+        if not isinstance(self.order, int) or not set(self.activations.values()) <= set(Choice):
+            raise ValueError("its order is no whole number, or a layer's choice is unknown")
+        for name, entry in self.files.items():
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
-        for name, spec in self.tensors.items():
-            self._check_tensor(name, spec)
-        for name in itertools.chain(*self.objects.values()):
-            self._size_of(name)
-
-    def _check_tensor(self, name: str, spec: Mapping[str, Any]) -> None:
-        """Raise ValueError for a tensor that is larger than its files: readers allocate memory by these numbers."""
-        dtype = dtype_of(spec)
-        found = 0
-        for file, _, offsets, sizes, local_start in spec["pieces"]:
-            if min((*offsets, *sizes, *local_start), default=0) < 0 or (
-                math.prod(sizes) * dtype.itemsize > self._size_of(file)
-            ):
-                raise ValueError(f"`{name}` cannot have {list(sizes)} elements in {file}")
-            found += math.prod(sizes)
-        if min(spec["shape"], default=0) < 0 or math.prod(spec["shape"]) > found:
-            raise ValueError(f"`{name}` of shape {list(spec['shape'])} has only {found} elements")
-
-    def _size_of(self, name: str) -> int:
-        if name not in self.files:
-            raise ValueError(f"{name} is no file of this checkpoint")
-        return cast("int", self.files[name]["size"])
+            if not all(isinstance(entry[key], int) for key in ("size", "crc32", "folder")):
+                raise ValueError("a size is no whole number")
+        if unknown := set(itertools.chain(*self.objects.values())) - self.files.keys():
+            raise ValueError(f"{min(unknown)} is no file of this checkpoint")
+        for name, spec in self.tensors.items():  # readers allocate memory by these numbers
+            num_elements = 0
+            for file, _, offsets, sizes, local_start in spec["pieces"]:
+                num_bytes = math.prod(sizes) * dtype_of(spec).itemsize
+                if min((*offsets, *sizes, *local_start), default=0) < 0 or num_bytes > self.files[file]["size"]:
+                    raise ValueError(f"`{name}` cannot have {list(sizes)} elements in {file}")
+                num_elements += math.prod(sizes)
+            if min(spec["shape"], default=0) < 0 or math.prod(spec["shape"]) > num_elements:
+                raise ValueError(f"`{name}` of shape {list(spec['shape'])} has only {num_elements} elements")
 
     def to_text(self) -> str:
         """Return the content of `index.json`: one line for each field."""
@@ -207,8 +195,8 @@ class _CheckedFile:
 
     def write(self, data: Any) -> int:
         data = memoryview(data).cast("B")
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
             self.crc = zlib.crc32(piece, self.crc)
             self._file.write(piece)
             self.size += len(piece)
@@ -408,6 +396,32 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def find_corruption(crcs: Mapping[Path, int]) -> str | None:
+    """Return which of these files has not the CRC-32 that it should have; None if all have.
+
+    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap.
+
+    Raises:
+        OSError: a file cannot be read, which says nothing of what is in it.
+    """
+    with ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums") as pool:
+        try:
+            for (path, wanted), crc in zip(crcs.items(), pool.map(_crc_of_file, crcs), strict=True):
+                if crc != wanted:
+                    return f"{path} has the CRC-32 {crc:08x} instead of {wanted:08x}"
+            return None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _crc_of_file(path: Path) -> int:
+    crc, buffer = 0, memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:length], crc)
+    return crc
+
+
 def missing_text(folder: Path, index: Index, missing: Collection[str]) -> str | None:
     """Return what to say of files that are not there; None if those of one file system, at least, are complete."""
     lacking: dict[int, list[str]] = {entry["folder"]: [] for entry in index.files.values()}
@@ -475,21 +489,13 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
     """Return the indices of the partial checkpoints in a folder by name, the newest first."""
     found: dict[str, Index] = {}
     for folder in sorted(path.glob(f"*{PARTIAL}")):
-        index = _index_or_error(folder)
-        if isinstance(index, Index):
-            found[folder.name] = index
-        elif folder.name == newest and (isinstance(index, _AnotherFormatError) or is_fault_of_machine(index)):
-            raise index
-        else:
-            damaged[folder.name] = index.message
+        try:
+            found[folder.name] = read_index(folder)
+        except CheckpointError as error:
+            if folder.name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
+                raise
+            damaged[folder.name] = error.message
     return dict(sorted(found.items(), key=lambda item: -item[1].order))
-
-
-def _index_or_error(folder: Path) -> Index | CheckpointError:
-    try:
-        return read_index(folder)
-    except CheckpointError as error:
-        return error
 
 
 def complete_partials(path: Path) -> list[tuple[str, Index]]:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -95,9 +95,8 @@ def load_pretrained(
         UsageError: there is no model.
     """
     wrapped, path = wrapped_model(model), Path(folder)
-    failure = f"{path} was not loaded"
     all_or_raise(
-        failure, lambda: load_model(wrapped, _reader_of(path, _NameMapping(wrapped.module)), strict, prefix="")
+        f"{path} was not loaded", lambda: load_model(wrapped, _reader_of(path, wrapped.module), strict, prefix="")
     )
 
 
@@ -234,17 +233,13 @@ def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _reader_of(folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> Reader:
-    """Return a reader of the safetensors files of a folder.
-
-    Args:
-        rename: maps the names in the files to those to use; entries that it leaves out are ignored.
-    """
-    found: dict[str, Any] = {}
+def _reader_of(folder: Path, root: nn.Module) -> Reader:
+    """Return a reader of the safetensors files of a folder, by the names of a model."""
+    stored: dict[str, Any] = {}
     for file in _files_in(folder):
         with open_tensors(folder / file) as opened:
-            found |= {key: whole_tensor(file, key, *spec) for key, spec in specs_in(opened).items()}
-    return Reader(folder, {name: found[key] for key, name in rename(list(found)).items()})
+            stored |= {key: whole_tensor(file, key, *spec) for key, spec in specs_in(opened).items()}
+    return Reader(folder, {name: stored[key] for key, name in _own_names(root, list(stored)).items()})
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -264,36 +259,26 @@ def _files_in(folder: Path) -> list[str]:
     )
 
 
-class _NameMapping:
-    """Maps the names in a folder to those of a model, by the rules of `from_pretrained`.
+def _own_names(root: nn.Module, names: list[str]) -> dict[str, str]:
+    """Return a model's names by those in a folder, as `from_pretrained` pairs them.
 
     Weights of the bare model can be loaded into a model with a head, and the reverse: the name of the bare model
     (`transformer.`) is prepended or removed. Names that the class ignores are left out.
     """
+    kind, own = _original_class(root), root.state_dict(keep_vars=True).keys()
+    bare = getattr(kind, "base_model_prefix", "")
+    prefix, has_head = f"{bare}.", bare in dict(root.named_children())
+    is_bare = not any(name.startswith(prefix) for name in names)
+    renamed = {name: name for name in names}
+    if bare and has_head and is_bare:
+        renamed = {name: prefix + name for name in names}
+    elif bare and not has_head and not is_bare:  # leave out the head's weights
+        renamed = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    # Names inside a replaced module are never ignored: only its translation knows which of them it needs.
+    translated = tuple(f"{name}." if name else "" for name, _, _ in replaced_modules(root))
+    ignored = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
-    def __init__(self, root: nn.Module) -> None:
-        kind = _original_class(root)
-        prefix = getattr(kind, "base_model_prefix", "")
-        self._prefix = f"{prefix}." if prefix else ""
-        self._has_head = bool(prefix) and prefix in dict(root.named_children())
-        self._own = root.state_dict(keep_vars=True).keys()
-        # Names inside a replaced module are never ignored: only its translation knows which of them it needs.
-        self._translated = tuple(f"{name}." if name else "" for name, _, _ in replaced_modules(root))
-        self._ignored = [re.compile(each) for each in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    def is_wanted(name: str) -> bool:
+        return name in own or name.startswith(translated) or not any(pattern.search(name) for pattern in ignored)
 
-    def __call__(self, names: list[str]) -> dict[str, str]:
-        """Return the model's names by those in the folder."""
-        renamed = self._renamed(names)
-        return {name: ours for name, ours in renamed.items() if ours in self._own or not self._is_ignored(ours)}
-
-    def _renamed(self, names: list[str]) -> dict[str, str]:
-        bare = self._prefix and not any(name.startswith(self._prefix) for name in names)
-        if self._has_head and bare:
-            return {name: self._prefix + name for name in names}
-        if self._prefix and not self._has_head and not bare:
-            # This model has no head: leave out the head's weights.
-            return {name: name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
-        return {name: name for name in names}
-
-    def _is_ignored(self, name: str) -> bool:
-        return not name.startswith(self._translated) and any(each.search(name) for each in self._ignored)
+    return {name: own_name for name, own_name in renamed.items() if is_wanted(own_name)}

@@ -2,7 +2,7 @@
 
 Each tensor has a *source*: mostly the entry of the same name. A module that tensor parallelism has replaced, here or in
 the job that saved, has other names in the checkpoint than in the model. Its registration has translations of whole
-state dicts, both ways (`KeyMapping`). They are given tensors that are read only when a translation uses them, so there
+state dicts, both ways (`Replaced`). They are given tensors that are read only when a translation uses them, so there
 is one whole tensor in memory at a time. Optimizer states are translated like their parameters.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -44,11 +43,7 @@ from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.replace import replacement_stubs
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
-__all__ = [
-    "load_loss_scale",
-    "load_model",
-    "load_optimizer",
-]
+__all__ = ["load_loss_scale", "load_model", "load_optimizer"]
 
 TensorSource: TypeAlias = str | TensorFactory
 """The name in the checkpoint, or a function that makes the whole tensor."""
@@ -93,9 +88,9 @@ def _sources(
     saved = {name.removeprefix(prefix) for name in (*reader.tensors, *reader.objects) if name.startswith(prefix)}
     sources: dict[str, TensorSource] = {name: prefix + name for name in state_dict if name in saved}
     # Translations come after equal names and win: a replaced module may keep a name and change its layout.
-    for mapping in [*_key_mappings(root, saved)]:
-        saved -= {mapping.prefix + name for name in mapping.saved_names}
-        factories = mapping.factories(reader, lambda name: prefix + name)
+    for replaced in [*_replaced(root, saved)]:
+        saved -= {replaced[0] + name for name in replaced[1]}
+        factories = _factories(replaced, reader, lambda name: prefix + name)
         sources |= {name: factory for name, factory in factories.items() if name in state_dict}
     # A tied weight may be in the checkpoint under any of its names; files of Hugging Face have it under one.
     names_by_id = {
@@ -123,20 +118,16 @@ def _some(names: list[str]) -> str:
 def _check_shapes(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader) -> None:
     wrong = []
     for name, source in sources.items():
-        if not isinstance(source, str):
+        # A tensor of a kind that no safetensors file holds was saved as an object.
+        if not isinstance(source, str) or (isinstance(state_dict[name], torch.Tensor) and source in reader.objects):
             continue
         value, saved = state_dict[name], reader.tensors.get(source)
-        here = tuple(global_shape(value)) if isinstance(value, torch.Tensor) else None
-        there = None if saved is None else tuple(saved.size)
-        # A tensor of a kind that no safetensors file holds was saved as an object.
-        if here != there and not (here is not None and source in reader.objects):
-            wrong.append(f"`{name}` is {_text(here)} here and {_text(there)} there")
+        here = list(global_shape(value)) if isinstance(value, torch.Tensor) else "no tensor"
+        there = "no tensor" if saved is None else list(saved.size)
+        if here != there:
+            wrong.append(f"`{name}` is {here} here and {there} there")
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
-
-
-def _text(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else str(list(shape))
 
 
 def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource]) -> None:
@@ -270,16 +261,14 @@ def _state_factories(
 ) -> dict[str, dict[str, TensorFactory]]:
     """Return the factories of states of parameters that the checkpoint has under other names: by name and key."""
     result: dict[str, dict[str, TensorFactory]] = {}
-    for mapping in _key_mappings(root, by_parameter):
-        example_of_key = dict[str, str]()
-        for name in mapping.saved_names:
-            for full in by_parameter[mapping.prefix + name]:
-                example_of_key[full.rpartition(".")[2]] = full
-        for key, example in example_of_key.items():
-            factories = mapping.factories(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
+    for replaced in _replaced(root, by_parameter):
+        prefix, saved_names, *_ = replaced
+        examples = {full.rpartition(".")[2]: full for name in saved_names for full in by_parameter[prefix + name]}
+        for key, example in examples.items():
+            factories = _factories(replaced, reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
             if example in reader.tensors and not reader.tensors[example].size:
                 # A scalar, such as a count of steps: the same for all parameters of the module.
-                inside = [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
+                inside = [name for name, _ in root.named_parameters() if name.startswith(prefix)]
                 factories = dict.fromkeys(inside, functools.partial(read_whole, reader, example))
             for name, factory in factories.items():
                 result.setdefault(name, {})[key] = factory
@@ -342,35 +331,26 @@ def _target(reader: Reader, name: str, division: Division, device: torch.device)
 # --- replaced modules -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KeyMapping:
-    """A replaced module, and the translation of its names in the checkpoint to those in the model.
+Replaced: TypeAlias = tuple[str, tuple[str, ...], nn.Module, Translation]
+"""A replaced module: the prefix of its names, in the model and in the checkpoint; its names in the checkpoint without
+that; the distributed module, from which the translation takes sizes; and the translation to the model's names."""
+
+
+def _factories(replaced: Replaced, reader: Reader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
+    """Return a factory for each whole tensor of a replaced module's own state, by name.
 
     Args:
-        prefix: of its names, in both.
-        saved_names: its names in the checkpoint, without the prefix.
-        module: the distributed module, from which the translation takes sizes.
+        full: returns the full name of an entry (of the weight, or of one of its states), given the parameter's name in
+            the checkpoint. Entries that are not there are left out.
     """
-
-    prefix: str
-    saved_names: tuple[str, ...]
-    module: nn.Module
-    translation: Translation
-
-    def factories(self, reader: Reader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
-        """Return a factory for each whole tensor of the model's own state, by name.
-
-        Args:
-            full: returns the full name of an entry (of the weight, or of one of its states), given the parameter's name
-                in the checkpoint. Entries that are not there are left out.
-        """
-        names = {name: full(self.prefix + name) for name in self.saved_names}
-        saved = {name: entry for name, entry in names.items() if entry in reader.tensors}
-        tensors = TensorsOnAccess(saved, lambda name: read_whole(reader, saved[name]))
-        return dict(translated(self.translation, tensors, self.module, self.prefix))
+    prefix, saved_names, module, translation = replaced
+    names = {name: full(prefix + name) for name in saved_names}
+    saved = {name: entry for name, entry in names.items() if entry in reader.tensors}
+    tensors = TensorsOnAccess(saved, lambda name: read_whole(reader, saved[name]))
+    return dict(translated(translation, tensors, module, prefix))
 
 
-def _key_mappings(root: nn.Module, names: Collection[str]) -> Iterator[KeyMapping]:
+def _replaced(root: nn.Module, names: Collection[str]) -> Iterator[Replaced]:
     """Yield the modules of a model that have other names in a checkpoint, given the checkpoint's names."""
 
     def inside(prefix: str) -> tuple[str, ...]:
@@ -378,16 +358,12 @@ def _key_mappings(root: nn.Module, names: Collection[str]) -> Iterator[KeyMappin
 
     for name, module, rule in replaced_modules(root):
         # Only the translation knows the names of the original module.
-        saved_names = inside(prefix := _prefix(name))
+        saved_names = inside(prefix := f"{name}." if name else "")
         if rule.to_distributed is not None and not set(saved_names) <= set(module.state_dict()):
-            yield KeyMapping(prefix, saved_names, module, rule.to_distributed)
+            yield prefix, saved_names, module, rule.to_distributed
     # Saved with tensor parallelism, loaded without: stubs of the replacements that would be made know the names.
     for name, module, stub, rule in replacement_stubs(root) if state.tp_size == 1 else ():
-        saved_names = inside(prefix := _prefix(name))
+        saved_names = inside(prefix := f"{name}." if name else "")
         is_of_stub = set(saved_names) <= set(stub.state_dict())
         if rule.from_distributed is not None and is_of_stub and not set(saved_names) <= set(module.state_dict()):
-            yield KeyMapping(prefix, saved_names, stub, rule.from_distributed)
-
-
-def _prefix(name: str) -> str:
-    return f"{name}." if name else ""
+            yield prefix, saved_names, stub, rule.from_distributed

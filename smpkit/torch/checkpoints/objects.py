@@ -23,9 +23,11 @@ import os
 import pickle
 import re
 import site
+import stat
 import sys
 import sysconfig
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Final
@@ -33,8 +35,9 @@ from typing import IO, Any, Final
 import torch
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.folder import as_checkpoint_error, atomic_write
 
-__all__ = ["dump", "find_allowed", "first_line", "load", "why_refused"]
+__all__ = ["archive_corruption", "dump", "find_allowed", "load", "read_file", "read_mapped", "write_file"]
 
 _MAX_NAMED: Final = 5
 _HINT: Final = (
@@ -88,7 +91,7 @@ class _Pickle:
     Pickler = _Pickler
 
 
-def load(source: Path | IO[bytes], map_location: Any = None, **options: Any) -> Any:
+def load(path: Path, map_location: Any = None, **options: Any) -> Any:
     """Read a file of `torch.save` with `weights_only=True`, and objects of allowed classes.
 
     Args:
@@ -97,34 +100,28 @@ def load(source: Path | IO[bytes], map_location: Any = None, **options: Any) -> 
     Raises:
         CheckpointError: it is damaged, or holds an object of a class that is refused.
     """
-    name = str(source) if isinstance(source, Path) else "it"
     with torch.serialization.safe_globals([*_plain_types()]):
         try:
-            return torch.load(source, map_location, weights_only=True, **options)
+            return torch.load(path, map_location, weights_only=True, **options)
         except pickle.UnpicklingError as error:
-            wanted = _names_of_classes(source)
-            if not wanted:
-                raise CheckpointError(f"{name} is damaged: {first_line(error)}") from error
-    allowed = {each: find_allowed(each) for each in wanted}
-    if refused := sorted(each for each, kind in allowed.items() if kind is None):
-        reasons = ", ".join(f"`{each}`, and {why_refused(each)}" for each in refused[:_MAX_NAMED])
+            if not (wanted := _names_of_classes(path)):
+                raise CheckpointError(f"{path} is damaged: {_first_line(error)}") from error
+    allowed = {full: find_allowed(full) for full in wanted}
+    if refused := sorted(full for full, kind in allowed.items() if kind is None):
+        reasons = ", ".join(f"`{full}`, and {why_refused(full)}" for full in refused[:_MAX_NAMED])
         more = f", and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
-        raise CheckpointError(f"{name} needs {reasons}{more}", hint=_HINT)
-    if not isinstance(source, Path):
-        source.seek(0)
+        raise CheckpointError(f"{path} needs {reasons}{more}", hint=_HINT)
     with torch.serialization.safe_globals([*_plain_types(), *((kind, full) for full, kind in allowed.items())]):
         try:
-            return torch.load(source, map_location, weights_only=True, **options)
+            return torch.load(path, map_location, weights_only=True, **options)
         except Exception as error:  # of a class that is built in a way that `weights_only` does not offer
-            raise CheckpointError(f"{name} cannot be rebuilt: {first_line(error)}", hint=_HINT) from error
+            raise CheckpointError(f"{path} cannot be rebuilt: {_first_line(error)}", hint=_HINT) from error
 
 
-def _names_of_classes(source: Path | IO[bytes]) -> list[str]:
+def _names_of_classes(path: Path) -> list[str]:
     """Return what a file names and torch does not allow; nothing where that cannot be read."""
-    if not isinstance(source, Path):
-        source.seek(0)
     try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a file from before 2020, or damaged
         return []
 
@@ -142,93 +139,173 @@ def _plain_types() -> tuple[Any, ...]:
     return tuple(types)
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the most useful line of a message; torch puts advice before and after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     return (telling or lines or [type(error).__name__])[0]
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
+    """Write `obj` completely or not at all.
+
+    Args:
+        pickle_module: torch.save's; what it writes may need a reader that trusts the file.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        if pickle_module is None:
+            dump(obj, file, pickle_protocol)
+        else:
+            torch.save(obj, file, pickle_module, pickle_protocol)
+
+    with as_checkpoint_error(f"{path} cannot be written"):
+        atomic_write(path, write)
+
+
+def read_file(
+    path: Path,
+    map_location: Any = None,
+    pickle_module: ModuleType | None = None,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Read a file of `torch.save`, as `load` does unless told otherwise.
+
+    Args:
+        pickle_module: reads the file in torch's place, whatever it names.
+        weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
+        options: of `load`, or torch.load's.
+    """
+    check_archive(path)
+    if weights_only is None:
+        weights_only = not _trusts_files()
+    try:
+        if weights_only and pickle_module is None:
+            return load(path, map_location, **options)
+        return torch.load(path, map_location, pickle_module, weights_only=False, **options)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file can raise anything, such as a KeyError of the unpickler
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+
+
+def _trusts_files() -> bool:
+    """Return whether the user has set torch's variable for that."""
+    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in {"1", "y", "yes", "true"}
+
+
+def read_mapped(path: Path, **options: Any) -> Any:
+    """Read a file of `torch.save` with its tensors mapped, not read. It must not change while the result is in use."""
+    # Files from before 2020 are no zip files and cannot be mapped.
+    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path), **options)
+
+
+def check_archive(path: Path) -> None:
+    """Raise CheckpointError unless a file's own description of its members is possible.
+
+    The sizes of members are declared in the file, and torch allocates memory for them before it reads: a compressed
+    member, or many that claim the same bytes, could ask for any amount. `torch.save` writes neither.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is a folder, a pipe or a device, not a file")
+    except OSError:
+        return  # the caller opens it, and says why that fails
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            room, total = file.seek(0, os.SEEK_END), 0
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                    raise CheckpointError(
+                        f"{path} has a compressed member, `{info.filename}`, which torch.save never writes",
+                        hint="load it with torch and save it again with torch.save",
+                    )
+                total += info.file_size
+                with archive.open(info):  # compares what stands before the member with the directory
+                    pass
+                if info.header_offset + info.file_size > room or total > room:
+                    raise zipfile.BadZipFile(f"`{info.filename}` is not where the archive's directory says")
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def archive_corruption(path: Path) -> str | None:
+    """Return which member of a file of `torch.save` is not as it was written; None if all are, or it is no archive."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return None
+    check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        name = archive.testzip()
+    return None if name is None else f"`{name}` in {path} has not the CRC-32 that it was written with"
+
+
 # --- the reader's list ------------------------------------------------------------------------------------------------
 
-_REVIEWED: Final = frozenset(
-    {
-        "argparse.Namespace",
-        "builtins.frozenset",
-        "builtins.range",
-        "builtins.slice",
-        "collections.ChainMap",
-        "collections.UserDict",
-        "collections.defaultdict",
-        "collections.deque",
-        "datetime.date",
-        "datetime.datetime",
-        "datetime.time",
-        "datetime.timedelta",
-        "datetime.timezone",
-        "decimal.Decimal",
-        "fractions.Fraction",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.PurePosixPath",
-        "types.SimpleNamespace",
-        "uuid.SafeUUID",
-        "uuid.UUID",
-        "torch.amp.grad_scaler.GradScaler",
-        "torch.amp.grad_scaler.OptState",
-        "torch.amp.grad_scaler._refresh_per_optimizer_state",  # the factory of a GradScaler's table; makes a dict
-        "torch.cuda.amp.grad_scaler.GradScaler",
-        "smpkit.torch.amp.GradScaler",
-        "torch.utils.data._utils.collate.default_collate",  # a DataLoader's; stacks what it is given
-        "torch.utils.data.dataloader.DataLoader",
-        "torch.utils.data.dataloader._DatasetKind",
-        "torch.utils.data.dataloader._InfiniteConstantSampler",
-        "torch.utils.data.dataset.ConcatDataset",
-        "torch.utils.data.dataset.Subset",
-        "torch.utils.data.dataset.TensorDataset",
-        "torch.utils.data.distributed.DistributedSampler",
-        "torch.utils.data.sampler.BatchSampler",
-        "torch.utils.data.sampler.RandomSampler",
-        "torch.utils.data.sampler.SequentialSampler",
-        "torch.utils.data.sampler.SubsetRandomSampler",
-        "torch.utils.data.sampler.WeightedRandomSampler",
-        "transformers.generation.configuration_utils.GenerationConfig",
-    }
-)
-"""Calling these with any arguments, and setting any attributes of what they make, runs no code of the file's choice."""
+_REVIEWED: Final[Mapping[str, str]] = {
+    "argparse": "Namespace",
+    "builtins": "frozenset range slice",
+    "collections": "ChainMap UserDict defaultdict deque",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath PurePosixPath",
+    "types": "SimpleNamespace",
+    "uuid": "SafeUUID UUID",
+    # the function is the factory of a GradScaler's table; it makes a dict
+    "torch.amp.grad_scaler": "GradScaler OptState _refresh_per_optimizer_state",
+    "torch.cuda.amp.grad_scaler": "GradScaler",
+    "smpkit.torch.amp": "GradScaler",
+    "torch.utils.data._utils.collate": "default_collate",  # a DataLoader's; stacks what it is given
+    "torch.utils.data.dataloader": "DataLoader _DatasetKind _InfiniteConstantSampler",
+    "torch.utils.data.dataset": "ConcatDataset Subset TensorDataset",
+    "torch.utils.data.distributed": "DistributedSampler",
+    "torch.utils.data.sampler": "BatchSampler RandomSampler SequentialSampler"
+    " SubsetRandomSampler WeightedRandomSampler",
+    "transformers.generation.configuration_utils": "GenerationConfig",
+}
+"""By module. Calling these with any arguments, and setting any attributes of what they make, runs no code of the file's
+choice."""
 
-_REVIEWED_FAMILIES: Final = (
-    # A configuration of Hugging Face: keeps its arguments.
-    (
-        re.compile(r"transformers\.models\.(\w+)\.configuration_\w+\.\w+Config"),
-        ("PretrainedConfig", "PreTrainedConfig"),
-    ),
-)
-"""Patterns of names, and the names of classes one of which each must be derived from."""
+_CONFIGURATION: Final = re.compile(r"transformers\.models\.(\w+)\.configuration_\w+\.\w+Config")
+"""The names of Hugging Face's configurations, which keep their arguments."""
 
 
 def find_allowed(name: str) -> Any:
     """Return the class with a full name, if objects of it may be loaded; None if not."""
-    if name in _REVIEWED:
+    module_name, _, attribute = name.rpartition(".")
+    if attribute in _REVIEWED.get(module_name, "").split():
         return _import(name)
-    for pattern, bases in _REVIEWED_FAMILIES:
-        if pattern.fullmatch(name):
-            found = _import(name)
-            if isinstance(found, type) and any(base.__name__ in bases for base in found.__mro__):
-                return found
-    return _of_the_job(name)
+    if _CONFIGURATION.fullmatch(name):
+        kind = _import(name)
+        bases = {base.__name__ for base in kind.__mro__} if isinstance(kind, type) else set()
+        if not bases.isdisjoint(("PretrainedConfig", "PreTrainedConfig")):
+            return kind
+    # A class that a module of the job's source folder defines itself, if the module has been imported. What the module
+    # has only imported, such as subprocess.Popen, is not its own.
+    module = sys.modules.get(module_name)
+    kind = getattr(module, attribute, None)
+    is_its_own = module is not None and isinstance(kind, type) and kind.__module__ == module_name
+    return kind if is_its_own and _is_own_source(module) else None
 
 
 def why_refused(name: str) -> str:
     """Return why `find_allowed` returns None for this name, in a few words."""
     module, _, attribute = name.rpartition(".")
-    found = getattr(sys.modules.get(module), attribute, None)
-    if found is None and module not in sys.modules:
+    if module not in sys.modules:
         return "its module has not been imported"
-    if found is None:
+    kind = getattr(sys.modules[module], attribute, None)
+    if kind is None:
         return "its module has no such class"
-    if not isinstance(found, type):
+    if not isinstance(kind, type):
         return "it is no class"
     return "it is neither a reviewed class nor one of the script's own source folder"
 
@@ -241,40 +318,19 @@ def _import(name: str) -> Any:
         return None
 
 
-def _of_the_job(name: str) -> type | None:
-    """Return a class that a module of the job's source folder defines itself, if the module has been imported."""
-    module_name, _, attribute = name.rpartition(".")
-    module = sys.modules.get(module_name)
-    found = getattr(module, attribute, None)
-    # A class that the module has only imported, such as subprocess.Popen, is not its own.
-    if module is None or not isinstance(found, type) or found.__module__ != module_name:
-        return None
-    return found if _is_own_source(module) else None
-
-
 def _is_own_source(module: ModuleType) -> bool:
+    """Return whether a module lies beside the script, or in the working directory (on SageMaker its archive)."""
     file = getattr(module, "__file__", None)
     if file is None:  # typed into an interpreter or a notebook
         return module.__name__ == "__main__"
-    path = Path(os.path.realpath(file))
-    if any(path.is_relative_to(folder) for folder in _installed()):
-        return False
-    return any(path.is_relative_to(folder) for folder in _source_folders())
-
-
-def _source_folders() -> Iterator[Path]:
-    """Yield the folder of the script, and the working directory (on SageMaker, where the source archive is)."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    for folder in (Path(script).parent if script else None, Path.cwd()):
-        path = Path(os.path.realpath(folder)) if folder is not None else None
-        if path is not None and path != Path(path.anchor):  # everything would lie below it
-            yield path
-
-
-def _installed() -> Iterator[Path]:
-    """Yield where Python, and what pip installs, lie; the source folder may contain them."""
     paths = sysconfig.get_paths()
-    folders = [paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), str(Path(os.__file__).parent)]
-    for folder in folders:
-        yield Path(os.path.realpath(folder))
+    # Python, and what pip installs, may lie inside the source folder.
+    installed = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    installed += [*site.getsitepackages(), site.getusersitepackages(), str(Path(os.__file__).parent)]
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    sources = [os.path.realpath(folder) for folder in (Path(script).parent if script else Path.cwd(), Path.cwd())]
+    path = Path(os.path.realpath(file))
+    if any(path.is_relative_to(os.path.realpath(folder)) for folder in installed):
+        return False
+    # Of the root of the file system, everything would be a part.
+    return any(path.is_relative_to(folder) for folder in sources if folder != Path(folder).anchor)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,9 +30,8 @@ from torch.futures import Future
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
-from smpkit.torch.checkpoints.folder import dtype_of, find_damage, read_index
-from smpkit.torch.checkpoints.integrity import find_corruption
-from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.folder import dtype_of, find_corruption, find_damage, read_index
+from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
 __all__ = [
@@ -49,37 +48,30 @@ ReadSlice = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 """Returns a slice of a tensor in an open file: its name there, offsets and sizes."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Where a chunk of a tensor is stored: the file, the tensor's name there, and the chunk's offsets in that."""
-
-    file: str
-    key: str
-    local_start: tuple[int, ...]
+Piece: TypeAlias = tuple[str, str, Chunk]
+"""Where a chunk of a whole tensor is stored: the file, the tensor's name there, and its place in both tensors."""
+Stored: TypeAlias = tuple[Sequence[int], torch.dtype, Sequence[Piece]]
+"""Shape and dtype of a whole tensor, and its pieces."""
 
 
 class Reader(StorageReader):
     """Reads pieces of tensors from the files of one folder, for `torch.distributed.checkpoint` too.
 
     Args:
-        tensors: by name, shape and dtype, and the pieces with their offsets and sizes in the whole tensor.
+        tensors: by name.
     """
 
     objects: Collection[str] = ()
     """The names of values that are no tensors."""
 
-    def __init__(
-        self, folder: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype, Sequence[tuple[Piece, Chunk]]]]
-    ) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         super().__init__()
         self.folder = folder
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self._pieces: dict[MetadataIndex, Piece] = {}
         for name, (shape, dtype, pieces) in tensors.items():
-            chunks = []
-            for piece, chunk in pieces:
-                self._pieces[MetadataIndex(name, chunk.offsets)] = piece
-                chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            self._pieces |= {MetadataIndex(name, piece[-1].offsets): piece for piece in pieces}
+            chunks = _torchs([chunk for *_, chunk in pieces])
             self.tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
 
     @contextlib.contextmanager
@@ -108,18 +100,18 @@ class Reader(StorageReader):
 
     def read(self, items: Iterable[ReadItem], place: Callable[[ReadItem, torch.Tensor], None]) -> None:
         """Read the items of a plan, one file after the other, and give each to `place`."""
-        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}  # so that each file is opened once
+        by_file: dict[str, list[tuple[str, list[int], ReadItem]]] = {}  # so that each file is opened once
         for item in items:
             if 0 in item.lengths:
                 continue
-            piece = self._pieces[item.storage_index]
-            by_file.setdefault(piece.file, []).append((piece, item))
+            file, key, chunk = self._pieces[item.storage_index]
+            at = [start + offset for start, offset in zip(chunk.local_start, item.storage_offsets, strict=True)]
+            by_file.setdefault(file, []).append((key, at, item))
         self.check_files(by_file)
         for file, wanted in by_file.items():
             with self.open(file) as read_slice:
-                for piece, item in wanted:
-                    at = [start + offset for start, offset in zip(piece.local_start, item.storage_offsets, strict=True)]
-                    place(item, read_slice(piece.key, at, item.lengths))
+                for key, at, item in wanted:
+                    place(item, read_slice(key, at, item.lengths))
 
     # --- the interface of torch's loader -----------------------------------------------------------------------------
 
@@ -197,12 +189,12 @@ class CheckpointReader(Reader):
         if checkpoint_id is not None and Path(checkpoint_id) != self.folder:
             type(self).__init__(self, checkpoint_id, verify_checksums=bool(self._to_verify))
 
-    def _describe(self, spec: Mapping[str, Any]) -> tuple[Sequence[int], torch.dtype, Sequence[tuple[Piece, Chunk]]]:
-        pieces: dict[tuple[int, ...], tuple[Piece, Chunk]] = {}
+    def _describe(self, spec: Mapping[str, Any]) -> Stored:
+        pieces: dict[tuple[int, ...], Piece] = {}
         # Ranks of several file systems write the same chunk: the first counts that is here, or else the first of all.
         for file, key, *numbers in sorted(spec["pieces"], key=lambda piece: piece[0] in self._missing):
-            offsets, sizes, local_start = map(tuple, numbers)
-            pieces.setdefault(offsets, (Piece(file, key, local_start), Chunk(offsets, sizes, local_start)))
+            chunk = Chunk(*map(tuple, numbers))
+            pieces.setdefault(chunk.offsets, (file, key, chunk))
         return spec["shape"], dtype_of(spec), [*pieces.values()]
 
     def places(self) -> dict[str, tuple[object, ...]]:
@@ -212,8 +204,8 @@ class CheckpointReader(Reader):
     def is_missing(self, name: str) -> bool:
         if name in self.objects:
             return self._missing.issuperset(self.index.objects[name])
-        pieces = (self._pieces[MetadataIndex(name, chunk.offsets)] for chunk in self.tensors[name].chunks)
-        return any(piece.file in self._missing for piece in pieces)
+        chunks = self.tensors[name].chunks
+        return any(self._pieces[MetadataIndex(name, chunk.offsets)][0] in self._missing for chunk in chunks)
 
     def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
         by_file: dict[str, list[str]] = {}
@@ -263,12 +255,13 @@ class StateReader(Reader):
         return {name: self._values[name] for name in names}
 
 
-def whole_tensor(
-    file: str, key: str, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Sequence[int], torch.dtype, Sequence[tuple[Piece, Chunk]]]:
+def whole_tensor(file: str, key: str, shape: Sequence[int], dtype: torch.dtype) -> Stored:
     """Return what a `Reader` is told of a tensor that a file has as a whole."""
-    (chunk,) = chunks_of(shape)
-    return shape, dtype, [(Piece(file, key, chunk.local_start), chunk)]
+    return shape, dtype, [(file, key, chunk) for chunk in chunks_of(shape)]
+
+
+def _torchs(chunks: Iterable[Chunk]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -298,8 +291,7 @@ def read_into(reader: Reader, targets: Mapping[str, Target]) -> None:
 
     items: list[ReadItem] = []
     for name, target in targets.items():
-        chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in target.chunks]
-        overlaps = create_read_items_for_chunk_list(name, reader.tensors[name], chunks)
+        overlaps = create_read_items_for_chunk_list(name, reader.tensors[name], _torchs(target.chunks))
         found = sum(math.prod(item.lengths) for item in overlaps)
         wanted = sum(math.prod(each.sizes) for each in target.chunks)
         if found != wanted:
@@ -315,13 +307,9 @@ def read_into(reader: Reader, targets: Mapping[str, Target]) -> None:
             raise CheckpointError(f"{reader.folder} is damaged: {error}") from error
 
 
-def read_whole(reader: Reader, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a whole tensor of a checkpoint, in the host's memory.
-
-    Args:
-        dtype: of the result; that of the checkpoint if not given.
-    """
+def read_whole(reader: Reader, name: str) -> torch.Tensor:
+    """Return a whole tensor of a checkpoint, in the host's memory."""
     spec = reader.tensors[name]
-    tensor = torch.empty(spec.size, dtype=dtype or spec.properties.dtype, device="cpu")
+    tensor = torch.empty(spec.size, dtype=spec.properties.dtype, device="cpu")
     read_into(reader, {name: Target(tensor, chunks_of(spec.size))})
     return tensor

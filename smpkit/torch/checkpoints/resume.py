@@ -19,11 +19,10 @@ from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
-from smpkit.torch.checkpoints.integrity import archive_corruption, find_corruption
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
+from smpkit.torch.checkpoints.objects import archive_corruption, read_file, read_mapped
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
-from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.rendezvous import name_ranks
@@ -124,10 +123,6 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
 # --- choosing the checkpoint ------------------------------------------------------------------------------------------
 
 
-_Missing = frozenset[str]
-"""Files of a checkpoint that are not on a rank's file system."""
-
-
 @dataclass(frozen=True)
 class _Choice:
     """Which checkpoint to load; all ranks ask for the same.
@@ -141,7 +136,7 @@ class _Choice:
     with_optimizer: bool
     verify_checksums: bool
 
-    def tagged(self, tag: str) -> tuple[str, _Missing]:
+    def tagged(self, tag: str) -> tuple[str, frozenset[str]]:
         """Return the name of the checkpoint with this tag, and what this host lacks of it.
 
         Raises:
@@ -160,7 +155,7 @@ class _Choice:
             )
         return name, missing
 
-    def newest(self) -> tuple[str, _Missing]:
+    def newest(self) -> tuple[str, frozenset[str]]:
         """Return the name of the newest checkpoint that is intact on all ranks, and what this host lacks of it."""
         failure = "no checkpoint was loaded"
         file_systems = file_systems_of(self.folder, failure)
@@ -195,7 +190,7 @@ class _Choice:
         saves = {name: "" if index is None else index.save_id for name, index in survey.usable.items()}
         return saves, survey.damaged, survey.newest
 
-    def _check(self, name: str, file_systems: FileSystems, failure: str) -> tuple[str | None, _Missing]:
+    def _check(self, name: str, file_systems: FileSystems, failure: str) -> tuple[str | None, frozenset[str]]:
         """Return how a checkpoint is damaged on some rank, None if it is intact on all, and what this host lacks of it.
 
         All ranks call this; the ranks of a file system divide its files among them.
@@ -203,40 +198,40 @@ class _Choice:
         Raises:
             CheckpointError: on all ranks, if one of them cannot tell, such as for want of memory.
         """
-        path, leaders = self.folder / name, file_systems.leaders
+        path = self.folder / name
 
         def look() -> tuple[str | None, list[str]]:
             try:
-                if self.partial:
-                    return self._look(path, file_systems)
-                return archive_corruption(path) if self.verify_checksums and file_systems.is_leader else None, []
+                if not self.partial:
+                    is_mine = self.verify_checksums and file_systems.is_leader
+                    return archive_corruption(path) if is_mine else None, []
+                index = files.read_index(path)
+                names = files_to_check(
+                    index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
+                )
+                damage, missing = files.look_at(path, index, names)
+                if damage is None and self.verify_checksums:
+                    here = sorted(set(names) - set(missing))
+                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here})
+                return damage, missing
             except CheckpointError as error:
                 if files.is_fault_of_machine(error):
                     raise
                 return error.message, []
 
-        def decide(found: list[tuple[str | None, list[str]]]) -> tuple[str | None, dict[int, _Missing]]:
-            damage = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text), None)
-            ranks = {leader: [rank for rank, other in enumerate(leaders) if other == leader] for leader in leaders}
-            return damage, {
-                leader: frozenset().union(*(found[rank][1] for rank in here)) for leader, here in ranks.items()
-            }
+        def decide(looks: list[tuple[str | None, list[str]]]) -> tuple[str | None, dict[int, frozenset[str]]]:
+            damages = [f"rank {rank}: {damage}" for rank, (damage, _) in enumerate(looks) if damage]
+            lacking: dict[int, frozenset[str]] = {}
+            for leader, (_, missing) in zip(file_systems.leaders, looks, strict=True):
+                lacking[leader] = lacking.get(leader, frozenset()).union(missing)
+            if self.partial and not damages:
+                index = files.read_index(path)
+                texts = {leader: files.missing_text(path, index, missing) for leader, missing in lacking.items()}
+                damages = [f"rank {leader}: {text}" for leader, text in texts.items() if text]
+            return next(iter(damages), None), lacking
 
-        _, (damage, missing) = together(failure, look, decide)
-        if damage is None and self.partial:
-            index = files.read_index(path)
-            texts = {leader: files.missing_text(path, index, lacking) for leader, lacking in missing.items()}
-            damage = next((f"rank {leader}: {text}" for leader, text in texts.items() if text), None)
-        return damage, missing[file_systems.leader]
-
-    def _look(self, path: Path, file_systems: FileSystems) -> tuple[str | None, list[str]]:
-        """Look for damage in this rank's share of the files; return it, and which of them are not there."""
-        index = files.read_index(path)
-        names = files_to_check(index, file_systems.position, len(file_systems.here), self.with_optimizer)
-        damage, missing = files.look_at(path, index, names)
-        if damage is None and self.verify_checksums:
-            damage = find_corruption({path / n: index.files[n]["crc32"] for n in names if n not in missing})
-        return damage, missing
+        _, (damage, lacking) = together(failure, look, decide)
+        return damage, lacking[file_systems.leader]
 
 
 def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints import objects
 from smpkit.torch.checkpoints.agreement import agree, all_or_raise, work_together
 from smpkit.torch.checkpoints.background import (
     PendingSave,
@@ -52,7 +51,7 @@ from smpkit.torch.checkpoints.entries import (
     writers_of,
 )
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems, known_file_systems, make_folder
-from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.objects import dump, read_file
 from smpkit.torch.checkpoints.tensors import SUFFIX, write_tensors
 from smpkit.torch.checkpoints.whole import write_full
 from smpkit.torch.core.runtime import WrappedOptimizer, state
@@ -110,30 +109,29 @@ def save_checkpoint(
         )
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
     save = _begin(Path(path), tag, partial, kept)
-    if blocking:
-        with save.cleaned_up_on_failure():
-            part = all_or_raise(save.failure, lambda: save.prepare(wrapped, saved_optimizer, user_content, None))
-            if not partial:
-                write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
-            save.complete(part, _about(wrapped), None)
-        return None
-    snapshot, group = Snapshot(), save_group()
+    snapshot, group = (None, None) if blocking else (Snapshot(), save_group())
     with save.cleaned_up_on_failure():
         part = all_or_raise(save.failure, lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
-
+        if not partial:
+            write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
     job = _about(wrapped)
 
     def finish() -> None:
-        snapshot.wait()
         with save.cleaned_up_on_failure():
             try:
+                if snapshot is not None:
+                    snapshot.wait()
                 save.complete(part, job, group)
-            except CheckpointError:
-                raise
-            except SmpkitError as error:  # of a wait for another rank
+            except SmpkitError as error:
+                if blocking or isinstance(error, CheckpointError):
+                    raise
+                # of a wait for another rank
                 raise CheckpointError(f"{save.failure}; {error.message}", hint=error.hint) from error
 
-    return start(tag, finish)
+    if not blocking:
+        return start(tag, finish)
+    finish()
+    return None
 
 
 def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
@@ -250,7 +248,7 @@ class _Save:
         if self.partial:
             _add_entries(part, entries_of(model, optimizer), self.file_systems, snapshot)
         if self.publishes and user_content is not None:
-            content = _as_bytes(user_content) if snapshot else lambda file: objects.dump(user_content, file)
+            content = _as_bytes(user_content) if snapshot else lambda file: dump(user_content, file)
             part.contents[self._content_name()] = content
         if snapshot is not None:
             snapshot.finish()
@@ -348,7 +346,7 @@ def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
 def _as_bytes(content: Any) -> Callable[[IO[bytes]], object]:
     """Return what writes an object as it is now."""
     buffer = io.BytesIO()
-    objects.dump(content, buffer)
+    dump(content, buffer)
     return lambda file: file.write(buffer.getbuffer())
 
 
@@ -357,7 +355,7 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
     first_names: dict[object, str] = {}
     first = {entry.name: first_names.setdefault(_memory_of(entry), entry.name) for entry in entries}
     by_name = {entry.name: entry for entry in entries}
-    items = [(name, _size_of(by_name[name]), by_name[name].holders) for name in first_names.values()]
+    items = [(name, by_name[name].num_bytes, by_name[name].holders) for name in first_names.values()]
     writers = writers_of(items, file_systems.here)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -390,13 +388,9 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
 def _memory_of(entry: StateEntry) -> object:
     """Return what the names of one tensor have in common."""
     value = entry.value
-    if entry.shape is None or not value.numel():
+    if not entry.num_bytes:
         return entry.name
     return value.data_ptr(), value.shape, value.stride(), value.dtype, entry.name.startswith(MODEL)
-
-
-def _size_of(entry: StateEntry) -> int:
-    return entry.value.nbytes if entry.shape is not None else 0
 
 
 def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, str]) -> dict[int, int]:
@@ -406,12 +400,13 @@ def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str
         ties.setdefault(first_name, []).append(name)
     divided: dict[frozenset[int], list[object]] = {}
     for name, size, holders in sorted(items, key=lambda item: item[0]):
-        divided.setdefault(holders, []).append((ties[name], size))
-    shared = {holders: content for holders, content in divided.items() if len(holders) > 1}
-    return {
-        zlib.crc32(repr(sorted(holders)).encode()): zlib.crc32(repr(content).encode())
-        for holders, content in shared.items()
-    }
+        if len(holders) > 1:
+            divided.setdefault(holders, []).append((ties[name], size))
+
+    def digest(content: object) -> int:
+        return zlib.crc32(repr(content).encode())
+
+    return {digest(sorted(holders)): digest(content) for holders, content in divided.items()}
 
 
 def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
@@ -446,16 +441,9 @@ def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
         activations={name: choice for part in parts for name, choice in part.activations.items()},
         **job,
     )
-    return index.to_text(), _is_divided(index)
-
-
-def _is_divided(index: files.Index) -> bool:
-    """Return whether the files of one file system lack a chunk that those of another have."""
-    num_folders = len({entry["folder"] for entry in index.files.values()})
-    if num_folders < 2:
-        return False
     folders: dict[object, set[int]] = {}
-    for name, spec in index.tensors.items():
+    for name, spec in tensors.items():
         for file, _, offsets, *_ in spec["pieces"]:
-            folders.setdefault((name, tuple(offsets)), set()).add(index.files[file]["folder"])
-    return any(len(holding) < num_folders for holding in folders.values())
+            folders.setdefault((name, tuple(offsets)), set()).add(written[file]["folder"])
+    num_folders = len({entry["folder"] for entry in written.values()})
+    return index.to_text(), any(len(holding) < num_folders for holding in folders.values())

@@ -6,21 +6,16 @@ Both are local, without communication, so scripts guard `save` themselves (`if s
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints import objects
-from smpkit.torch.checkpoints.folder import as_checkpoint_error, atomic_write
-from smpkit.torch.checkpoints.integrity import check_archive
+from smpkit.torch.checkpoints.objects import read_file, write_file
 from smpkit.torch.core.runtime import state
 
-__all__ = ["load", "read_file", "read_mapped", "save", "write_file"]
+__all__ = ["load", "save"]
 
 
 def save(
@@ -71,61 +66,6 @@ def load(
     if path is None:
         raise _not_found(os.fspath(f), names, partial)
     return read_file(path, map_location, pickle_module, **(pickle_load_args or {}))
-
-
-def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
-    """Write `obj` completely or not at all.
-
-    Args:
-        pickle_module: torch.save's; what it writes may need a reader that trusts the file.
-    """
-
-    def write(file: IO[bytes]) -> None:
-        if pickle_module is None:
-            objects.dump(obj, file, pickle_protocol)
-        else:
-            torch.save(obj, file, pickle_module, pickle_protocol)
-
-    with as_checkpoint_error(f"{path} cannot be written"):
-        atomic_write(path, write)
-
-
-def read_file(
-    path: Path,
-    map_location: Any = None,
-    pickle_module: ModuleType | None = None,
-    weights_only: bool | None = None,
-    **options: Any,
-) -> Any:
-    """Read a file of `torch.save`, as `objects.load` does unless told otherwise.
-
-    Args:
-        pickle_module: reads the file in torch's place, whatever it names.
-        weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
-        options: of `objects.load`, or torch.load's.
-    """
-    check_archive(path)
-    if weights_only is None:
-        weights_only = not _trusts_files()
-    try:
-        if weights_only and pickle_module is None:
-            return objects.load(path, map_location, **options)
-        return torch.load(path, map_location, pickle_module, weights_only=False, **options)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file can raise anything, such as a KeyError of the unpickler
-        raise CheckpointError(f"{path} cannot be read: {objects.first_line(error)}") from error
-
-
-def _trusts_files() -> bool:
-    """Return whether the user has set torch's variable for that."""
-    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in {"1", "y", "yes", "true"}
-
-
-def read_mapped(path: Path, **options: Any) -> Any:
-    """Read a file of `torch.save` with its tensors mapped, not read. It must not change while the result is in use."""
-    # Files from before 2020 are no zip files and cannot be mapped.
-    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path), **options)
 
 
 def _names(f: str, v3: bool) -> list[str]:

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import torch
 
-from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.objects import CommGroup, allgather

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import Backend
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import Ending, FailureStore, RankStatus
-from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.distributed.rendezvous import first_line, name_ranks
 from smpkit.torch.distributed.tracebacks import place_in_script, shorten
 
 __all__ = [
@@ -124,13 +124,11 @@ def explain_error(
         return failures.judge(what, ranks, str(error), seconds) if _is_connection_error(error) else error
 
 
-def _is_connection_error(error: RuntimeError) -> bool:
-    return bool(_CONNECTION_ERROR.search(str(error))) or _mentions(error, backends.backend_names())
-
-
-def _mentions(error: RuntimeError, names: list[str]) -> bool:
+def _is_connection_error(error: RuntimeError, other_names: Sequence[str] = ()) -> bool:
     text = str(error).lower()
-    return any(name in text for name in names)
+    return bool(_CONNECTION_ERROR.search(text)) or any(
+        name in text for name in (*backends.backend_names(), *other_names)
+    )
 
 
 def add_error_context(error: Exception, **context: str) -> None:
@@ -173,24 +171,34 @@ class Failures:
 
     def report(self, error: BaseException) -> None:
         """Report to the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
-        store = self.store
-        if store.size == 1:
+        if self.store.size == 1:
             return
         self.has_failed = True
+        self._tell(error, closes_connections=self.store.serves_store)
+        # The store ends with this process: keep it until the others have read the failure.
+        if self.store.serves_store:
+            with contextlib.suppress(*_STORE_IS_GONE):
+                self.store.serve_until_read()
+
+    def fail_all_ranks(self, error: SmpkitError) -> None:
+        """Fail the job on all ranks, and wake every wait of this process and of those that it is connected to.
+
+        For a thread that knows why the waiting one waits. Never raises.
+        """
+        self.verdict = self.verdict or error
+        self._tell(error, closes_connections=True)
+
+    def _tell(self, error: BaseException, *, closes_connections: bool) -> None:
         text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
         if contexts := getattr(error, _CONTEXT_ATTRIBUTE, None):
             text = f"{text} ({_context_text(contexts)})"
+        kind: Ending = "timed out" if isinstance(error, DeadlineError) else "failed"
         with contextlib.suppress(*_STORE_IS_GONE):
-            store.shorten_timeout()
-            kind: Ending = "timed out" if isinstance(error, DeadlineError) else "failed"
-            store.record_failure(RankStatus(store.rank, kind, text))
-            if store.serves_store:
-                close_connections(store.groups())
-        abort(store.groups())
-        # The store ends with this process: keep it until the others have read the failure.
-        if store.serves_store:
-            with contextlib.suppress(*_STORE_IS_GONE):
-                store.serve_until_read()
+            self.store.shorten_timeout()
+            self.store.record_failure(RankStatus(self.store.rank, kind, text))
+            if closes_connections:
+                close_connections(self.store.groups())
+        abort(self.store.groups())
 
     def report_end(self) -> None:
         """Report that the script has ended, for a rank that still waits for this one. Never raises."""
@@ -207,18 +215,6 @@ class Failures:
                 close_connections(store.groups())
                 store.serve_until_read()
 
-    def fail_all_ranks(self, error: SmpkitError) -> None:
-        """Fail the job on all ranks, and wake every wait of this process and of those that it is connected to.
-
-        For a thread that knows why the waiting one waits. Never raises.
-        """
-        self.verdict = self.verdict or error
-        text = f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT]
-        with contextlib.suppress(*_STORE_IS_GONE):
-            self.store.record_failure(RankStatus(self.store.rank, "failed", text))
-            close_connections(self.store.groups())
-        abort(self.store.groups())
-
     def fail_this_process(self, failure: SmpkitError) -> None:
         """Wake every wait of this process, on the host and on the GPU, to raise `failure`; of several, the first.
 
@@ -232,7 +228,7 @@ class Failures:
 
     def verdict_on(self, error: RuntimeError) -> SmpkitError | None:
         """Return the verdict, if there is one and `error` may come from a closed connection or an abort."""
-        if not (_is_connection_error(error) or _mentions(error, backends.device_names())):
+        if not _is_connection_error(error, backends.device_names()):
             return None
         with self.lock:
             return self.verdict
@@ -341,22 +337,22 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:
     """End the kernels of this rank that wait for others, and so the host's waits for them. Never raises."""
+
     # All groups at once: an abort waits for the kernels of its group, which may be queued behind those of another one.
+    def end(backend: Backend) -> None:
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+
     threads = [
-        threading.Thread(target=_abort, args=(backend,), name="smpkit-abort", daemon=True)
+        threading.Thread(target=end, args=(backend,), name="smpkit-abort", daemon=True)
         for group in groups
         for backend in backends.device_backends(group)
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + _ABORT_SECONDS
+    latest = time.monotonic() + _ABORT_SECONDS
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-
-
-def _abort(backend: Backend) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
+        thread.join(max(0.0, latest - time.monotonic()))
 
 
 def close_connections(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -488,10 +484,9 @@ def error_of(first: RankStatus) -> SmpkitError:
 
 def _without_store(store: FailureStore, own: RankStatus, gone: Exception) -> SmpkitError:
     """Return the error where the store does not answer either, most often because rank 0 served it and is gone."""
-    why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
         f"rank {store.rank} lost {name_ranks(own.peers)} in {own.text} after {_duration(own)};"
-        f" the store in {store.server} could tell why, but {why}",
+        f" the store in {store.server} could tell why, but {first_line(gone)}",
         hint=f"see the output of {store.server}",
     )
 

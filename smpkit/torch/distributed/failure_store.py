@@ -62,8 +62,6 @@ class FailureStore:
 
     Args:
         store: the store that all ranks share.
-        rank: this rank.
-        size: how many ranks there are.
         timeout: the deadline of a wait, for messages.
         groups: returns the process groups whose connections to close.
         server: who serves the store, for messages.
@@ -165,7 +163,12 @@ class FailureStore:
                 self._check_served()
                 answers.append(call())
             except Exception as error:  # raised below, in the calling thread
-                errors.append(self._reason(error))
+                errors.append(error)
+                self._served_at = -_STILL_SERVED_SECONDS
+                try:
+                    self._check_served()
+                except dist.DistStoreError as gone:  # the server ended since it was last seen: this says it better
+                    errors[:] = [gone]
 
         if not self._is_silent:
             thread = threading.Thread(target=ask, name="smpkit-failure-store", daemon=True)
@@ -178,20 +181,11 @@ class FailureStore:
             raise errors[0]
         return answers[0]
 
-    def _reason(self, error: Exception) -> Exception:
-        """Return why a call has failed: that the server is gone, if it ended since it was last seen, or `error`."""
-        self._served_at = -_STILL_SERVED_SECONDS
-        try:
-            self._check_served()
-        except dist.DistStoreError as gone:
-            return gone
-        return error
-
     def _check_served(self) -> None:
         """Raise DistStoreError if the store's port is closed: its own client would log that in a hundred lines."""
         if self._address is None or time.monotonic() - self._served_at < _STILL_SERVED_SECONDS:
             return
-        is_gone = False
+        is_gone, where = False, "{}:{}".format(*self._address)
         try:
             with socket.create_connection(self._address, _CONNECT_SECONDS) as probe:
                 # The kernel still accepts connections for a process that is being killed, and closes them when it is
@@ -204,7 +198,6 @@ class FailureStore:
         except OSError:
             return  # a busy host, or a name that does not resolve now: the store may get through
         if is_gone:
-            where = "{}:{}".format(*self._address)
             raise dist.DistStoreError(f"nobody listens at {where} any more")
         self._served_at = time.monotonic()
 

@@ -221,26 +221,24 @@ def _is_for_gpus() -> bool:
 
 def _facts(environ: Mapping[str, str]) -> str:
     """Return, for errors, what decides whether torch can use a GPU."""
-    parts = [_build()]
+    built = [
+        f"for {kind} {version}"
+        for kind, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip))
+        if version
+    ]
+    parts = [f"torch {torch.__version__} is built {''.join(built[:1]) or 'without CUDA (torch.version.cuda is None)'}"]
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
-    if _is_for_gpus():
-        error = devices.cannot_use_cuda()
-        if error is not None:
-            parts.append(f"torch says `{error.partition('. ')[0].strip()}`")
+    if _is_for_gpus() and (error := devices.cannot_use_cuda()) is not None:
+        parts.append(f"torch says `{error.partition('. ')[0].strip()}`")
     return ", ".join(parts)
 
 
-def _build() -> str:
-    if torch.version.cuda is not None:
-        return f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-    if torch.version.hip is not None:
-        return f"torch {torch.__version__} is built for ROCm {torch.version.hip}"
-    return f"torch {torch.__version__} is built without CUDA (torch.version.cuda is None)"
-
-
 def _hint() -> str:
-    on_purpose = f"if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"
-    if torch.version.cuda is None:
-        return f"install a build of torch for CUDA; {on_purpose}"
-    return f"update the driver, or install a build of torch for an older CUDA; {on_purpose}"
+    is_old = torch.version.cuda is not None
+    install = (
+        "update the driver, or install a build of torch for an older CUDA"
+        if is_old
+        else "install a build of torch for CUDA"
+    )
+    return f"{install}; if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"

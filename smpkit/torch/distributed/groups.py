@@ -48,8 +48,8 @@ class Groups:
         self._others: set[tuple[int, ...]] = set()
         self._backend: str | None = None
         """Backend of the groups made from now on; None: that of the default group."""
-        self._objects: dist.ProcessGroup | None = None
-        self._saves: dist.ProcessGroup | None = None
+        self._of_all: dict[str, dist.ProcessGroup] = {}
+        """Further groups of all ranks, over gloo, by what they are for."""
         self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._padding_groups: list[dist.ProcessGroup] = []
         """Groups of this rank alone, see `_align_group_counts`."""
@@ -75,24 +75,20 @@ class Groups:
 
     def for_objects(self) -> dist.ProcessGroup:
         """Return a group of all ranks that carries CPU tensors: WORLD, unless a script made that for devices only."""
-        if self._objects is None:
-            world = dist.group.WORLD
-            assert world is not None
-            if backends.carries_host_tensors(world):
-                self._objects = world
-            else:
-                with self._network():
-                    self._objects = _checked(
-                        dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc="objects")
-                    )
-        return self._objects
+        world = dist.group.WORLD
+        assert world is not None
+        return world if backends.carries_host_tensors(world) else self._over_gloo("objects")
 
     def for_saves(self) -> dist.ProcessGroup:
         """Return a group of all ranks, over gloo, for a thread that saves beside training; all ranks call this."""
-        if self._saves is None:
+        return self._over_gloo("saves")
+
+    def _over_gloo(self, description: str) -> dist.ProcessGroup:
+        if description not in self._of_all:
             with self._network():
-                self._saves = _checked(dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc="saves"))
-        return self._saves
+                group = dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc=description)
+            self._of_all[description] = _checked(group)
+        return self._of_all[description]
 
     def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group of some ranks, all of which call this, in the same order as their other such calls."""
@@ -156,9 +152,10 @@ class Groups:
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
-        objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        saves = [] if self._saves is None else [self._saves]
-        groups = [*self._by_ranks.values(), *self._channels.values(), *self._padding_groups, *objects, *saves]
+        groups = [
+            *(*self._by_ranks.values(), *self._channels.values()),
+            *(*self._padding_groups, *self._of_all.values()),
+        ]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 

@@ -38,15 +38,15 @@ __all__ = ["init", "shared_store", "shutdown"]
 _log = logging.getLogger("smpkit")
 
 
+@dataclasses.dataclass
 class _World:
     """The default group of this process and what depends on it, from the first `init` to `shutdown`."""
 
-    def __init__(self, launch: Launch, store: Store, groups: Groups, *, owned: bool) -> None:
-        self.launch = launch
-        self.store = store
-        self.groups = groups
-        self.owned = owned
-        self.num_exchanges = 0
+    launch: Launch
+    store: Store
+    groups: Groups
+    owned: bool
+    num_exchanges: int = 0
 
 
 _world: _World | None = None
@@ -54,7 +54,6 @@ _PDB = "SMPKIT_PDB"
 _DEBUGGED_SECONDS = 7 * 86_400
 _generation = 0
 """How often a world was made: a new one must not read the old one's keys in the same store."""
-_at_exit_registered = False
 
 
 def init(config: ModelParallelParameters | ModelParallelConfig | Mapping[str, Any] | None = None) -> None:
@@ -213,8 +212,11 @@ def _find_launch() -> Launch:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (launch.rank, launch.world_size):
         return launch
-    if launch.launcher == "no launcher":
-        return Launch(rank, size, *_local_place(rank, size), launcher="torch.distributed")
+    if launch.launcher == "no launcher":  # who is on which host, ranks can only tell each other
+        store, deadline_of_hosts = _store_of_default_group(), timedelta(seconds=600)
+        hosts = gather(store, "hosts", rank, range(size), socket.gethostname(), deadline_of_hosts)
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        return Launch(rank, size, here.index(rank), len(here), launcher="torch.distributed")
     raise UsageError(
         f"torch.distributed was initialised as rank {rank} of {size}, but {launch.launcher} says "
         f"rank {launch.rank} of {launch.world_size}",
@@ -222,24 +224,8 @@ def _find_launch() -> Launch:
     )
 
 
-def _local_place(rank: int, size: int) -> tuple[int, int]:
-    """Return (local_rank, local_size) from the host names of all ranks, when no launcher says."""
-    store = _store_of_default_group()
-    launch = Launch(rank, size)
-    hosts = gather(store, "hosts", launch.rank, range(launch.world_size), socket.gethostname(), timedelta(seconds=600))
-    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    return here.index(rank), len(here)
-
-
-def _register_at_exit() -> None:
-    """End the process groups at exit, or torch warns that they were never destroyed."""
-    global _at_exit_registered  # noqa: PLW0603
-    if not _at_exit_registered:
-        _at_exit_registered = True
-        atexit.register(_at_exit)
-
-
 def _at_exit() -> None:
+    """End the process groups, or torch warns that they were never destroyed."""
     # After a failure, other ranks may be gone, and destroying nccl communicators with them could wait for ever. So
     # abort them: a process does not end either while one of its kernels waits.
     if deadline.failed():
@@ -269,7 +255,11 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
     known = _world is not None
     world = _world or _connect_world(cfg, launch, timeout)
     _world = world
-    failure_store = _make_failure_store(world, timeout)
+    failure_store = FailureStore(
+        *(world.store, launch.rank, launch.world_size, timeout, world.groups.all),
+        server="the launcher" if launch.agent_store else "rank 0",
+        serves_store=launch.rank == 0 and not launch.agent_store,
+    )
     try:
         with _serving_errors(failure_store):
             facts = _exchange_facts(world, cfg, timeout)
@@ -295,7 +285,8 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         if not known:
             shutdown()
         raise
-    _register_at_exit()
+    atexit.unregister(_at_exit)  # once is enough
+    atexit.register(_at_exit)
 
 
 def _connect_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) -> _World:
@@ -305,7 +296,7 @@ def _connect_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta)
     _generation += 1
     store = PrefixStore(f"smpkit/{_generation}", store)
     groups = Groups(store, launch.rank, timeout, single_host=launch.single_host)
-    return _World(launch, store, groups, owned=owned)
+    return _World(launch, store, groups, owned)
 
 
 def _store_of_default_group() -> Store:
@@ -326,19 +317,14 @@ def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta)
     launch, key = world.launch, f"facts/{world.num_exchanges}"
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
-    ours = json.loads(own_facts)["cfg"]
-    for rank, fact in enumerate(facts):
-        differing = [key for key in ours if fact["cfg"].get(key) != ours[key]]
-        if differing:
-            raise ConfigError(
-                [
-                    Problem(
-                        (key,),
-                        f"is {ours[key]!r} on rank {world.launch.rank} but {fact['cfg'].get(key)!r} on rank {rank}",
-                    )
-                    for key in differing
-                ]
-            )
+    for rank, theirs in enumerate(fact["cfg"] for fact in facts):
+        ours = facts[launch.rank]["cfg"]
+        if differing := [key for key in ours if theirs.get(key) != ours[key]]:
+            texts = {
+                key: f"is {ours[key]!r} on rank {launch.rank} but {theirs.get(key)!r} on rank {rank}"
+                for key in differing
+            }
+            raise ConfigError([Problem((key,), text) for key, text in texts.items()])
     if problems := gpus.problems_of([gpus.GpuInfo(**fact["gpu"]) for fact in facts]):
         raise ConfigError(problems, subject="GPUs of the job")
     return facts
@@ -374,12 +360,3 @@ def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
         )
-
-
-def _make_failure_store(world: _World, timeout: timedelta) -> FailureStore:
-    launch = world.launch
-    serves = launch.rank == 0 and not launch.agent_store
-    server = "the launcher" if launch.agent_store else "rank 0"
-    return FailureStore(
-        world.store, launch.rank, launch.world_size, timeout, world.groups.all, server=server, serves_store=serves
-    )

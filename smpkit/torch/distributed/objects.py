@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,11 +98,11 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     others, call = _others(group), _CallKind(_ALLGATHER, group)
     with waiting(str(call), others):
         frames, works = _post(others, call, obj)
-        sizes = _receive_headers(others, call)
-        found = {rank: _receive_object(rank, size) for rank, size in sizes.items()}
+        sizes = [_receive_header(rank, call) for rank in others]
+        received = dict(zip(others, map(_receive_object, others, sizes), strict=True))
         _finish(works)
     del frames
-    return [obj if rank == state.rank else found[rank] for rank in state.group(group)]
+    return [obj if rank == state.rank else received[rank] for rank in state.group(group)]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
@@ -111,7 +111,8 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     with waiting(str(call), others):
         header = call.header(0)
         works = [_isend(header, rank) for rank in others]
-        _receive_headers(others, call)
+        for rank in others:
+            _receive_header(rank, call)
         _finish(works)
 
 
@@ -204,8 +205,7 @@ class _CallKind:
 
 
 def _isend(tensor: torch.Tensor, rank: int) -> dist.Work:
-    group = state.object_group
-    return group.send([tensor], rank, _TAG)
+    return state.object_group.send([tensor], rank, _TAG)
 
 
 def _receive(tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -222,8 +222,11 @@ def _post(ranks: Sequence[int], call: _CallKind, obj: Any) -> tuple[list[torch.T
     """Start sending `obj`; return the memory that must live until the works are done, and the works."""
     if not ranks:
         return [], []
-    packed, tensors = _pack(obj)
-    frames = [call.header(packed.numel()), packed, *(tensor for tensor in tensors if tensor.numel())]
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(obj)
+    packed = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    frames = [call.header(packed.numel()), packed, *(payload for payload in pickler.payloads if payload.numel())]
     return frames, [_isend(frame, rank) for rank in ranks for frame in frames]
 
 
@@ -247,10 +250,6 @@ def _receive_header(rank: int, call: _CallKind) -> int:
     return int(size)
 
 
-def _receive_headers(ranks: Sequence[int], call: _CallKind) -> dict[int, int]:
-    return {rank: _receive_header(rank, call) for rank in ranks}
-
-
 def _receive_object(rank: int, size: int) -> Any:
     packed = _receive(torch.empty(size, dtype=torch.uint8, device="cpu"), rank)
     return _Unpickler(packed, rank).load()
@@ -259,25 +258,9 @@ def _receive_object(rank: int, size: int) -> Any:
 # --- objects ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TensorSpec:
-    """Metadata of a tensor whose bytes follow the pickle."""
-
-    index: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    on_gpu: bool
-    is_parameter: bool
-    requires_grad: bool
-
-
-def _pack(obj: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the pickle of `obj` without its tensors as bytes, and the bytes of each tensor that has any."""
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(obj)
-    packed = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    return packed, pickler.payloads
+_TensorSpec: TypeAlias = tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, bool]
+"""Of a tensor whose bytes follow the pickle: which object and which memory it is, dtype, shape, whether it is on a GPU,
+a parameter, and requires a gradient."""
 
 
 class _Pickler(pickle.Pickler):
@@ -290,35 +273,26 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.payloads: list[torch.Tensor] = []
+        """The bytes of each tensor."""
         self._kinds = ("cpu", state.device.type)
-        self._kept: list[torch.Tensor] = []
         self._indices: dict[object, int] = {}
-        self._objects: dict[int, _TensorSpec] = {}
+        self._specs: dict[int, tuple[torch.Tensor, _TensorSpec]] = {}
+        """By id; with the tensor, which must stay alive during the dump, or another one may get its id."""
 
-    def persistent_id(self, obj: object) -> tuple[int, _TensorSpec] | None:
-        if type(obj) not in (torch.Tensor, nn.Parameter):
+    def persistent_id(self, obj: object) -> _TensorSpec | None:
+        if not isinstance(obj, torch.Tensor) or type(obj) not in (torch.Tensor, nn.Parameter):
             return None
-        assert isinstance(obj, torch.Tensor)
         if obj.layout is not torch.strided or obj.is_quantized or obj.device.type not in self._kinds:
             return None
-        if id(obj) not in self._objects:
-            self._objects[id(obj)] = self._spec(obj)
-            self._kept.append(obj)  # keep it alive during the dump, or another tensor may get its id
-        return id(obj), self._objects[id(obj)]
-
-    def _spec(self, tensor: torch.Tensor) -> _TensorSpec:
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        index = self._indices.setdefault((tensor.device, *memory), len(self._indices))
-        if index == len(self.payloads):
-            self.payloads.append(_raw_bytes(tensor))
-        return _TensorSpec(
-            index=index,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            on_gpu=tensor.device.type != "cpu",
-            is_parameter=isinstance(tensor, nn.Parameter),
-            requires_grad=tensor.requires_grad,
-        )
+        if id(obj) not in self._specs:
+            memory = (obj.device, obj.data_ptr(), obj.dtype, obj.shape, obj.stride(), obj.is_conj(), obj.is_neg())
+            index = self._indices.setdefault(memory, len(self._indices))
+            if index == len(self.payloads):
+                self.payloads.append(_raw_bytes(obj))
+            place = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")
+            spec = (id(obj), index, *place, isinstance(obj, nn.Parameter), obj.requires_grad)
+            self._specs[id(obj)] = obj, spec
+        return self._specs[id(obj)][1]
 
 
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,23 +310,17 @@ class _Unpickler(pickle.Unpickler):
         self._memory: dict[int, torch.Tensor] = {}
         self._objects: dict[int, torch.Tensor] = {}
 
-    def persistent_load(self, pid: tuple[int, _TensorSpec]) -> torch.Tensor:
-        key, spec = pid
+    def persistent_load(self, pid: _TensorSpec) -> torch.Tensor:
+        key, index, dtype, shape, on_gpu, is_parameter, requires_grad = pid
         if key not in self._objects:
-            self._objects[key] = self._tensor(spec)
+            if index not in self._memory:
+                memory = torch.empty(shape, dtype=dtype, device="cpu")
+                if memory.nbytes:
+                    _receive(memory.reshape(-1).view(torch.uint8), self._source)
+                self._memory[index] = memory.to(state.device) if on_gpu else memory
+            tensor = self._memory[index].detach()
+            if is_parameter:
+                self._objects[key] = nn.Parameter(tensor, requires_grad=requires_grad)
+            else:
+                self._objects[key] = tensor.requires_grad_(requires_grad)
         return self._objects[key]
-
-    def _tensor(self, spec: _TensorSpec) -> torch.Tensor:
-        if spec.index not in self._memory:
-            self._memory[spec.index] = self._fetch(spec)
-        tensor = self._memory[spec.index].detach()
-        if spec.is_parameter:
-            return nn.Parameter(tensor, requires_grad=spec.requires_grad)
-        return tensor.requires_grad_(spec.requires_grad)
-
-    def _fetch(self, spec: _TensorSpec) -> torch.Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-        raw = tensor.reshape(-1).view(torch.uint8)
-        if raw.numel():
-            _receive(raw, self._source)
-        return tensor.to(state.device) if spec.on_gpu else tensor

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch.core.context import DEFAULT_PORT, Launch
 
-__all__ = ["connect_store", "gather"]
+__all__ = ["connect_store", "first_line", "gather", "name_ranks"]
 
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -111,7 +111,9 @@ def _has(store: Store, key: str) -> bool:
 def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
     """Serve or find the store at `address:port`."""
     try:
-        listener = _listening(port) if serve and address == _LOOPBACK else None
+        # Torch's own store listens on every address of the host.
+        is_local = serve and address == _LOOPBACK
+        listener = socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN) if is_local else None
         with contextlib.ExitStack() as undo:
             if listener is not None:
                 undo.callback(listener.close)
@@ -133,19 +135,14 @@ def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout:
         where = f"{address}:{port}"
         if serve:
             raise LaunchError(
-                f"rank 0 cannot listen at {where}: {_first_line(error)}",
+                f"rank 0 cannot listen at {where}: {first_line(error)}",
                 hint="set MASTER_PORT (or `ddp_port`) to a free port, one for each job, and MASTER_ADDR to the "
                 "host of rank 0",
             ) from error
         raise DeadlineError(
-            f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 at {where}: {_first_line(error)}",
+            f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 at {where}: {first_line(error)}",
             hint="is MASTER_ADDR the host of rank 0, and can this host reach that port?",
         ) from error
-
-
-def _listening(port: int) -> socket.socket:
-    """Listen on the loopback device: torch's own store does so on every address of the host."""
-    return socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN)
 
 
 def _check_job(store: Store, launch: Launch, timeout: timedelta) -> None:
@@ -169,5 +166,6 @@ def _check_job(store: Store, launch: Launch, timeout: timedelta) -> None:
         )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of a message, or the kind of an error without one."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

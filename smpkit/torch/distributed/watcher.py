@@ -18,6 +18,7 @@ ends the others.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from typing import Final
 
@@ -27,6 +28,7 @@ from smpkit.errors import RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import Failures, error_of
 from smpkit.torch.distributed.failure_store import RankStatus
+from smpkit.torch.distributed.rendezvous import first_line
 
 __all__ = ["stop", "watch"]
 
@@ -41,9 +43,12 @@ def watch(failures: Failures) -> None:
     """Watch until `stop`, if the ranks' devices are connected; else every wait is one of the host, with a deadline."""
     global _watcher  # noqa: PLW0603 - one per process, like the default process group
     if failures.store.size > 1 and any(backends.device_backends(group) for group in failures.store.groups()):
-        if _watcher is None:
-            _watcher = _Watcher()
+        if _watcher is not None:
+            _watcher.failures = failures
+            return
+        _watcher = _Watcher()
         _watcher.failures = failures
+        _watcher.start()
 
 
 def stop() -> None:
@@ -54,37 +59,40 @@ def stop() -> None:
         watcher.stop()
 
 
-class _Watcher:
+class _Watcher(threading.Thread):
     """The thread that watches."""
 
     def __init__(self) -> None:
-        self.failures: Failures | None = None
+        super().__init__(name="smpkit-watcher", daemon=True)
+        self.failures: Failures
         self._reads_store = True
         self._server_ended = False
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="smpkit-watcher", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """Check until something fails, or until `stop`."""
         while not self._stopped.wait(_POLL_SECONDS):
             failures = self.failures
-            if failures is None:
-                continue
-            failure = self._stored_failure(failures) or _device_error(failures)
+            try:
+                failure = self._stored_failure(failures) or _device_error(failures)
+            except Exception as error:  # torch leaves the last word to this thread: without it nobody would have it
+                if self._stopped.is_set():
+                    return
+                text = f"rank {failures.store.rank} cannot watch its GPU any more: {type(error).__name__}: {error}"
+                failures.fail_all_ranks(RemoteError(text, hint="this is a defect of smpkit: report it"))
+                return
             if failure is not None and not self._stopped.is_set():
                 failures.fail_this_process(failure)
                 return
 
     def stop(self) -> None:
         """Stop, and publish that this process may end now."""
-        failures = self.failures
+        store = self.failures.store
         self._stopped.set()
         # Python may abort a process that ends while another thread is inside C++.
-        self._thread.join(_JOIN_SECONDS)
-        if failures is None or failures.has_failed:
+        self.join(_JOIN_SECONDS)
+        if self.failures.has_failed:
             return
-        store = failures.store
         with contextlib.suppress(dist.DistError, RuntimeError):
             if not store.statuses([store.rank]):
                 store.publish(RankStatus(store.rank, "ended", "it called smp.shutdown()"))
@@ -101,8 +109,7 @@ class _Watcher:
             # A launcher that serves the store may end before its ranks, and so may rank 0 when it is done.
             if self._server_ended or store.server != "rank 0":
                 return None
-            why = (str(gone).splitlines() or [type(gone).__name__])[0]
-            text = f"rank {store.rank} lost rank 0, which served the store: {why}"
+            text = f"rank {store.rank} lost rank 0, which served the store: {first_line(gone)}"
             return RemoteError(text, hint="see the output of rank 0")
         self._server_ended = server is not None and server.kind == "ended"
         return None if first is None else error_of(first)
@@ -121,6 +128,8 @@ def _device_error(failures: Failures) -> SmpkitError | None:
             what = f"an operation between GPUs ({group.group_desc})"
             with failures.lock:
                 judged = failures.judge(what, dist.get_process_group_ranks(group), message, seconds)
+                if is_late and (record := os.environ.get(backends.FLIGHT_RECORD)):
+                    judged.hint = f"{judged.hint}; what each GPU did, torch's `torchfrtrace` tells from {record}*"
                 failures.verdict = failures.verdict or judged
                 return failures.verdict
     return None

@@ -42,13 +42,19 @@ class HeldMemory:
     def begin_step(self) -> Held:
         """Measure what changes between steps only, and what there is now."""
         self._device = state.device  # asked for once in a step: it costs more than what is measured
-        self._measure_model()
-        self._measure_optimizer()
+        if (model := state.model) is not None:
+            tensors = [*model.local_parameters(), *model.local_buffers()]
+            self._weights = _storage_bytes(tensors)
+            trained = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad]
+            self._parameters = [(parameter, _local(parameter).nbytes) for parameter in trained]
+            self._all_gradients = sum(size for _, size in self._parameters)
+        if (optimizer := state.optimizer) is not None:
+            states: Any = getattr(optimizer.optimizer, "state", {})
+            values = [value for kept in states.values() if isinstance(kept, dict) for value in kept.values()]
+            masters = [] if optimizer.masters is None else optimizer.masters.masters().values()
+            self._states = _storage_bytes([*(value for value in values if isinstance(value, torch.Tensor)), *masters])
         self._gradients = self._gradient_bytes()
-        use, allocated = offloader.current().use(), _allocated_bytes(self._device)
-        known = self._weights + self._gradients + self._states + use.parked
-        # Less than the weights: another allocator serves torch than the one that was asked.
-        self._other = UNKNOWN if allocated is None or allocated < self._weights else max(0, allocated - known)
+        self._other = self._rest(offloader.current().use().parked)
         return self.now()
 
     def now(self, *, gradients_may_be_new: bool = True) -> Held:
@@ -59,42 +65,19 @@ class HeldMemory:
         """
         if gradients_may_be_new and self._gradients < self._all_gradients:
             self._gradients = self._gradient_bytes()
-        use, activations = offloader.current().use(), UNKNOWN
+        use = offloader.current().use()
+        rest = self._rest(use.parked)
+        activations = UNKNOWN if UNKNOWN in (rest, self._other) else max(0, rest - self._other)
+        known = (self._weights, self._gradients, self._states, activations, use.parked)
+        other = self._other if self._other == UNKNOWN or devices.is_asynchronous(self._device) else 0
+        return (*known, use.offloaded, other, use.bytes_out, use.bytes_back)
+
+    def _rest(self, parked: int) -> int:
+        """Return what the allocator has handed out beside what is known; UNKNOWN where it does not tell."""
         allocated = _allocated_bytes(self._device)
-        if self._other != UNKNOWN and allocated is not None:
-            known = self._weights + self._gradients + self._states + use.parked + self._other
-            activations = max(0, allocated - known)
-        has_other = self._other == UNKNOWN or devices.is_asynchronous(self._device)
-        return (
-            self._weights,
-            self._gradients,
-            self._states,
-            activations,
-            use.parked,
-            use.offloaded,
-            self._other if has_other else 0,
-            use.bytes_out,
-            use.bytes_back,
-        )
-
-    def _measure_model(self) -> None:
-        model = state.model
-        if model is None:
-            return
-        tensors = [*model.local_parameters(), *model.local_buffers()]
-        self._weights = _storage_bytes(tensors)
-        trained = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad]
-        self._parameters = [(parameter, _local(parameter).nbytes) for parameter in trained]
-        self._all_gradients = sum(size for _, size in self._parameters)
-
-    def _measure_optimizer(self) -> None:
-        optimizer = state.optimizer
-        if optimizer is None:
-            return
-        states: Any = getattr(optimizer.optimizer, "state", {})
-        values = [value for kept in states.values() if isinstance(kept, dict) for value in kept.values()]
-        masters = [] if optimizer.masters is None else optimizer.masters.masters().values()
-        self._states = _storage_bytes([*(value for value in values if isinstance(value, torch.Tensor)), *masters])
+        if allocated is None or allocated < self._weights:  # less: another allocator serves torch than is asked
+            return UNKNOWN
+        return max(0, allocated - self._weights - self._gradients - self._states - parked)
 
     def _gradient_bytes(self) -> int:
         with _NoTorchFunction():  # the streams of random numbers see what is asked of tensors during a step

@@ -26,10 +26,10 @@ _log = logging.getLogger("smpkit")
 
 
 class Profiler:
-    """Profiles the steps of a range, the last one included."""
+    """Profiles the steps of a range, the last one included; without a folder none."""
 
-    def __init__(self, folder: Path, steps: range) -> None:
-        self._folder, self._steps = folder, steps
+    def __init__(self, folder: Path | None = None, steps: range | None = None) -> None:
+        self._folder, self._steps = folder or Path(), steps or range(0)
         self._profile: Any = None
         self._mark: Any = None
 
@@ -76,16 +76,14 @@ class Profiler:
             _log.warning("the profile of rank %s cannot be written: %s", state.rank, error)
 
 
-def profiler_of(environ: Mapping[str, str], folder: Path) -> Profiler | None:
+def profiler_of(environ: Mapping[str, str], folder: Path) -> Profiler:
     """Return the profiler that the environment asks for.
 
     Raises:
         ConfigError: SMPKIT_PROFILE is no range of steps.
     """
     text = environ.get(PROFILE)
-    if not text:
-        return None
     try:
-        return Profiler(folder, steps_of(text))
+        return Profiler(folder, steps_of(text)) if text else Profiler()
     except ValueError as error:
         raise ConfigError([Problem((PROFILE,), str(error))], subject="environment") from None

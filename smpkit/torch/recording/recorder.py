@@ -100,7 +100,7 @@ Timestamp: TypeAlias = int | torch.Event
 
 
 class RecordedExecutor(Protocol):
-    """Runs the actions and messages of a pipeline, and calls a hook for each: the executor, which lies above."""
+    """The executor, which lies above: it runs the actions and messages of a pipeline, and calls a hook for each."""
 
     last_schedule: Schedule | None
 
@@ -116,7 +116,7 @@ class Recorder:
         profiler: profiles some of them.
     """
 
-    def __init__(self, writer: EventWriter | None, sampling: Sampling, profiler: Profiler | None = None) -> None:
+    def __init__(self, writer: EventWriter | None, sampling: Sampling, profiler: Profiler) -> None:
         self._writer = writer
         self._sampling = sampling
         self._profiler = profiler
@@ -130,9 +130,6 @@ class Recorder:
         """The bytes from which on the status page is written again."""
         self._schedules: dict[str, str] = {}
         """By text, the keys of the schedules that have been written."""
-        self._latest_schedule: tuple[Schedule | None, str] = None, ""
-        """The one of the latest step that was written, and its key."""
-
         self._step = -1
         self._name = ""
         self._began_ns = 0
@@ -206,8 +203,7 @@ class Recorder:
         """Keep a sample, and let the status page have it if it is the largest so far."""
         self._held.append((at, held))
         weights, gradients, states, activations, parked, *_ = held
-        size = weights + gradients + states + activations + parked
-        if size > self._shown:
+        if (size := weights + gradients + states + activations + parked) > self._shown:
             self._shown = round(size * _NOTICEABLE)
             _show(held)
 
@@ -231,15 +227,14 @@ class Recorder:
         if (page := status.current_page()) is not None:
             page.begin_step(self._step)
         self._is_training = self.has_failed = False
-        was_recording, profiler = self._recording, self._profiler
-        self._recording = self._sampling.next(name) or (profiler is not None and profiler.wants(self._step))
+        was_recording = self._recording
+        self._recording = self._sampling.next(name) or self._profiler.wants(self._step)
         if was_recording or self._recording:
             self._clear()
             self._listen()
             # Else what the device has left to do of the step before, such as the optimizer's part, counts here.
             devices.wait_for_stream(state.device)
-        if profiler is not None:
-            profiler.begin_step(self._step)
+        self._profiler.begin_step(self._step)
         self._began_ns = time.perf_counter_ns()
         if self._recording:
             self._hold(self._began_ns, self.memory.begin_step())
@@ -257,8 +252,7 @@ class Recorder:
             page.end_step(self.meter.num_steps, self.meter.step_seconds or 0.0)
 
     def _add_step(self) -> None:
-        if self._profiler is not None:
-            self._profiler.end_step()
+        self._profiler.end_step()
         if not self._recording:
             if self._is_training:
                 self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
@@ -271,8 +265,7 @@ class Recorder:
             self._rows.append((Counter, ("memory, bytes", _memory_bytes(), end_ns)))
             self._rows.append((StepSpan, (self._step, self._name, key, self._began_ns, end_ns)))
             self._write()
-            if self._profiler is not None:
-                self._profiler.after_step(self._step)
+            self._profiler.after_step(self._step)
         self._clear()
 
     def abandon_step(self, error: BaseException) -> None:
@@ -280,8 +273,7 @@ class Recorder:
 
         Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
-        if self._profiler is not None:
-            self._profiler.end_step()
+        self._profiler.end_step()
         self.has_failed = True
         with suppress(Exception):  # there may be no memory for this, and the error itself must get out
             _show(max([*(held for _, held in self._held), self.memory.now()], key=bytes_on_device))
@@ -295,8 +287,7 @@ class Recorder:
         self._recording = False
         self._listen()
         self._executor = None
-        if self._profiler is not None:
-            self._profiler.close()
+        self._profiler.close()
         if self._writer is not None:
             with suppress(OSError):  # of a full disk, about which `_write` has warned
                 self._writer.close()
@@ -363,15 +354,11 @@ class Recorder:
             schedule = one_f_one_b(1, state.cfg.microbatches) if has_backward else None
         if schedule is None:
             return ""
-        known, key = self._latest_schedule
-        if known is not schedule:
-            text = to_json(schedule)
-            if text not in self._schedules:
-                self._schedules[text] = str(len(self._schedules))
-                self._rows.append((PlannedSchedule, (self._schedules[text], text)))
-            key = self._schedules[text]
-            self._latest_schedule = schedule, key
-        return key
+        text = to_json(schedule)
+        if text not in self._schedules:
+            self._schedules[text] = str(len(self._schedules))
+            self._rows.append((PlannedSchedule, (self._schedules[text], text)))
+        return self._schedules[text]
 
 
 def _show(held: Held) -> None:
@@ -420,15 +407,15 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     stop()
     variables = os.environ if environ is None else environ
     status.open_page(state.rank, (state.mesh.pp_size, state.mesh.tp_size, state.mesh.rdp_size), variables)
-    text = variables.get(EVENTS_STEPS)
-    if text is not None:
-        sampling = Sampling(_steps(text))
-    else:
-        sampling = Sampling(_MANY_STEPS) if variables.get(EVENTS_DIR) else Sampling()
+    sampling = Sampling(_MANY_STEPS) if variables.get(EVENTS_DIR) else Sampling()
+    if (text := variables.get(EVENTS_STEPS)) is not None:
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError([Problem((EVENTS_STEPS,), f"`{text}` is not a positive number")], subject="environment")
+        sampling = Sampling(int(text))
     writer = _writer(variables)
     if writer is None and variables.get(QUIET) == "0" and not variables.get(STATUS_DIR):
         sampling = Sampling(0)  # nobody is told of what steps did
-    profiler = None if writer is None else profiler_of(variables, writer.path.parent)
+    profiler = Profiler() if writer is None else profiler_of(variables, writer.path.parent)
     _recorder = Recorder(writer, sampling, profiler)
 
 
@@ -442,12 +429,6 @@ def stop() -> None:
 
 state.start_hooks.append(start)
 state.reset_hooks.append(stop)
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError([Problem((EVENTS_STEPS,), f"`{text}` is not a positive number")], subject="environment")
-    return int(text)
 
 
 def _writer(variables: Mapping[str, str]) -> EventWriter | None:

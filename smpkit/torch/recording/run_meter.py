@@ -129,9 +129,8 @@ class RunMeter:
         """Of the first steps, up to the first one after the warm-up."""
         self._end_ns = 0
         """Of the latest step, or of its optimizer."""
-        self._warm_up: Counter[str] = Counter()
-        """Sums over the recorded ones among the first steps: how many, and their times in nanoseconds."""
-        self._rest: Counter[str] = Counter()
+        self._sums: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+        """Over the recorded ones of the first steps, and of the others: how many, and their times in nanoseconds."""
         self._is_recorded = False
         """Whether the latest step was."""
 
@@ -157,7 +156,7 @@ class RunMeter:
                 self._latest().update(optimizer=end_ns - start_ns)
 
     def _latest(self) -> Counter[str]:
-        return self._warm_up if self.num_steps <= WARM_UP else self._rest
+        return self._sums[self.num_steps > WARM_UP]
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +173,8 @@ class RunMeter:
         whole = self.step_seconds
         if whole is None:
             return Split()
-        sums = self._rest if self.num_steps >= 2 * WARM_UP and self._rest else self._warm_up + self._rest
+        first, rest = self._sums
+        sums = rest if self.num_steps >= 2 * WARM_UP and rest else first + rest
         # A recorded step waits for the device, and so may take longer than the average one.
         seconds = 1e-9 / max(1, sums["steps"])
         seconds *= min(1.0, whole / max(1e-9, seconds * (sums["call"] + sums["optimizer"])))

@@ -36,21 +36,14 @@ class Label:
     step: int
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A scalar on its way to the host; `arrived` is None if it is there."""
-
-    host: torch.Tensor
-    arrived: torch.Event | None
-
-
 class StepValues:
     """The scalars of one job, on rank 0."""
 
     def __init__(self) -> None:
         self._ends: dict[str, tuple[float, float]] = {}
-        self._under_way = defaultdict[Label, list[_Copy]](list)
-        """Evaluation calls a step for each of its batches; their mean is written."""
+        self._under_way = defaultdict[Label, list[tuple[torch.Tensor, torch.Event | None]]](list)
+        """Scalars on their way to the host, and what tells that they are there. Evaluation calls a step for each of its
+        batches; their mean is written."""
         self._logged = set[str]()
         """Names that the script logs itself."""
         self._main: str | None = None
@@ -73,7 +66,7 @@ class StepValues:
         self._read(label.step)  # those of this step may still be logged by the script
         if label.name not in self._logged:
             host = value.detach().to("cpu", non_blocking=True)
-            self._under_way[label].append(_Copy(host, devices.record_event(value.device)))
+            self._under_way[label].append((host, devices.record_event(value.device)))
 
     def log(self, logged: Mapping[str, float], step: int) -> None:
         """Write what the script logs itself."""
@@ -96,13 +89,13 @@ class StepValues:
         for label, copies in list(self._under_way.items()):
             if label.step >= before:
                 return
-            last = copies[-1].arrived  # copies arrive in order
+            _, last = copies[-1]  # they arrive in order
             if last is not None and not last.query():
                 if not wait:
                     return
                 last.synchronize()
             del self._under_way[label]
-            mean = sum(float(copy.host) for copy in copies) / len(copies)
+            mean = sum(float(host) for host, _ in copies) / len(copies)
             self._write({label.name: mean}, label.step, by_script=False)
 
     def close(self) -> None:
@@ -125,27 +118,19 @@ class StepValues:
                 _log.warning("losses are not recorded: the folder of the run cannot be written: %s", error.strerror)
 
 
-_values: StepValues | None = None
-
-
+@functools.cache
 def current_values() -> StepValues:
-    """Return the values of this job."""
-    global _values  # noqa: PLW0603 - one of a process, which is one rank
-    if _values is None:
-        _values = StepValues()
-    return _values
+    """Return the values of this job, of which this process is one rank."""
+    return StepValues()
 
 
 def _finish() -> None:
-    if _values is not None:
-        _values.ends()
+    current_values().ends()
 
 
 def _close() -> None:
-    global _values
-    closing, _values = _values, None
-    if closing is not None:
-        closing.close()
+    current_values().close()
+    current_values.cache_clear()
 
 
 state.end_hooks.append(_finish)

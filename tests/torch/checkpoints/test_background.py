@@ -227,7 +227,7 @@ def write_slowly(folder: Path) -> None:
         begin(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_module, "PIECE_BYTES", 512)
+        patch.setattr(folder_module, "_PIECE_BYTES", 512)
         patch.setattr(folder_module._CheckedFile, "__init__", begin_slowly)
         pending = smp.save_checkpoint(folder, "slow", blocking=False)
         wait_shortly(3)

@@ -23,7 +23,6 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as folder_module
-from smpkit.torch.checkpoints import integrity
 from smpkit.torch.checkpoints.folder import Index
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.distributed.init import shutdown
@@ -194,9 +193,9 @@ TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     [
         (folder_module, "read_regular", TOO_MANY),
         (folder_module, "_stat", CheckpointError("it cannot be read")),
-        (integrity, "_crc_of", MemoryError("no memory")),
-        (integrity, "_crc_of", TOO_MANY),
-        (integrity, "_crc_of", RuntimeError("can't start new thread")),
+        (folder_module, "_crc_of_file", MemoryError("no memory")),
+        (folder_module, "_crc_of_file", TOO_MANY),
+        (folder_module, "_crc_of_file", RuntimeError("can't start new thread")),
     ],
     ids=["JSON", "size", "memory", "file", "threads"],
 )

@@ -36,8 +36,7 @@ from torch.utils.data import (
 )
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.objects import find_allowed
-from smpkit.torch.checkpoints.save_load import read_file, write_file
+from smpkit.torch.checkpoints.objects import find_allowed, read_file, write_file
 
 
 @dataclasses.dataclass

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.checkpoints import agreement, reader, resume
+from smpkit.torch.checkpoints import agreement, folder, reader
 from smpkit.torch.checkpoints.agreement import MESSAGES_PER_RANK
 from smpkit.torch.checkpoints.entries import MAX_WRITERS, writers_of
-from smpkit.torch.checkpoints.folder import Index, read_index
-from smpkit.torch.checkpoints.integrity import find_corruption
+from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
@@ -84,7 +83,7 @@ def save_and_resume(path: Path) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "object_from", counted)
         patch.setattr(reader, "open_tensors", loaded)
-        patch.setattr(resume, "find_corruption", compared)
+        patch.setattr(folder, "find_corruption", compared)
         smp.save_checkpoint(path, "two")
         saving = counts["agreements"]
         smp.resume_from_checkpoint(path)

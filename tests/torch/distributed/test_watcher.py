@@ -159,7 +159,26 @@ def one_times_out(error: str) -> str:
     ],
 )
 def test_an_error_of_nccl_becomes_a_verdict(error: str, words: str) -> None:
-    assert run_ranks(one_times_out, 2, error)[0].startswith(words)
+    told = run_ranks(one_times_out, 2, error, env={backends.FLIGHT_RECORD: "/runs/7/nccl_trace_rank_"})[0]
+    assert told.startswith(words)
+    assert ("from /runs/7/nccl_trace_rank_*" in told) == (error == "TIMEOUT")
+
+
+def one_watches_in_vain() -> str:
+    backend = begin()
+    if smp.rank() == 1:
+        facts().wait(["told"])
+        return "late"
+    backend.get_error = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    backend.item()
+    text = message_of(smp.barrier)
+    facts().set("told", "")
+    return text
+
+
+def test_a_watcher_that_fails_ends_the_kernels_because_torch_leaves_it_the_last_word() -> None:
+    told = run_ranks(one_watches_in_vain, 2)[0]
+    assert told.startswith("RemoteError: rank 0 cannot watch its GPU any more: ZeroDivisionError: division by zero")
 
 
 def watchers_of_two_worlds() -> list[int]:
@@ -223,7 +242,7 @@ def test_torch_leaves_the_last_word_to_the_watcher(
     launcher: str, set_before: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in (*names, "NCCL_MULTI_RANK_GPU_ENABLE"):
+    for name in (*names, "NCCL_MULTI_RANK_GPU_ENABLE", backends.FLIGHT_RECORD):
         monkeypatch.setenv(name, "")  # or nothing would undo what is set below
         monkeypatch.delenv(name)
     for name, value in set_before.items():
@@ -232,9 +251,12 @@ def test_torch_leaves_the_last_word_to_the_watcher(
     assert os.environ.get(names[0]) == expected
     assert os.environ[names[2]] == "1"
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+    assert backends.FLIGHT_RECORD not in os.environ
     monkeypatch.setenv("SMPKIT_SHARED_GPU_NCCL", "1")
+    monkeypatch.setenv("SMPKIT_RUN_DIR", "/runs/7")
     backends.prepare("cpu:gloo,cuda:nccl", launcher)
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert os.environ[backends.FLIGHT_RECORD] == "/runs/7/nccl_trace_rank_"
 
 
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from smpkit.errors import UsageError
+from smpkit.observe.runs import RUN_DIR
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
 SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"
+FLIGHT_RECORD: Final = "TORCH_FR_DUMP_TEMP_FILE"
+"""Where torch's flight recorder writes; it appends the rank."""
 _LAUNCH_ORDER: Final = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _CHANNEL_CTAS: Final = 8
 """Thread blocks that nccl may use for a message, of 132 multiprocessors on an H100; NCCL_MAX_CTAS overrides it."""
@@ -145,5 +148,8 @@ def prepare(backend: str, launcher: str) -> None:
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # the old name, which torch still reads
         os.environ.setdefault(handling, "2")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # Torch's flight recorder would leave its record of the last operations in the host's folder for temporary files.
+    if (run := os.environ.get(RUN_DIR)) and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its old name
+        os.environ.setdefault(FLIGHT_RECORD, f"{run}/nccl_trace_rank_")
     if os.environ.get(SHARED_GPU_NCCL) == "1":
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
