@@ -204,7 +204,7 @@ def _call_with_data(factory: Callable[[], Any]) -> Any:
         return factory()
     except SmpkitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
 
@@ -243,6 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", nargs="*", help="where the module is found")
     options = parser.parse_args(arguments)
     sys.path[:0] = options.folders
+    sys.argv[1:] = []  # a script that reads its arguments when it is imported gets its defaults, not ours
     with _redirect_stdout() as write:
         try:
             factory = _import_factory(options.target)

@@ -250,9 +250,15 @@ def run(folder: Path, target: str, *, fresh: bool = False) -> tuple[int, Any]:
 
 
 def test_stdout_is_json_whatever_the_module_prints(tmp_path: Path) -> None:
-    source = (
-        "import os\nfrom torch import nn\nprint('hello'); os.system('echo hello')\nbuild = lambda: nn.Linear(2, 2)\n"
-    )
+    source = """
+import argparse, os
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=2)
+width = parser.parse_args().width
+print("hello"); os.system("echo hello")
+build = lambda: nn.Linear(width, width)
+"""
     (tmp_path / "zoo.py").write_text(source)
     code, out = run(tmp_path, "zoo:build", fresh=True)
     assert code == 0
@@ -264,13 +270,15 @@ def test_stdout_is_json_whatever_the_module_prints(tmp_path: Path) -> None:
     [
         ("zoo", "`zoo` names no factory"),
         ("absent:build", "module `absent` cannot be imported: ModuleNotFoundError"),
+        ("exits:build", "module `exits` cannot be imported: SystemExit: 2"),
         ("zoo:none", "module `zoo` has no `none`"),
         ("zoo:number", "`zoo:number` is not callable"),
     ],
-    ids=["form", "module", "attribute", "callable"],
+    ids=["form", "module", "exit", "attribute", "callable"],
 )
 def test_a_target_that_is_none_is_told_in_json(target: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "zoo.py").write_text("number = 3\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(2)\n")
     code, out = run(tmp_path, target)
     assert code == 2
     assert message in json.loads(out)["error"]
