@@ -240,6 +240,8 @@ def _kinds(held: KindBytes) -> str:
 def _whereabouts(doing: RankStatus) -> str:
     if doing.step < 0:
         return "no step: the first one had not begun"
+    if doing.has_ended:
+        return f"no step: step {doing.step} had ended"
     places = [f"step {doing.step}"]
     if doing.action:
         places.append(f"{doing.action} of microbatch {doing.microbatch}")

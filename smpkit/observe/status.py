@@ -23,7 +23,8 @@ STATUS_DIR: Final = "SMPKIT_STATUS_DIR"
 """The folder for the pages of one host's ranks, set by their launcher."""
 
 ACTION_CELL: Final = 2
-"""The cell of a page with the action that runs: its microbatch times 256, and the first letter of its kind."""
+"""The cell of a page with the action that runs: its microbatch times 256, and the first letter of its kind; negative
+between steps."""
 LAYER_CELL: Final = 3
 """The cell with the number of the layer that runs; 0: none."""
 
@@ -87,11 +88,12 @@ class StatusPage:
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins; -1: none has."""
-        self.cells[_STEP] = step
+        self.cells[_STEP], self.cells[ACTION_CELL] = step, 0
 
     def end_step(self, num_trained: int, seconds: float) -> None:
-        """Note how many training steps have ended, and how long one takes on average."""
+        """Note that the step has ended, how many training steps have, and how long one takes on average."""
         self.cells[_TRAINED], self.cells[_STEP_NS] = num_trained, round(seconds * 1e9)
+        self.cells[ACTION_CELL], self.cells[LAYER_CELL] = -1, 0
 
     def write(self, held: KindBytes | None, planned: KindBytes | None, levers: Levers | None) -> None:
         """Note what the rank holds, what was planned, and what its job has set of all that saves memory."""
@@ -131,6 +133,8 @@ class RankStatus:
     """How long one takes on average; 0 before the first one has ended."""
     degrees: tuple[int, int, int] | None = None
     """Of pipeline, tensor and data parallelism."""
+    has_ended: bool = False
+    """Whether the step has ended and no other has begun."""
 
     @property
     def remedy(self) -> str:
@@ -162,7 +166,7 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
     return RankStatus(
         step=step,
         action=_ACTIONS.get(chr(action % 256), ""),
-        microbatch=action // 256,
+        microbatch=max(0, action // 256),
         layer=names[layer - 1] if 0 < layer < len(names) else "",
         held=None if held is None else KindBytes(**held),
         planned=None if planned is None else KindBytes(**planned),
@@ -170,4 +174,5 @@ def read_status(folder: Path, rank: int) -> RankStatus | None:
         num_trained=num_trained,
         step_seconds=step_ns * 1e-9,
         degrees=None if degrees is None else tuple(degrees),
+        has_ended=action < 0,
     )

@@ -134,7 +134,7 @@ def test_a_failed_run_has_a_summary_with_its_degrees_and_what_its_ranks_held(tmp
     assert block(summary) == [
         "run     8 steps of 250.0 ms",
         "memory  at most 2.0 MiB in tensors (rank 1)",
-        "note    memory is that of the step in which it ended: step 8",
+        "note    memory is that of the last step, step 8",
     ]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from smpkit.config.words import duration
+from smpkit.observe.status import RankStatus
+from smpkit.observe.summary import KindBytes
 from smpkit_container.failure import explain, mpirun_failure, rank_failure, stop_failure
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
@@ -64,6 +66,21 @@ def test_screen_has_the_form_of_the_ux_rules() -> None:
         "\n"
         "ranks 0–2, 7 stopped because of it"
     )
+
+
+def test_the_screen_names_the_host_only_of_a_job_that_has_several() -> None:
+    """A laptop was called `algo-1`."""
+    two = replace(TOPOLOGY, hosts=("algo-1", "algo-2"))
+    cause = RootCause(RankEnd(5, 1, 1.0, ERROR))
+    assert "(rank 5 on algo-1, exit 1)" in rank_failure(cause, outcome(), two, CODE).screen
+    assert "algo-1" not in rank_failure(cause, outcome(), TOPOLOGY, CODE).screen
+
+
+def test_memory_that_runs_out_between_steps_runs_out_in_none() -> None:
+    """It had been in `backward of microbatch 3`, the last action of the step before."""
+    doing = RankStatus(9, held=KindBytes(weights=2**20), has_ended=True)
+    screen = rank_failure(RootCause(RankEnd(5, -9, 1.0, doing=doing)), outcome(), TOPOLOGY, CODE).screen
+    assert "\ntensors held 1.0 MiB: weights 1.0 MiB\nwas in no step: step 9 had ended" in screen
 
 
 def test_failure_file_has_the_exception_first_and_the_users_frames_before_libraries() -> None:

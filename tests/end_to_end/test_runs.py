@@ -155,9 +155,9 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     (tmp_path / "job.yaml").write_text(job)
     done = smpkit(tmp_path, "run", "job.yaml", "--", how)
     assert done.returncode == 1
-    assert re.search(r"(?m)^tensors held [0-9.]+ MiB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr), (
-        done.stderr
-    )
+    assert re.search(
+        r"(?m)^tensors held [0-9.]+ [KM]iB: weights 48\.\d KiB, .*activations [0-9.]+ [KM]iB", done.stderr
+    ), done.stderr
     assert "run     " not in done.stderr, "the block is of runs that went well"
     assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
     assert "hint: `smp.set_activation_checkpointing(layers)` saves most: up to " in done.stderr

@@ -36,11 +36,10 @@ def test_what_was_noted_is_read(tmp_path: Path) -> None:
     assert read_status(tmp_path, 3) == expected
     note(page, "F", 300)
     page.write(HELD, None, None)
+    assert read_status(tmp_path, 3) == RankStatus(12, "forward", 300, "", HELD, None, None)
     page.end_step(11, 0.25)
     page.close()
-    assert read_status(tmp_path, 3) == RankStatus(
-        12, "forward", 300, "", HELD, None, None, num_trained=11, step_seconds=0.25
-    )
+    assert read_status(tmp_path, 3) == RankStatus(12, held=HELD, num_trained=11, step_seconds=0.25, has_ended=True)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ class Recorder:
     def end_step(self) -> None:
         """Add the step to the sums of the run, and write its events, after a wait for the GPU."""
         self._add_step()
-        if self._is_training and (page := status.current_page()) is not None:
+        if (page := status.current_page()) is not None:
             page.end_step(self.meter.num_steps, self.meter.step_seconds or 0.0)
 
     def _add_step(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 import smpkit.torch as smp
@@ -111,6 +112,38 @@ def test_ranks_that_wait_for_each_other_are_in_a_deadlock_and_say_where() -> Non
         assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0; a deadlock of rank 0 in " in message
         place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(1 - smp\.rank\(\)\)\)`\)"
         assert re.search(rf"rank 0 {place} and rank 1 {place}\nhint: every rank makes the same calls in", message)
+
+
+@smp.step
+def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).mean()
+    model.backward(loss)
+    return loss
+
+
+def rank_0_alone(call: str, folder: str) -> tuple[str, float]:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters()))
+    train_step(model, torch.ones(4, 2))
+    let_judge(0, [1])
+    if smp.rank() == 1:
+        facts().set("rank 1 waits", "")
+        return outcome(lambda: train_step(model, torch.ones(4, 2)))
+    facts().wait(["rank 1 waits"])
+    wait_shortly(3)
+    if call == "state_dict":
+        return outcome(lambda: model.state_dict())  # noqa: PLW0108 - the line that is named
+    return outcome(lambda: smp.save_checkpoint(folder, tag="a", model=model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("call", ["state_dict", "save_checkpoint"])
+def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(call: str, tmp_path: Path) -> None:
+    for message, _ in run_ranks(rank_0_alone, 2, call, str(tmp_path)):
+        assert "; a deadlock of " in message
+        assert re.search(rf"rank 0 in test_deadline\.py, line \d+ \(`.*{call}\(", message)
+        assert re.search(r"rank 1 in test_deadline\.py, line \d+ \(`.*train_step\(", message)
+        assert "is one of these under `if smp.rank() == ...`?" in message
 
 
 def all_receive_in_a_ring() -> tuple[str, float]:
