@@ -204,7 +204,7 @@ def _call_with_data(factory: Callable[[], Any]) -> Any:
         return factory()
     except SmpkitError:
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         traceback.print_exc()
         raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
 
@@ -282,7 +282,7 @@ def _import_factory(target: str) -> Callable[[], Any]:
         raise UsageError(f"`{target}` names no factory", hint=_TARGET_FORM)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise UsageError(
             f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_TARGET_FORM
