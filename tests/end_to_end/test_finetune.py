@@ -51,6 +51,7 @@ def test_it_learns_resumes_and_transformers_reads_what_it_wrote(small: dict[str,
     assert float(loss[1]) == pytest.approx(after, abs=0.02)
 
 
+@pytest.mark.slow
 def test_adapters_alone_learn_and_peft_reads_those_of_both_stages(small: dict[str, Any]) -> None:
     told = on_forked_ranks(EXAMPLE / "lora.yaml", {**small, "steps": 3})
     (_, before), (_, after) = [(int(step), float(loss)) for step, loss in HELD_OUT.findall(told)]
