@@ -92,6 +92,14 @@ def test_trap_4_another_configuration_after_wrapping_is_refused_by_name() -> Non
     assert smp.state.cfg.microbatches == 4
 
 
+def test_init_works_again_after_shutdown() -> None:
+    for microbatches in (1, 2, 3):
+        smp.init({"microbatches": microbatches})
+        smp.shutdown()
+        assert not dist.is_initialized()
+    smp.shutdown()  # twice is harmless
+
+
 def test_degrees_that_do_not_fit_the_world_are_a_config_error_and_leave_nothing_behind() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_degree"):
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
@@ -203,8 +211,6 @@ def shut_down_and_init_again() -> list[int]:
         dist.all_reduce(tensor, group=smp.get_dp_process_group())
         counts.append(int(tensor))
         smp.shutdown()
-        assert not dist.is_initialized()
-    smp.shutdown()  # twice is harmless
     return counts
 
 
