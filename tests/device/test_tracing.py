@@ -59,7 +59,7 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def placed(kind: str, delayed: bool, half: bool, options: dict[str, Any]) -> tuple[str, str, list[str]]:
+def placed(kind: str, half: bool, options: dict[str, Any]) -> tuple[str, str, list[str]]:
     """Return where units lie, the device, and what was said at the level of a warning or above."""
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -67,9 +67,7 @@ def placed(kind: str, delayed: bool, half: bool, options: dict[str, Any]) -> tup
     logging.getLogger("smpkit").addHandler(handler)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
     torch.manual_seed(0)
-    with smp.delay_param_initialization(delayed):
-        module = {"Language": Language, "Checkpointed": Checkpointed}[kind]()
-    model = smp.DistributedModel(module)
+    model = smp.DistributedModel({"Language": Language, "Checkpointed": Checkpointed}[kind]())
     with torch.autocast(state.device.type, torch.bfloat16, enabled=half):
         train_step(model, tokens())
     assert model.pipeline is not None
@@ -79,16 +77,12 @@ def placed(kind: str, delayed: bool, half: bool, options: dict[str, Any]) -> tup
 
 
 @pytest.mark.parametrize(
-    ("kind", "delayed", "options"),
-    [
-        ("Language", False, {}),
-        ("Language", True, {"memory_weight": 1.0, "optimize": "memory"}),
-        ("Checkpointed", False, {}),
-    ],
-    ids=["language", "delayed, for memory", "checkpointed"],
+    ("kind", "options"),
+    [("Language", {}), ("Language", {"memory_weight": 1.0, "optimize": "memory"}), ("Checkpointed", {})],
+    ids=["language", "for memory", "checkpointed"],
 )
-def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, delayed: bool, options: dict[str, Any]) -> None:
-    arguments = (kind, delayed, False, options)
+def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, options: dict[str, Any]) -> None:
+    arguments = (kind, False, options)
     on_gpu = run_on_gpu(placed, *arguments, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     on_cpu = run_ranks(placed, 2, *arguments, env={**CPU_ONLY, "SMPKIT_CUDA_ON_CPU": "1"})
     assert (on_gpu[0][1], on_cpu[0][1]) == (gpu().type, "cpu")
@@ -97,7 +91,7 @@ def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, delayed: bool
 
 
 def test_the_tracing_pass_works_under_autocast() -> None:
-    for _, _, said in run_on_gpu(placed, "Language", False, True, {}):
+    for _, _, said in run_on_gpu(placed, "Language", True, {}):
         assert said == []
 
 
