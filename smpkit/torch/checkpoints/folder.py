@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -133,14 +132,16 @@ class Index:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what a forged index must not claim: files elsewhere, tensors larger than their files."""
-        if not isinstance(self.order, int) or not set(self.activations.values()) <= set(Choice):
-            raise ValueError("its order is no whole number, or a layer's choice is unknown")
-        for name, entry in self.files.items():
+        numbers: list[Any] = [entry[key] for entry in self.files.values() for key in ("size", "crc32", "folder")]
+        if not all(isinstance(number, int) for number in (self.order, *numbers)):
+            raise ValueError("a size or a count is no whole number")
+        if not set(self.activations.values()) <= set(Choice):
+            raise ValueError("a layer's choice is unknown")
+        for name in self.files:
             if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
-            if not all(isinstance(entry[key], int) for key in ("size", "crc32", "folder")):
-                raise ValueError("a size is no whole number")
-        if unknown := set(itertools.chain(*self.objects.values())) - self.files.keys():
+        named = {piece[0] for spec in self.tensors.values() for piece in spec["pieces"]}
+        if unknown := named.union(*self.objects.values()) - self.files.keys():
             raise ValueError(f"{min(unknown)} is no file of this checkpoint")
         for name, spec in self.tensors.items():  # readers allocate memory by these numbers
             num_elements = 0

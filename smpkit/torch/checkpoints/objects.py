@@ -293,8 +293,9 @@ def find_allowed(name: str) -> Any:
     # has only imported, such as subprocess.Popen, is not its own.
     module = sys.modules.get(module_name)
     kind = getattr(module, attribute, None)
-    is_its_own = module is not None and isinstance(kind, type) and kind.__module__ == module_name
-    return kind if is_its_own and _is_own_source(module) else None
+    if module is None or not isinstance(kind, type) or kind.__module__ != module_name:
+        return None
+    return kind if _is_own_source(module) else None
 
 
 def why_refused(name: str) -> str:
