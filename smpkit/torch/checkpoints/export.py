@@ -143,7 +143,8 @@ def _write_smp_v1(staged: Path, checkpoint: Path) -> None:
                 hint="`smp.CheckpointReader` reads it as it is",
             )
     flat = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32, device="cpu")
-    for name, part in zip(shapes, torch.split(flat, [shape.numel() for shape in shapes.values()]), strict=True):
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    for name, part in zip(shapes, parts, strict=True):
         part.copy_(read_whole(reader, sources[name]).reshape(-1))
     others = {name: read_whole(reader, source) for name, source in sources.items() if name not in shapes}
     folder = staged / checkpoint.resolve().name
