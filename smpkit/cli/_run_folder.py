@@ -30,7 +30,7 @@ __all__ = ["begin_run", "end_run", "held", "is_running", "saved_job_text", "show
 _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
 
-def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) -> Run:
+def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
     """Make the folder of a run, with the job as it runs, its plan and its environment.
 
     Raises:
@@ -40,7 +40,7 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int, overrides: Sequence[str]) 
     run = make_run(job.folder, job.config.name, now)
     place = os.path.relpath(job.folder.absolute(), run.path.absolute())
     content = {name: masked(name, value) for name, value in _content(job).items()}
-    head = [f"As it ran: {_command(job, overrides)}", f"Paths are relative to {place}."]
+    head = [f"As it ran: {_command(job)}", f"Paths are relative to {place}."]
     write_file(run.path / JOB, _as_yaml(head, content), "job of the run")
     environment = {**_environment(now, ranks, hosts), "settings": list(_settings(job))}
     write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
@@ -94,9 +94,9 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def saved_job_text(job: LoadedJob, overrides: Sequence[str]) -> str:
+def saved_job_text(job: LoadedJob) -> str:
     """Return the job file that stands for a script and the options it was run with."""
-    return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job, overrides)}"], _content(job))
+    return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job)}"], _content(job))
 
 
 def version_of(package: str) -> str | None:
@@ -117,10 +117,8 @@ def _as_yaml(head: Sequence[str], content: dict[str, Any]) -> str:
     return "".join(f"# {line}\n" for line in head) + as_yaml(content)
 
 
-def _command(job: LoadedJob, overrides: Sequence[str]) -> str:
-    from smpkit.config.load import option
-
-    options = [f"{flag} {shlex.quote(value)}" for flag, value in map(option, overrides)]
+def _command(job: LoadedJob) -> str:
+    options = [f"{flag} {shlex.quote(value)}" for flag, value in job.overrides]
     return hide_in_line(" ".join(["smpkit run", str(job.path), *options]))
 
 

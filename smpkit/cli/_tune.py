@@ -14,7 +14,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
 from smpkit.cli._world import World, describe, layer_lines, world_of
-from smpkit.config.load import edited, file_of_parameters, load, option
+from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
@@ -49,7 +49,7 @@ _KINDS: Final = {
 def run(
     file: Path,
     *,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     model: str,
     machine: str | None,
     calibration: Path | None,
@@ -66,7 +66,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Search, and print what was found; arguments as of the command."""
-    flags = {flag for flag, _ in map(option, overrides)} - {"-p"}
+    flags = {flag for flag, _ in overrides} - {"-p"}
     if write and flags:
         hint = "write the setting into the file first; a parameter by `-p` is written"
         raise UsageError(f"`--write` cannot be given beside `{min(flags)}`, which the file would not have", hint=hint)

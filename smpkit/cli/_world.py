@@ -11,7 +11,7 @@ from typing import Final
 from smpkit.cli import _console
 from smpkit.cli._with_torch import ask
 from smpkit.config.distribution import Distribution
-from smpkit.config.load import LoadedJob, load
+from smpkit.config.load import LoadedJob, Override, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import UsageError
@@ -42,7 +42,7 @@ class World:
         return self.instance_type.startswith(("ml.c", "ml.m", "ml.r", "ml.t")) and "trn" not in self.instance_type
 
 
-def world_of(file: Path, overrides: Sequence[str]) -> World:
+def world_of(file: Path, overrides: Sequence[Override]) -> World:
     """Read a job, a distribution or modelparallel parameters alone, and print its warnings."""
     loaded = load(file, overrides)
     for notice in loaded.notices:

@@ -25,7 +25,7 @@ from smpkit.observe.runs import EVENTS, TRACE, Run
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
-    from smpkit.config.load import LoadedJob
+    from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.docker import DockerRun
     from smpkit_estimator.image import Recipe
     from smpkit_estimator.local import LocalPlan, LocalRun
@@ -70,7 +70,7 @@ _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch",
 @recipe_options
 def run(
     file: Path,
-    overrides: tuple[str, ...],
+    overrides: list[Override],
     arguments: tuple[str, ...],
     ranks: int | None,
     save_job: bool,
@@ -96,18 +96,18 @@ def run(
     """
     _refuse_what_does_not_go(debugged, docker=docker)
     if hosts is not None:
-        overrides = (*overrides, f"compute.instance_count={hosts}")
+        overrides = [*overrides, ("--set", f"compute.instance_count={hosts}")]
     if ranks is not None:
-        overrides = (*overrides, f"--ranks {ranks}")
+        overrides = [*overrides, ("--ranks", str(ranks))]
     job = read_job(file, overrides, script=True)
     if save_job:
-        _save_job(job, overrides, arguments)
+        _save_job(job, arguments)
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
-        return _run_in_docker(job, overrides, arguments, recipe_from(recipe), interrupt_after, gpus=gpus, events=events)
+        return _run_in_docker(job, arguments, recipe_from(recipe), interrupt_after, gpus=gpus, events=events)
     _refuse_allocation(job.config)
-    return _run_here(job, overrides, arguments, debugged, events=events)
+    return _run_here(job, arguments, debugged, events=events)
 
 
 def _refuse_what_does_not_go(debugged: int | None, *, docker: bool) -> None:
@@ -134,7 +134,7 @@ def _refuse_allocation(job: JobConfig) -> None:
     raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
 
 
-def _save_job(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str]) -> None:
+def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
     """Write the job file of a script beside it.
 
     Raises:
@@ -152,7 +152,7 @@ def _save_job(job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str]
         )
     if place.exists():
         raise UsageError(f"`{shown(place)}` is there already", hint="run without `--save-job`, or move it")
-    write_file(place, saved_job_text(job, overrides), "job file")
+    write_file(place, saved_job_text(job), "job file")
     _console.current().note(f"wrote {shown(place)}")
 
 
@@ -171,9 +171,7 @@ def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
 # ---- on this machine -------------------------------------------------------------------------------------------------
 
 
-def _run_here(
-    job: LoadedJob, overrides: Sequence[str], arguments: Sequence[str], debugged: int | None, *, events: bool
-) -> int:
+def _run_here(job: LoadedJob, arguments: Sequence[str], debugged: int | None, *, events: bool) -> int:
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run
 
@@ -184,7 +182,7 @@ def _run_here(
     def train(folder: Path) -> LocalRun:
         return run_local(plan, folder, arguments, environ, events=events)
 
-    folder, done = _recorded(job, plan, overrides, "on this machine", train)
+    folder, done = _recorded(job, plan, "on this machine", train)
     if done.exit_code == 0 and not done.stopped:  # the launcher has said how it ended otherwise
         _console.current().note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _conclude(folder, done)
@@ -249,7 +247,6 @@ def _debugged(rank: int | None, num_ranks: int) -> dict[str, str]:
 
 def _run_in_docker(
     job: LoadedJob,
-    overrides: Sequence[str],
     arguments: Sequence[str],
     recipe: Recipe,
     interrupt_after: float | None,
@@ -282,7 +279,7 @@ def _run_in_docker(
         )
 
     where = f"in {hosts} container{'s' * (hosts != 1)} of {image}"
-    folder, done = _recorded(job, plan, overrides, where, train)
+    folder, done = _recorded(job, plan, where, train)
     console = _console.current()
     if done.stopped:
         console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
@@ -308,14 +305,12 @@ def _show_line(host: str, stream: str, line: str) -> None:
 # ---- what both do ----------------------------------------------------------------------------------------------------
 
 
-def _recorded(
-    job: LoadedJob, plan: LocalPlan, overrides: Sequence[str], where: str, train: Callable[[Path], _Done]
-) -> tuple[Run, _Done]:
+def _recorded(job: LoadedJob, plan: LocalPlan, where: str, train: Callable[[Path], _Done]) -> tuple[Run, _Done]:
     """Make the folder of a run, train, and note there how it ended."""
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
-    folder = begin_run(job, plan.ranks, plan.hosts, overrides)
+    folder = begin_run(job, plan.ranks, plan.hosts)
     console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
     with held(folder):
         done = train(folder.path)

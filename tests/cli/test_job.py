@@ -6,11 +6,12 @@ import click
 from click.testing import CliRunner
 
 from smpkit.cli.options import job_arguments, read_job
+from smpkit.config.load import Override
 
 
 @click.command()
 @job_arguments
-def show(file: Path, overrides: tuple[str, ...]) -> None:
+def show(file: Path, overrides: list[Override]) -> None:
     job = read_job(file, overrides)
     click.echo(f"{job.config.name} {job.config.compute.instance_count}")
 

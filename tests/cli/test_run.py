@@ -92,13 +92,6 @@ def test_other_commands_say_what_to_do_with_a_script(tmp_path: Path, smpkit: Smp
     assert "train.py: is a script\n    hint: `smpkit run " in done.stderr
 
 
-def test_results_are_told_with_their_place(tmp_path: Path) -> None:
-    write(tmp_path, "import os; open(os.environ['SM_MODEL_DIR'] + '/model', 'w')", JOB + "output: ./out\n")
-    code, _, err = run(tmp_path)
-    assert code == 0
-    assert f"model: {tmp_path / 'out' / 'model'}" in err
-
-
 def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: Path) -> None:
     write(tmp_path, "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boo')\ntime.sleep(600)\n")
     code, out, err = run(tmp_path)
@@ -106,11 +99,6 @@ def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: 
     assert "(rank 1 on algo-1, exit 1)\n\n    Traceback (most recent call last):\n" in err
     assert err.count("ValueError: boo") == 1
     assert "\nrank 0 stopped because of it\nrun: runs/train-" in err
-
-
-def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
-    write(tmp_path, "import sys; sys.exit(2)")
-    assert run(tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -278,3 +266,15 @@ def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path) -> None
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 2", "[rank 1] 2 2"]
     assert "on this machine: 2 ranks, no" in done.stderr
     assert "warning" not in done.stderr
+
+
+def test_results_are_told_with_their_place(tmp_path: Path) -> None:
+    write(tmp_path, "import os; open(os.environ['SM_MODEL_DIR'] + '/model', 'w')", JOB + "output: ./out\n")
+    code, _, err = run(tmp_path)
+    assert code == 0
+    assert f"model: {tmp_path / 'out' / 'model'}" in err
+
+
+def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; sys.exit(2)")
+    assert run(tmp_path)[0] == 1

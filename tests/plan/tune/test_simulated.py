@@ -24,16 +24,6 @@ def limits(device: float, forwards: float, **more: float) -> ChainLimits:
     return ChainLimits(1, device, more.get("host", 1e9), LinkSpeed(rate, rate), window_layers=5, overlaps=False)
 
 
-def test_without_copies_the_time_is_the_sum() -> None:
-    for choices in itertools.product((KEEP, RECOMPUTE), repeat=4):
-        layers, within = [ALIKE] * 4, limits(1e9, 1.0)
-        assert seconds_of(layers, choices, within, ON_A_GPU) == cost_of(layers, choices, within).seconds
-
-
-def test_a_copy_that_hides_costs_nothing() -> None:
-    assert seconds_of([ALIKE] * 8, [OFFLOAD] * 8, limits(1e9, 0.08), LoneEngine(lead=2)) == pytest.approx(8 * 4)
-
-
 def test_compute_is_a_bound_of_the_simulated_time() -> None:
     source = random.Random(0)
     for _ in range(30):
