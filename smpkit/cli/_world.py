@@ -18,9 +18,20 @@ from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.chain import Choice
 
-__all__ = ["World", "describe", "layer_lines", "world_of"]
+__all__ = ["MEMORY_KINDS", "World", "describe", "layer_lines", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
+MEMORY_KINDS: Final = {
+    "parameters": "parameters_bytes",
+    "gathered": "gathered_bytes",
+    "gradients": "gradients_bytes",
+    "reduction": "reduction_bytes",
+    "masters": "masters_bytes",
+    "states": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "host": "host_bytes",
+}
+"""Columns of tables of memory, with the field of `RankMemory` that each shows."""
 
 
 @dataclass(frozen=True)

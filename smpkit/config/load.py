@@ -69,6 +69,7 @@ class Loaded:
     """The file, as the user named it."""
 
     overrides: tuple[Override, ...] = ()
+    """What the command line has set over it."""
 
     @property
     def kind_name(self) -> str:
@@ -468,34 +469,28 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
     is_json = name.lower().endswith(".json")
     document = parse(text, name, is_json=is_json)
     lines = text.splitlines(keepends=True)
-    if is_json:
-        mapping = _mapping_at(document.value, path, name)
-        for key in remove:
-            mapping.pop(key, None)
-        mapping.update(values)
-        indent = len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
-        return json.dumps(document.value, indent=indent, ensure_ascii=False) + "\n" * text.endswith("\n")
-    for key in remove:
+    for key in remove if not is_json else ():
         line, _ = document.positions.get((*path, key), (0, 0))
         if line and lines[line - 1].partition(":")[0].strip() == key:  # with its own comment, but not those around it
             lines[line - 1] = ""
     if document.value is None:  # nothing but comments
         lines.append(f"{[*path, *values][0]}:\n")
-    text = "".join(lines)
-    _, indent, offset = load_yaml_guess_indent(text)
-    editor = YAML()
+    editor, stream = YAML(), io.StringIO()
+    _, indent, offset = load_yaml_guess_indent(text := "".join(lines))
     editor.preserve_quotes, editor.width = True, 4096
     editor.indent(mapping=(indent or 2) - (offset or 0), sequence=indent or 2, offset=offset or 0)
-    whole = editor.load(text)
+    whole = document.value if is_json else editor.load(text)
     mapping = _mapping_at(whole, path, name)
     for key in remove:
         mapping.pop(key, None)
     for key, value in values.items():
-        if key in mapping:
+        if key in mapping or is_json:
             mapping[key] = value
         else:
             mapping.insert(_end_of(mapping), key, value)
-    stream = io.StringIO()
+    if is_json:
+        indent = len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
+        return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n" * text.endswith("\n")
     editor.dump(whole, stream)
     return stream.getvalue()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.cli._run_folder import begin_run
+from smpkit.cli._run import begin_run
 from smpkit.config.load import load_job
 from smpkit.observe.report.data import content_of
 from tests.cli.conftest import Smpkit

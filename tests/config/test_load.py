@@ -376,7 +376,7 @@ def test_several_problems_on_one_line_are_marked(folder: Path) -> None:
 
 def test_an_empty_section_can_be_set_into(folder: Path) -> None:
     path = write(folder, "entry_point: train.py\ncompute:\n")
-    assert load_job(path, ["compute.spot=true"]).config.compute.spot is True
+    assert load_job(path, [("--set", "compute.spot=true")]).config.compute.spot is True
 
 
 def test_a_missing_entry_point_is_reported_beside_every_other_problem(tmp_path: Path) -> None:

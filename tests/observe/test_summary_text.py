@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
 from smpkit.observe.summary_text import block
+from smpkit.units import amount, count
 
 MIB = 2**20
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.008, other=0.002)
@@ -80,12 +84,6 @@ def test_all_lines_fit_80_columns_behind_the_name_of_a_rank() -> None:
     assert max(map(len, lines)) <= 71, max(lines, key=len)
 
 
-def test_what_a_plan_does_not_know_is_a_dash() -> None:
-    planned = KindBytes(weights=8 * MIB, gradients=8 * MIB)
-    lines = block(replace(TWO, ranks=(replace(TWO.ranks[0], planned=planned), TWO.ranks[1])))
-    assert "  plan      8.0        8.0       –            –          –        –" in lines
-
-
 @pytest.mark.parametrize(("value", "text"), [(0.01234, "0.0123"), (3.333, "3.33"), (213.4, "213"), (27_341, "27,300")])
 def test_rates_have_three_digits(value: float, text: str) -> None:
     assert count(value) == text
@@ -94,3 +92,9 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 def test_amounts_and_durations() -> None:
     assert [amount(number) for number in (512, 3 * MIB, 5 * 2**30, 2**41)] == ["512 B", "3.0 MiB", "5.0 GiB", "2.0 TiB"]
     assert [duration(number) for number in (0.84, 59.6, 11_100)] == ["0.8 s", "1 m 0 s", "3 h 5 m"]
+
+
+def test_what_a_plan_does_not_know_is_a_dash() -> None:
+    planned = KindBytes(weights=8 * MIB, gradients=8 * MIB)
+    lines = block(replace(TWO, ranks=(replace(TWO.ranks[0], planned=planned), TWO.ranks[1])))
+    assert "  plan      8.0        8.0       –            –          –        –" in lines

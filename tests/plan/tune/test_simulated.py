@@ -10,8 +10,17 @@ from dataclasses import replace
 import pytest
 
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, cost_of
-from smpkit.plan.tune.simulated import ON_A_GPU, LoneEngine, choose_by_simulation, seconds_of
+from smpkit.plan.tune.chain import (
+    ON_A_GPU,
+    ChainLayer,
+    ChainLimits,
+    Choice,
+    LoneEngine,
+    choose,
+    choose_by_simulation,
+    cost_of,
+    seconds_of,
+)
 
 ALIKE = ChainLayer(1.0, 2.0, saved_bytes=160, input_bytes=10)
 FREE = LinkSpeed(math.inf, math.inf)
