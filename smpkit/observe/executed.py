@@ -129,7 +129,8 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     steps = [run.step(rank, number) for rank in ranks]
     begin = run.begin_ns(number, pipeline)
     sent_at = {each.receive: each.send.start_ns for each in match_messages(run, number, ranks)}
-    spans, stalls = zip(*(_stage(step, sent_at, ranks, begin) for step in steps), strict=True)
+    stages = [_stage(step, sent_at, ranks, begin) for step in steps]
+    spans, stalls = tuple(ran for ran, _ in stages), [idle for _, idle in stages]
     makespan = max((stage[-1].end_seconds for stage in spans if stage), default=0.0)
     for stage, idle in zip(spans, stalls, strict=True):
         end = stage[-1].end_seconds if stage else 0.0
@@ -241,7 +242,8 @@ def _stage(
     """
     receives = [message for message in step.messages if message.direction == "receive"]
     starts = [message.start_ns for message in receives]
-    spans, stalls = [], []
+    spans: list[ActionInterval] = []
+    stalls: list[IdleInterval] = []
 
     def at(nanoseconds: int) -> float:
         return _SECONDS * (nanoseconds - begin_ns)

@@ -26,8 +26,8 @@ distribution:
 def start(folder: Path, *arguments: str, file: str = "job.yaml", **options: Any) -> subprocess.Popen[str]:
     command = [*SMPKIT, "run", file, *arguments]
     environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1", "TMPDIR": str(folder)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, env=environ, text=True, **pipes, **options)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, **options)
 
 
 def run(folder: Path, *arguments: str, file: str = "job.yaml") -> tuple[int, str, str]:
