@@ -40,8 +40,9 @@ def test_names_that_are_accepted_without_being_fields_are_in_the_schema() -> Non
     assert {"partitions", "horovod", "use_times", "_match_weights"} <= set(json_schema("modelparallel")["properties"])
     assert {"enabled", "parameters"} <= set(json_schema("distribution")["properties"])
     definitions = json_schema("job")["$defs"]
-    short = {kind.__name__ for parent in (Section, *Section.__subclasses__()) for kind in parent.__subclasses__()
-             if kind.short_form and kind.__name__ in definitions}  # fmt: skip
+    parents: list[type[Section]] = [Section, *Section.__subclasses__()]
+    kinds = {kind.__name__: kind for parent in parents for kind in parent.__subclasses__()}
+    short = {name for name in definitions if name in kinds and kinds[name].short_form}
     assert short == {"BackendChoice", "Channel", "Checkpoints", "Secret"}
     for name in short:  # `backend: slurm` was no backend to an editor
         assert [form["type"] for form in definitions[name]["anyOf"]] == ["string", "object"]
